@@ -1,6 +1,8 @@
 #include <benchmark/benchmark.h>
 
 #include "plans.h"
+#include "waybill/core/random.h"
+#include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
@@ -63,6 +65,34 @@ void sizes(benchmark::internal::Benchmark* bench) {
   bench->Args({8, 1000})->Args({64, 10000})->Args({512, 10000})->Args({4096, 100000});
 }
 
+/// compute_metadata of dense tables [W, S], or [W, S, C] where C > 0; of the copies after the first
+/// `used` in a hundred go anywhere, the others are -1.
+void dense_metadata(benchmark::State& state) {
+  const Shape shape{state.range(0), state.range(1)};
+  const std::int64_t copies = state.range(2);
+  Random random(1);
+  IndexArray lens(shape);
+  for (std::int64_t& rows : lens.i64()) rows = 1 + random.below(4095);
+  IndexArray dispatch(copies > 0 ? Shape{shape[0], shape[1], copies} : shape);
+  std::int64_t at = 0;
+  for (std::int64_t& rank : dispatch.i64()) {
+    const bool first = copies == 0 || at++ % copies == 0;
+    rank = first || random.below(100) < state.range(3) ? random.below(shape[0]) : -1;
+  }
+  for (auto _ : state) {
+    DispatchMetadata result = compute_metadata(lens, dispatch);
+    benchmark::DoNotOptimize(result.rev.dst_offset.data());
+    benchmark::ClobberMemory();
+  }
+}
+
+BENCHMARK(dense_metadata)
+    ->ArgNames({"W", "S", "C", "used"})
+    ->Unit(benchmark::kMicrosecond)
+    ->Args({64, 160, 0, 0})
+    ->Args({64, 160, 1, 0})
+    ->Args({64, 160, 2, 0})
+    ->Args({64, 160, 2, 100});
 BENCHMARK(routing_of_spread_plan)->Apply(sizes);
 BENCHMARK(routing_of_spread_plan_fresh)->Apply(sizes);
 BENCHMARK(routing_of_spread_plan_all_threads)->Apply(sizes)->UseRealTime();

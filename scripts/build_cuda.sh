@@ -20,4 +20,7 @@ cmake --build build/cuda --target waybill_cuda waybill_nvshmem waybill_tests_cud
   waybill_bench_gpu_processes waybill_bench_gpu_blocking
 architectures=$(sed -n 's/^WAYBILL_CUDA_ARCHITECTURES:[A-Z]*=//p' build/cuda/CMakeCache.txt)
 scripts/check_device_code.py "$architectures" build/cuda/src/cuda/libwaybill_cuda.a
+status=0
+scripts/check_bulk_fences.py --machine-code build/cuda/src/cuda/libwaybill_cuda.a || status=$?
+((status == 0 || status == 3)) || exit "$status" # 3: there is no cuobjdump, which it has said
 echo "build_cuda: compiled and linked; run by scripts/test_gpu.sh on a machine with GPUs"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Format, shell scripts, include rules, type names, sizes, pages, self-containment of headers and sources,
+# Format, shell scripts, include rules, type names, sizes, limits, pages, self-containment of headers and sources,
 # clang-tidy. Runs all of them, then says which failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -27,6 +27,9 @@ check shell shellcheck .ci/run scripts/*.sh
 check includes scripts/check_includes.py
 check types scripts/check_types.py
 check sizes scripts/check_sizes.py
+check "bulk fences" scripts/check_bulk_fences.py
+check limits scripts/check_limits.py
+check contract scripts/contract.py
 check docs scripts/check_docs.py
 check "stale docs" scripts/check_stale_docs.py
 check python build/venv/bin/ruff check -q .

@@ -11,7 +11,7 @@
 #include <string_view>
 
 #include "core/to_size.h"
-#include "cuda/experts/gpu_expert_combine.h"
+#include "cuda/experts/combine_calls.h"
 #include "cuda/link_probe.h"
 #include "moe_rank.h"
 #include "waybill/cuda/gpu_world.h"

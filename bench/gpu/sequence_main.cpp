@@ -5,7 +5,11 @@
 #include <cstdlib>
 #include <exception>
 #include <map>
+#include <optional>
+#include <span>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "cuda/link_probe.h"
 #include "measure.h"
@@ -91,56 +95,88 @@ void relay_rows(Table& table, std::int32_t world_size, const char* lengths,
   }
 }
 
+/// Copy engines need a queue for each pair of ranks: not where many ranks share a device.
+std::vector<int> usable(std::int32_t world_size, std::vector<int> sms) {
+  if (world_size > 4 * num_gpus()) std::erase(sms, 0);
+  return sms;
+}
+
 void run(std::int32_t world_size, bool quick) {
   const int gpus = num_gpus();
   std::printf("%d ranks on %d GPUs, bfloat16; slowest rank's median of 60 calls\n", world_size,
               gpus);
   Table table(world_size, gpus);
   constexpr std::int64_t row = 8192;
+  const auto rows = [&](const Workload& workload, std::vector<int> sms, bool graph = false) {
+    for (const int num_sms : usable(world_size, std::move(sms))) {
+      table.row(workload, num_sms, graph);
+    }
+  };
   Workload empty = uniform(world_size, 0, row);
   empty.name = "empty plan";
   table.row(empty, 16, true);
-  table.row(uniform(world_size, mib, row), 8, true);
-  table.row(uniform(world_size, mib, row), 16, true);
-  table.row(uniform(world_size, mib, row), 32, true);
-  table.row(uniform(world_size, 8 * mib, row), 16, true);
-  for (const int sms : {8, 16, 0}) table.row(uniform(world_size, 64 * mib, row), sms);
+  rows(uniform(world_size, mib, row), {8, 16, 32}, true);
+  rows(uniform(world_size, 8 * mib, row), {16}, true);
+  rows(uniform(world_size, 64 * mib, row), {8, 16, 0});
   if (quick) return;
-  for (const int sms : {32, 64}) table.row(uniform(world_size, 8 * mib, row), sms, true);
-  for (const int sms : {64, 132}) table.row(uniform(world_size, 64 * mib, row), sms);
-  for (const int sms : {8, 16, 24, 64, 0}) table.row(uniform(world_size, 256 * mib, row), sms);
-  table.row(uniform(world_size, 64 * mib, 2048), 16);
-  table.row(uniform(world_size, 64 * mib, 256), 16);
+  rows(uniform(world_size, 8 * mib, row), {32, 64}, true);
+  rows(uniform(world_size, 64 * mib, row), {64, 132});
+  rows(uniform(world_size, 256 * mib, row), {8, 16, 24, 64, 0});
+  rows(uniform(world_size, 64 * mib, 2048), {16});
+  rows(uniform(world_size, 64 * mib, 256), {16});
   for (const char* lengths : {"wlbllm", "prolong"}) {
-    const auto forward = documents(world_size, lengths, SequenceOperation::dispatch);
-    for (const int sms : {8, 16, 0}) table.row(forward, sms);
-    const auto backward = documents(world_size, lengths, SequenceOperation::kv_gradient);
-    for (const int sms : {16, 24, 32}) table.row(backward, sms);
+    rows(documents(world_size, lengths, SequenceOperation::dispatch), {8, 16, 0});
+    rows(documents(world_size, lengths, SequenceOperation::kv_gradient), {16, 24, 32});
+    if (world_size == 1) continue;  // nobody sends more than others receive
     relay_rows(table, world_size, lengths, SequenceOperation::dispatch);
     relay_rows(table, world_size, lengths, SequenceOperation::kv_gradient);
   }
 }
 
+/// The number of ranks, and whether it is to be quick; nothing where the arguments are wrong.
+struct Arguments {
+  std::int32_t ranks = 0;
+  bool quick = false;
+};
+
+std::optional<Arguments> parsed(std::span<char* const> given) {
+  Arguments arguments{.ranks = std::max(2, num_gpus())};
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    const std::string_view one = given[i];
+    if (one == "--quick") {
+      arguments.quick = true;
+    } else if (one == "--ranks" && i + 1 < given.size()) {
+      char* end = nullptr;
+      const long ranks = std::strtol(given[++i], &end, 10);
+      if (*end != 0 || ranks < 1 || ranks > 64) return std::nullopt;
+      arguments.ranks = static_cast<std::int32_t>(ranks);
+    } else {
+      return std::nullopt;
+    }
+  }
+  return arguments;
+}
+
 }  // namespace
 }  // namespace waybill::bench
 
-/// waybill_bench_gpu_sequence [--quick] [RANKS]: one rank a GPU unless told.
+/// waybill_bench_gpu_sequence [--quick] [--ranks N]: ranks share GPUs where there are fewer; one a
+/// GPU unless told, and at least two.
 int main(int argc, char** argv) {
-  bool quick = false;
-  std::int32_t ranks = waybill::num_gpus();
-  for (int i = 1; i < argc; ++i) {
-    if (std::string_view(argv[i]) == "--quick") {
-      quick = true;
-    } else {
-      ranks = static_cast<std::int32_t>(std::strtol(argv[i], nullptr, 10));
-    }
+  // Of ranks that share a GPU: what one queues, or loads, must not wait for another's kernel.
+  (void)setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
+  (void)setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+  const auto arguments = waybill::bench::parsed({argv + 1, static_cast<std::size_t>(argc - 1)});
+  if (!arguments) {
+    std::fprintf(stderr, "usage: waybill_bench_gpu_sequence [--quick] [--ranks 1..64]\n");
+    return 2;
   }
-  if (ranks < 1) {
+  if (waybill::num_gpus() < 1) {
     std::fprintf(stderr, "error: no GPU\n");
     return 1;
   }
   try {
-    waybill::bench::run(ranks, quick);
+    waybill::bench::run(arguments->ranks, arguments->quick);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "error: %s\n", error.what());
     return 1;

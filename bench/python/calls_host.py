@@ -32,8 +32,9 @@ def expert_calls(world: Any) -> dict[str, Callable[[], Any]]:
     scores, ids = torch.rand(TOKENS, EXPERTS, generator=draws).topk(TOPK)
     leaf, gradient = x.clone().requires_grad_(), torch.ones_like(x)
     sizes = {"num_experts": EXPERTS, "topk": TOPK, "hidden": HIDDEN, "max_tokens": TOKENS}
-    module = ExpertParallel(lambda rows, _: rows, group=world, **sizes)
-    fixed = ExpertParallel(lambda rows, _: rows, group=world, fixed_rows=1.0, **sizes)
+    given = {"group": world, "gradients": "sum", **sizes}
+    module = ExpertParallel(lambda rows, _: rows, **given)
+    fixed = ExpertParallel(lambda rows, _: rows, fixed_rows=1.0, **given)
     layer = EPAll2AllLayer(
         world, TOKENS, HIDDEN, TOPK, world.rank, EXPERTS, world.world_size, world.world_size,
         dropped_id=-1,

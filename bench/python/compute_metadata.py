@@ -6,6 +6,7 @@ prefix sums over them, and scatters; O(W * S * C * W). Both get the same tensors
 compared field by field, then both are timed in turns in one run.
 
     python bench/python/compute_metadata.py [--shards 10000] [--world-sizes 8 64 512]
+    python bench/python/compute_metadata.py --copies 400
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Callable
 
 import torch
 
+import waybill as numpy_face
 import waybill.torch as waybill
 
 
@@ -73,12 +75,40 @@ def torch_compute_metadata(seq_len: torch.Tensor, dispatch: torch.Tensor) -> tup
     return forward, reverse
 
 
-def random_plan(world: int, shards: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(W, S) lengths and destinations, S = shards / W."""
+def random_plan(
+    world: int, shards: int, seed: int, copies: int = 0, used: int = 100
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(W, S) lengths and destinations, S = shards / W; (W, S, C) with copies. Of those after the
+    first ``used`` in a hundred go anywhere, the others are -1.
+    """
     generator = torch.Generator().manual_seed(seed)
     shape = (world, max(shards // world, 1))
     lens = torch.randint(1, 4096, shape, generator=generator)
-    return lens, torch.randint(0, world, shape, generator=generator)
+    if copies == 0:
+        return lens, torch.randint(0, world, shape, generator=generator)
+    ranks = torch.randint(0, world, (*shape, copies), generator=generator)
+    dropped = torch.randint(0, 100, ranks.shape, generator=generator) >= used
+    dropped[..., 0] = False
+    return lens, ranks.masked_fill_(dropped, -1)
+
+
+def time_copies(world: int, shards: int, calls: int) -> None:
+    """numpy and torch, tables with and without a copy axis: medians, and the time of the CPU."""
+    print(f"{'table':>14} {'second copies':>14} {'numpy':>20} {'torch':>20}")
+    for copies, used in ((0, 0), (1, 0), (2, 0), (2, 100)):
+        lens, dispatch = random_plan(world, shards, 1, copies, used)
+        row = f"{list(dispatch.shape)!s:>14} {f'{used} %' if copies > 1 else '':>14}"
+        for face, tables in (
+            (numpy_face, (lens.numpy(), dispatch.numpy())),
+            (waybill, (lens, dispatch)),
+        ):
+            call = lambda: face.compute_metadata(*tables)  # noqa: B023
+            call()
+            used_cpu = time.process_time()
+            seconds = statistics.median(seconds_of(call) for _ in range(calls))
+            used_cpu = (time.process_time() - used_cpu) / calls
+            row += f" {seconds * 1e6:8.1f} us ({used_cpu * 1e6:5.1f})"
+        print(row)
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
@@ -101,7 +131,14 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=10_000, help="of all ranks together")
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--rounds", type=int, default=7, help="the figure is their median")
+    parser.add_argument(
+        "--copies", type=int, metavar="CALLS",
+        help="instead, times so many calls with and without a copy axis, 64 ranks",
+    )  # fmt: skip
     options = parser.parse_args()
+    if options.copies:
+        time_copies(64, 64 * 160, options.copies)
+        return
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads for torch, 1 for waybill")
     print(f"{'ranks':>6} {'shards':>7} {'torch':>12} {'waybill':>12} {'ratio':>8}")
     for world in options.world_sizes:

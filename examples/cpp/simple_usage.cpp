@@ -122,8 +122,7 @@ void debug_a_mistake(const Metadata& fwd) {
 
 void run() {
   title("Lengths: three random sequences a rank, 12 tokens in all");
-  const IndexArray seq_len =
-      gen_seq_lens(world_size, 3, rows_per_rank, /*seed=*/7).to(DType::int64);
+  const IndexArray seq_len = gen_seq_lens(world_size, 3, rows_per_rank, /*seed=*/7);
   std::cout << "  " << to_string(seq_len) << "\n";
 
   title("Dispatch: the rank that attends to each sequence");

@@ -55,9 +55,7 @@ class MoELayer(nn.Module):
     def __init__(self, world):
         super().__init__()
         count = EXPERTS // world.world_size
-        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
-        with torch.no_grad():
-            self.gate.weight.copy_(gate_weight())
+        self.gate = make_gate()
         self.experts = Experts(world.rank * count, count)
         self.layer = EPAll2AllLayer(
             world, MAX_TOKENS, HIDDEN, TOPK, world.rank, EXPERTS,
@@ -75,6 +73,14 @@ class MoELayer(nn.Module):
 
 def gate_weight():
     return torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(5)) / 8
+
+
+def make_gate():
+    """The same on all ranks: threads share torch's generator, from which Linear draws."""
+    gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+    with torch.no_grad():
+        gate.weight.copy_(gate_weight())
+    return gate
 
 
 def choose(logits):

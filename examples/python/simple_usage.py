@@ -39,7 +39,7 @@ def print_rows(tensor):
 
 def sequence_lengths():
     title("Sequence lengths: three random sequences a rank, 12 tokens in all")
-    seq_len = waybill.gen_seq_lens(WORLD_SIZE, 3, ROWS, seed=7).astype(np.int64)
+    seq_len = waybill.gen_seq_lens(WORLD_SIZE, 3, ROWS, seed=7)
     print(f"  {seq_len.tolist()}")
     check("every rank has 12 tokens", (seq_len.sum(axis=1) == ROWS).all())
     check("the same seed gives the same lengths",

@@ -39,7 +39,7 @@ def check(what, ok):
 def queries(device):
     """As it was written for DistCA: random destinations, forward, reverse, compare."""
     torch.manual_seed(0)
-    seq_len = gen_seq_lens(WORLD_SIZE, NUM_SEQS, TOTAL).long().to(device)
+    seq_len = gen_seq_lens(WORLD_SIZE, NUM_SEQS, TOTAL).to(device)
     dispatch = torch.randint(0, WORLD_SIZE, (WORLD_SIZE, NUM_SEQS), device=device)
     fwd_metadata, rev_metadata = compute_metadata(seq_len, dispatch)
 

@@ -1,11 +1,11 @@
-"""Trains a small model with layers of experts: what all ranks have, and experts that each has.
+"""Trains a small model on packed documents, with attention and experts that the ranks share.
 
     torchrun --nproc-per-node N examples/python/train_moe.py [--device cpu|cuda] [--steps N]
 
-Each block is attention, then a gate and ExpertParallel, with an expert that every token has beside
-it; all blocks share one layer's memory, as they have the same sizes. Gradients of the experts are
-complete when backward is done, as tokens of all ranks came to them; the others are averaged, as DDP
-does. Needs torch 2.8; without torch it ends with status 77.
+Gradients are sums everywhere. A rank's loss is its part of the mean over the labels of all ranks;
+gradients of what all ranks have are added over the ranks; those of a rank's experts are whole when
+backward is done, as tokens of all ranks came to them. Both modules use one world, and all layers
+one memory. Needs torch 2.8; without torch it ends with status 77.
 """
 
 import argparse
@@ -18,49 +18,44 @@ except ImportError:
     print("torch is not installed: nothing was run")
     sys.exit(77)
 
-from waybill import num_gpus
-from waybill.torch import initialize_distributed
+import waybill.torch as waybill
 from waybill.torch.moe import ExpertParallel, SwiGLUExperts
 
-VOCABULARY, LENGTH, BATCH, BLOCKS = 32, 24, 8, 3
-HIDDEN, HEADS, EXPERTS, TOPK, INNER = 64, 4, 8, 2, 64
+VOCABULARY, HIDDEN, HEADS, HEAD_DIM, BLOCKS = 32, 64, 4, 16, 2
+EXPERTS, TOPK, INNER, DOCUMENTS, LONGEST = 8, 2, 64, 6, 60
 
 
 class Block(nn.Module):
-    def __init__(self, device):
+    """`attention` and `experts` are all that differs from a model of one process."""
+
+    def __init__(self, attention, experts):
         super().__init__()
+        self.attention, self.experts = attention, experts
         self.before, self.between = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
         self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
-        self.experts = ExpertParallel(
-            SwiGLUExperts(EXPERTS // distributed.get_world_size(), HIDDEN, INNER),
-            num_experts=EXPERTS, topk=TOPK, hidden=HIDDEN, max_tokens=BATCH * LENGTH,
-            device=device,
-            shared=nn.Sequential(nn.Linear(HIDDEN, INNER), nn.SiLU(), nn.Linear(INNER, HIDDEN)),
-        )  # fmt: skip
 
-    def forward(self, x):
-        q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+    def forward(self, plan, x):
+        q, k, v = self.qkv(self.before(x)).unflatten(-1, (3, HEADS, HEAD_DIM)).unbind(1)
+        x = x + self.out(self.attention(plan, q, k, v).flatten(1))
         y = self.between(x)
         scores, ids = self.gate(y).softmax(-1, dtype=torch.float32).topk(TOPK)
         return x + self.experts(y, scores, ids)
 
 
 class Model(nn.Module):
-    """Logits of the next number."""
+    """Logits of the next token."""
 
-    def __init__(self, device):
+    def __init__(self, attention, make_experts):
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, VOCABULARY)
-        self.blocks = nn.ModuleList(Block(device) for _ in range(BLOCKS))
-        self.to(device)
+        self.embed, self.place = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(LONGEST, HIDDEN)
+        self.blocks = nn.ModuleList(Block(attention, make_experts()) for _ in range(BLOCKS))
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
 
-    def forward(self, numbers):
-        x = self.embed(numbers)
+    def forward(self, plan, tokens, positions):
+        x = self.embed(tokens) + self.place(positions)
         for block in self.blocks:
-            x = block(x)
+            x = block(plan, x)
         return self.head(x)
 
     def of_all_ranks(self):
@@ -68,47 +63,77 @@ class Model(nn.Module):
         return [p for name, p in self.named_parameters() if "experts.experts" not in name]
 
 
-def batch(step, rank, device):
-    """Numbers that go up by a step of their own, around the vocabulary."""
-    draws = torch.Generator().manual_seed(1000 * step + rank)
-    first, stride = torch.randint(0, VOCABULARY, (2, BATCH, 1), generator=draws)
-    numbers = (first + (1 + stride % 5) * torch.arange(LENGTH + 1)) % VOCABULARY
-    return numbers[:, :-1].to(device), numbers[:, 1:].to(device)
+def make_model(world, dtype):
+    """Attention, which plans the batches, and a model with it."""
+    attention = waybill.ContextParallelAttention(
+        world, HEADS, head_dim=HEAD_DIM, dtype=dtype, block_tokens=16
+    )
 
+    def make_experts():
+        return ExpertParallel(
+            SwiGLUExperts(EXPERTS // world.world_size, HIDDEN, INNER), group=world,
+            num_experts=EXPERTS, topk=TOPK, hidden=HIDDEN, max_tokens=DOCUMENTS * LONGEST,
+            dtype=dtype, gradients="sum",  # as the others, which are added over the ranks
+            shared=nn.Sequential(nn.Linear(HIDDEN, INNER), nn.SiLU(), nn.Linear(INNER, HIDDEN)),
+        )  # fmt: skip
 
-def train(rank, world_size, device, steps):
-    torch.manual_seed(rank)  # experts differ
-    model = Model(device)
+    torch.manual_seed(world.rank)  # experts differ; a process has a generator of its own
+    model = Model(attention, make_experts).to(world.device)
     for parameter in model.of_all_ranks():
         distributed.broadcast(parameter.data, 0)
+    return attention, model
+
+
+def documents(step, rank):
+    """Of a rank's batch: series that go up by a number of their own, around the vocabulary."""
+    draws = torch.Generator().manual_seed(1000 * step + rank)
+    lengths = torch.randint(2, LONGEST, (DOCUMENTS,), generator=draws).tolist()
+    strides = torch.randint(1, 5, (DOCUMENTS,), generator=draws).tolist()
+    return [(n + stride * torch.arange(n)) % VOCABULARY for n, stride in zip(lengths, strides)]
+
+
+def gradients(world, attention, model, dtype, documents):
+    """A step's gradients, and the mean loss of the tokens of all ranks."""
+    batch = waybill.pack(documents).to(world.device)
+    plan = attention.plan(attention.gather(batch.pieces))  # the same on all ranks
+    labels = (batch.labels >= 0).sum()
+    distributed.all_reduce(labels)
+    kind = torch.device(world.device).type
+    with torch.autocast(kind, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        logits = model(plan, batch.tokens, batch.positions)
+    loss = nn.functional.cross_entropy(logits.float(), batch.labels, reduction="sum") / labels
+    loss.backward()
+    total = loss.detach()
+    for value in (total, *(p.grad for p in model.of_all_ranks())):
+        distributed.all_reduce(value)  # sums; those of the experts are whole
+    return float(total)
+
+
+def train(world, dtype, steps):
+    attention, model = make_model(world, dtype)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     for step in range(steps):
-        numbers, wanted = batch(step, rank, device)
-        with torch.autocast(device, torch.bfloat16):
-            logits = model(numbers)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten())
         optimizer.zero_grad()
-        loss.backward()
-        for value in (loss.data, *(p.grad for p in model.of_all_ranks())):
-            distributed.all_reduce(value.div_(world_size))
+        losses.append(gradients(world, attention, model, dtype, documents(step, world.rank)))
         optimizer.step()
-        losses.append(loss.item())
-        if rank == 0 and (step + 1) % 10 == 0:
+        if world.rank == 0 and (step + 1) % 10 == 0:
             print(f"step {step + 1:3}: loss {losses[-1]:.3f}", flush=True)
     for block in model.blocks:
         block.experts.finalize()
+    attention.close()
     return losses
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--device", default="cuda" if num_gpus() else "cpu", choices=("cpu", "cuda")
+        "--device", default="cuda" if waybill.num_gpus() else "cpu", choices=("cpu", "cuda")
     )
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
-    rank, world_size = initialize_distributed(device=options.device)
-    losses = train(rank, world_size, options.device, options.steps)
+    waybill.initialize_distributed(device=options.device)
+    world = waybill.World.from_process_group(device=options.device)
+    losses = train(world, torch.bfloat16, options.steps)
     distributed.destroy_process_group()
     early, late = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
     sys.exit(None if late < 0.8 * early else "the loss did not fall")

@@ -41,9 +41,21 @@ DType index_dtype(nb::dlpack::dtype dtype, const char* name) {
 /// that torch takes, and that prints without its dtype.
 nb::object with_usual_dtype(nb::object array, nb::dlpack::dtype dtype) {
   if (dtype.bits != 64) return array;
-  static const auto numpy = new nb::module_(nb::module_::import_("numpy"));  // never destroyed
+  struct Names {  // looked up once, never destroyed
+    nb::object view = nb::steal(PyUnicode_InternFromString("view"));
+    nb::object int64 = dtype_named("int64");
+    nb::object uint64 = dtype_named("uint64");
+
+    static nb::object dtype_named(const char* name) {
+      return nb::module_::import_("numpy").attr("dtype")(name);
+    }
+  };
+  static const auto* const names = new Names;
   const bool is_signed = dtype.code == static_cast<std::uint8_t>(dtype_code::Int);
-  return array.attr("view")(numpy->attr(is_signed ? "int64" : "uint64"));
+  PyObject* const usual = (is_signed ? names->int64 : names->uint64).ptr();
+  PyObject* const viewed = PyObject_CallMethodOneArg(array.ptr(), names->view.ptr(), usual);
+  if (viewed == nullptr) throw nb::python_error();
+  return nb::steal(viewed);
 }
 
 Shape shape_of(const auto& array) {

@@ -90,6 +90,17 @@ void bind_generators(nb::module_& m) {
       },
       "seq_lens"_a, "cp_num"_a, "cp_dst"_a);
   m.def(
+      "create_qkv_dispatch",
+      [](std::int64_t world_size, std::int64_t total_seq_len, std::int64_t num_seqs,
+         std::int64_t max_cp_degree, std::uint64_t seed, bool intermediate) {
+        return dispatch_result(unlocked([&] {
+          return create_qkv_dispatch(world_size, total_seq_len, num_seqs, max_cp_degree, seed,
+                                     intermediate);
+        }));
+      },
+      "world_size"_a, "total_seq_len"_a, "num_seqs"_a, "max_cp_degree"_a, "seed"_a,
+      "return_intermediate"_a);
+  m.def(
       "create_qkv_dispatch_with_custom_mapping",
       [](std::int64_t world_size, const ArrayArg& seq_lens, const ArrayArg& cp_num,
          const ArrayArg& cp_dst, const ArrayArg& seq_shard_lens, bool intermediate) {

@@ -36,13 +36,13 @@ class RankContext {
 
   void finalize() {
     unlocked([&] {
-      const RankWorld::Call call(*rank_, "finalize");
+      const RankWorld::Call call(*rank_, "finalize", nullptr, RankWorld::Looks::no);
       context_.finalize();
     });
   }
 
   [[nodiscard]] std::int64_t capacity() const {
-    const RankWorld::Call call(*rank_, "capacity");
+    const RankWorld::Call call(*rank_, "capacity", nullptr, RankWorld::Looks::no);
     return context_.capacity_rows();
   }
 
@@ -71,7 +71,7 @@ class RankBarrier {
   }
   void finalize() {
     unlocked([&] {
-      const RankWorld::Call call(*rank_, "finalize", &turn_);
+      const RankWorld::Call call(*rank_, "finalize", &turn_, RankWorld::Looks::no);
       barrier_->finalize();
     });
   }

@@ -203,7 +203,7 @@ class RankLayer {
 
   void finalize() {
     unlocked([&] {
-      const RankWorld::Call call(*rank_, "finalize", &turn_);
+      const RankWorld::Call call(*rank_, "finalize", &turn_, RankWorld::Looks::no);
       layer_->finalize();
     });
   }
@@ -220,13 +220,13 @@ class RankLayer {
     layer_->check_overflow();
   }
   [[nodiscard]] std::int64_t output_rows() const {
-    const RankWorld::Call call(*rank_, "output_rows", &turn_);
+    const RankWorld::Call call(*rank_, "output_rows", &turn_, RankWorld::Looks::no);
     return layer_->output_rows();
   }
 
   /// Of the symmetric memory for rows on this rank.
   [[nodiscard]] std::int64_t memory_bytes() const {
-    const RankWorld::Call call(*rank_, "memory_bytes", &turn_);
+    const RankWorld::Call call(*rank_, "memory_bytes", &turn_, RankWorld::Looks::no);
     const ExpertMemory& memory = layer_->context().memory();
     std::int64_t bytes = memory.workspace.size_bytes;
     for (const int parity : {0, 1}) {

@@ -179,6 +179,12 @@ void bind_planner(nb::module_& m) {
       },
       "rank_doc_lengths"_a, "options"_a);
   m.def(
+      "check_planner_options",
+      [](const nb::dict& options, const std::string& who) {
+        planner_options_from(options).check(who.c_str());
+      },
+      "options"_a, "who"_a);
+  m.def(
       "plan_pieces",
       [](const std::vector<std::int64_t>& counts, const std::vector<std::int64_t>& pieces,
          const nb::dict& options) {

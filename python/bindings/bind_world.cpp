@@ -114,11 +114,16 @@ Meeting callable_meeting(std::int32_t rank, std::int32_t world_size, nb::callabl
   return {make_callable_bootstrap(rank, world_size, exchange, timeout_s, std::move(tell))};
 }
 
+/// @param make from the bootstrap
 template <class Make>
-WorldHandle handle_of(int device, const Make& make, bool in_step = false) {
+WorldHandle handle_of(Meeting& meeting, int device, const Make& make, bool in_step = false) {
   note_sigint_from_now_on();
-  return unlocked(
-      [&] { return WorldHandle{std::make_shared<RankWorld>(make(), device, in_step)}; });
+  auto bootstrap = meeting.take();
+  auto scope = bootstrap->failure_scope();
+  return unlocked([&] {
+    return WorldHandle{
+        std::make_shared<RankWorld>(make(std::move(bootstrap)), std::move(scope), device, in_step)};
+  });
 }
 
 /// Collective: names and values that all ranks must have the same.
@@ -133,11 +138,15 @@ void require_same(const WorldHandle& world, const std::string& who,
 }
 
 WorldHandle thread_world(Meeting& meeting, std::int32_t ranks_per_node) {
-  return handle_of(-1, [&] { return make_thread_world(meeting.take(), ranks_per_node); });
+  return handle_of(meeting, -1, [&](std::shared_ptr<Bootstrap> bootstrap) {
+    return make_thread_world(std::move(bootstrap), ranks_per_node);
+  });
 }
 
 WorldHandle process_world(Meeting& meeting, std::int32_t ranks_per_node) {
-  return handle_of(-1, [&] { return make_process_world(meeting.take(), ranks_per_node); });
+  return handle_of(meeting, -1, [&](std::shared_ptr<Bootstrap> bootstrap) {
+    return make_process_world(std::move(bootstrap), ranks_per_node);
+  });
 }
 
 #ifdef WAYBILL_PYTHON_CUDA
@@ -145,28 +154,44 @@ constexpr bool has_cuda = true;
 
 int count_gpus() { return num_gpus(); }
 
+/// (rank, device, ranks of this process on it, text) of each.
+nb::list faults() {
+  nb::list list;
+  for (const DeviceFault& fault : device_faults()) {
+    list.append(nb::make_tuple(fault.rank, fault.device, fault.num_ranks, fault.text));
+  }
+  return list;
+}
+
 /// @param in_step no two ranks share a GPU. Where they do, one thread of autograd runs the backward
 ///   calls of both, and could not meet itself.
 WorldHandle gpu_thread_world(Meeting& meeting, int device, std::int32_t ranks_per_node,
                              bool in_step) {
   return handle_of(
-      device, [&] { return make_gpu_thread_world(meeting.take(), device, ranks_per_node); },
+      meeting, device,
+      [&](std::shared_ptr<Bootstrap> bootstrap) {
+        return make_gpu_thread_world(std::move(bootstrap), device, ranks_per_node);
+      },
       in_step);
 }
 
 WorldHandle gpu_process_world(Meeting& meeting, int device, std::int32_t ranks_per_node) {
-  return handle_of(device,
-                   [&] { return make_gpu_process_world(meeting.take(), device, ranks_per_node); });
+  return handle_of(meeting, device, [&](std::shared_ptr<Bootstrap> bootstrap) {
+    return make_gpu_process_world(std::move(bootstrap), device, ranks_per_node);
+  });
 }
 
 WorldHandle nvshmem_world(Meeting& meeting, int device, std::int32_t ranks_per_node) {
-  return handle_of(device,
-                   [&] { return make_nvshmem_world(meeting.take(), device, ranks_per_node); });
+  return handle_of(meeting, device, [&](std::shared_ptr<Bootstrap> bootstrap) {
+    return make_nvshmem_world(std::move(bootstrap), device, ranks_per_node);
+  });
 }
 #else
 constexpr bool has_cuda = false;
 
 int count_gpus() { return 0; }
+
+nb::list faults() { return {}; }
 
 WorldHandle no_gpu_world(Meeting& /*meeting*/, int /*device*/, std::int32_t /*ranks_per_node*/) {
   throw Unsupported("World: this installation was built without CUDA");
@@ -185,6 +210,7 @@ constexpr auto nvshmem_world = no_gpu_world;
 void bind_world(nb::module_& m) {
   m.attr("has_cuda") = has_cuda;
   m.def("num_gpus", [] { return unlocked(count_gpus); });
+  m.def("device_faults", faults);
   m.def("host_id", &host_id);
   nb::class_<Meeting>(m, "Meeting");
   m.def("thread_meetings", &thread_meetings, "world_size"_a, "timeout_s"_a);
@@ -224,9 +250,11 @@ void bind_world(nb::module_& m) {
       w.rank->world().use_links({nvlink, network, block}, measured_on);
     });
   });
+  world.def("check_ended",
+            [](const WorldHandle& w, const std::string& who) { w.rank->check_ended(who.c_str()); });
   world.def("barrier", [](const WorldHandle& w) {
     unlocked([&] {
-      const RankWorld::Call call(*w.rank, "World.barrier");
+      const RankWorld::Call call(*w.rank, "World::barrier");  // as it says itself
       w.rank->world().barrier();
     });
   });

@@ -32,9 +32,17 @@ std::int64_t now_ns() noexcept {
 }
 
 /// When the user last asked for an end; 0: never.
-std::atomic<std::int64_t> sigint_ns = 0;  ///< the signal came; Python's handler decides
-std::atomic<std::int64_t> ended_ns = 0;   ///< the handler raised, or end_waits() was called
+std::atomic<std::int64_t> sigint_ns = 0;   ///< the signal came; Python's handler decides
+std::atomic<std::int64_t> ended_ns = 0;    ///< the handler raised, or end_waits() was called
+std::atomic<std::uint64_t> num_asked = 0;  ///< raised after each of the two
 static_assert(std::atomic<std::int64_t>::is_always_lock_free);
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+
+/// When the main thread, where the user's signals are handled, last began a call after one.
+std::atomic<std::int64_t> went_on_ns = 0;
+
+constexpr std::uint64_t never = ~std::uint64_t{0};
+thread_local std::uint64_t asked_before = never;  ///< num_asked as this thread last saw it
 
 unsigned long main_thread = 0;  // of Python: signals are handled there alone
 
@@ -48,6 +56,7 @@ std::atomic_flag noting;
 
 void note_sigint(int signal, siginfo_t* info, void* context) {
   sigint_ns = now_ns();
+  ++num_asked;
   if (noting.test_and_set()) return;  // another one's handler calls this one, which calls it
   const struct sigaction& before =
       handlers_before[static_cast<std::size_t>(num_handlers_before.load() - 1)];
@@ -89,10 +98,16 @@ bool sigint_ends_programs() {
   return result;
 }
 
+/// On all threads but the main one.
+void end_all_waits() noexcept {
+  ended_ns = now_ns();
+  ++num_asked;
+}
+
 void check_main_thread() {
   const nb::gil_scoped_acquire acquire;
   if (PyErr_CheckSignals() == 0) return;
-  ended_ns = now_ns();
+  end_all_waits();
   throw PythonInterrupt(nb::python_error());
 }
 
@@ -108,8 +123,8 @@ std::int64_t wait_began_ns() {
   return now - before < second_ns ? before : now - second_ns / 10;
 }
 
-void check_other_thread() {
-  const std::int64_t began = wait_began_ns();
+/// @param began what came before is not meant for this thread
+void check_other_thread(std::int64_t began) {
   if (ended_ns <= began) {
     if (sigint_ns <= began || !sigint_ends_programs()) return;
   }
@@ -124,7 +139,19 @@ void check() {
     check_main_thread();
   } else {
     note_sigint_from_now_on();
-    check_other_thread();
+    check_other_thread(wait_began_ns());
+  }
+}
+
+/// The user has asked for an end since this thread last looked.
+void check_what_was_asked(std::uint64_t before) {
+  if (is_ending_elsewhere()) throw Interrupted("the interpreter ends");
+  if (Py_IsInitialized() == 0) return;
+  if (PyThread_get_thread_ident() == main_thread) {
+    check_main_thread();
+    went_on_ns = now_ns();
+  } else if (before != never) {
+    check_other_thread(std::max(went_on_ns.load(), now_ns() - second_ns));
   }
 }
 
@@ -164,6 +191,12 @@ PythonInterrupt::PythonInterrupt(nb::python_error raised)
       raised_(std::make_shared<nb::python_error>(std::move(raised))) {}
 
 void PythonInterrupt::restore() const noexcept { restore_error(*raised_); }
+
+void check_asked_to_end() {
+  const std::uint64_t asked = num_asked.load(std::memory_order_relaxed);
+  if (asked == asked_before) return;
+  check_what_was_asked(std::exchange(asked_before, asked));
+}
 
 bool holds_interpreter() noexcept {
 #ifdef Py_LIMITED_API
@@ -214,7 +247,10 @@ void bind_interrupts(nb::module_& m) {
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(end_with_interpreter));
   m.attr("max_timeout_s") = max_timeout_s;
   m.def("check_interrupt", [] { unlocked(check_interrupt); });
-  m.def("end_waits", [] { ended_ns = now_ns(); });
+  m.def("end_waits", end_all_waits);
+  m.def("interrupt_thread", [](unsigned long ident) {
+    (void)PyThreadState_SetAsyncExc(ident, PyExc_KeyboardInterrupt);
+  });
   nb::class_<ScopeHandle>(m, "FailureScope")
       .def("fail", [](const ScopeHandle& h, const std::string& why) { h.scope->fail(why); })
       .def("interrupt",

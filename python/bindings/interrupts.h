@@ -60,6 +60,12 @@ struct ScopeHandle {
   std::shared_ptr<FailureScope> scope;
 };
 
+/// Before a call of this thread begins: what the user has asked for since the thread last asked. A
+/// thread that never asked, or asked long ago, is not ended by what came before: it was for others.
+/// A load while nobody has asked; with or without the interpreter's lock.
+/// @throws Interrupted, PythonInterrupt
+void check_asked_to_end();
+
 /// Where worlds are made: notes when SIGINT comes, for threads on which Python handles no signals.
 /// What Python does with it stays as it is.
 void note_sigint_from_now_on() noexcept;

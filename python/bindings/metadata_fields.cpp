@@ -10,11 +10,8 @@ namespace waybill::python {
 namespace {
 
 IndexArray array_field(nb::handle value, const char* name) {
-  ArrayArg array;
-  if (!nb::try_cast(value, array)) {
-    throw_invalid("Metadata: ", name, " is not a contiguous array in host memory");
-  }
-  return index_array(array, name);
+  require(!value.is_none(), "Metadata: ", name, " is missing, expected an array");
+  return index_array(nb::cast<ArrayArg>(value), name);
 }
 
 std::optional<IndexArray> optional_array(nb::handle value, const char* name) {
@@ -38,7 +35,7 @@ Metadata metadata_from(const Fields& fields) {
   result.dst_rank = array_field(fields[0], "dst_rank");
   result.dst_offset = array_field(fields[1], "dst_offset");
   result.seq_len = array_field(fields[2], "seq_len");
-  result.num_recv_tokens = array_field(fields[3], "num_recv_tokens");
+  if (!fields[3].is_none()) result.num_recv_tokens = array_field(fields[3], "num_recv_tokens");
   result.seq_recv_mask = optional_array(fields[4], "seq_recv_mask");
   result.recv_seq_lens = optional_array(fields[5], "recv_seq_lens");
   result.num_seqs = optional_array(fields[6], "num_seqs");
@@ -59,9 +56,11 @@ Fields fields_of(Metadata&& metadata) {
   }
   nb::object world = nb::none();
   if (metadata.world_size) world = nb::int_(*metadata.world_size);
+  nb::object counts = nb::none();
+  if (metadata.has_counts()) counts = numpy_array(std::move(metadata.num_recv_tokens));
   return nb::make_tuple(
       numpy_array(std::move(metadata.dst_rank)), numpy_array(std::move(metadata.dst_offset)),
-      numpy_array(std::move(metadata.seq_len)), numpy_array(std::move(metadata.num_recv_tokens)),
+      numpy_array(std::move(metadata.seq_len)), counts,
       numpy_or_none(std::move(metadata.seq_recv_mask)),
       numpy_or_none(std::move(metadata.recv_seq_lens)), numpy_or_none(std::move(metadata.num_seqs)),
       world, metadata.normalized, totals);

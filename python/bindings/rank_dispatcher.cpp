@@ -41,8 +41,9 @@ PlanFacts::PlanFacts(const PlanHandle& plan)
 /// A call of the rank, behind which the size of the windows is known.
 class RankDispatcher::DispatcherCall {
  public:
-  DispatcherCall(RankDispatcher& self, const char* who)
-      : self_(self), call_(*self.rank_, who, &self.turn_) {}
+  DispatcherCall(RankDispatcher& self, const char* who,
+                 RankWorld::Looks looks = RankWorld::Looks::yes)
+      : self_(self), call_(*self.rank_, who, &self.turn_, looks) {}
   DispatcherCall(const DispatcherCall&) = delete;
   DispatcherCall& operator=(const DispatcherCall&) = delete;
   ~DispatcherCall() {
@@ -112,7 +113,7 @@ void RankDispatcher::synchronize(Stream stream) {
 }
 
 void RankDispatcher::close() {
-  const DispatcherCall call(*this, "close");
+  const DispatcherCall call(*this, "close", RankWorld::Looks::no);
   dispatcher_->close();
 }
 

@@ -33,12 +33,13 @@ RankWorld::~RankWorld() {
   World gone = std::move(world_);
 }
 
-RankWorld::Call::Call(RankWorld& rank, const char* who, CallTurn* object)
+RankWorld::Call::Call(RankWorld& rank, const char* who, CallTurn* object, Looks looks)
     : rank_(rank), object_(object), outer_(innermost_call) {
   for (const Call* call = outer_; call != nullptr; call = call->outer_) {
     require(&call->rank_ != &rank, who, ": the world of rank ", rank.world_.rank(),
             " is in a call of this thread, expected that to end first");
   }
+  if (looks == Looks::yes) rank.check_ended(who);
   if (object_ != nullptr) take(*object_);
   try {
     take(rank.turn_);
@@ -58,6 +59,13 @@ RankWorld::Call::~Call() {
   innermost_call = outer_;
   rank_.turn_.give();
   if (object_ != nullptr) object_->give();
+}
+
+void RankWorld::check_ended(const char* who) {
+  if (scope_ != nullptr && scope_->has_ended()) {
+    world_.transport().check_peers(who, world_.rank());
+  }
+  check_asked_to_end();
 }
 
 void RankWorld::meet(const char* operation, Stream stream) {

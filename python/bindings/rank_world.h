@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -10,6 +11,7 @@
 
 #include "call_turn.h"
 #include "runtime/abort_state.h"
+#include "waybill/core/wait.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 #include "waybill/runtime/world.h"
 
@@ -20,9 +22,10 @@ namespace waybill::python {
 class RankWorld {
  public:
   /// @param device ordinal of the GPU whose memory the windows are; -1: host memory
+  /// @param scope ends the waits of ranks that are threads; null: they are processes
   /// @param in_step ranks are threads with a GPU each: meet() meets
-  RankWorld(World world, int device, bool in_step)
-      : world_(std::move(world)), device_(device), in_step_(in_step) {}
+  RankWorld(World world, std::shared_ptr<const FailureScope> scope, int device, bool in_step)
+      : world_(std::move(world)), scope_(std::move(scope)), device_(device), in_step_(in_step) {}
   RankWorld(const RankWorld&) = delete;
   RankWorld& operator=(const RankWorld&) = delete;
   ~RankWorld();
@@ -30,15 +33,21 @@ class RankWorld {
   [[nodiscard]] World& world() noexcept { return world_; }
   [[nodiscard]] int device() const noexcept { return device_; }
 
+  /// Whether a call looks before it begins. One that only answers, or may find nothing to do, does
+  /// not.
+  enum class Looks : std::uint8_t { yes, no };
+
   /// A call of this rank, and what clears away what has died. Calls of several threads come one
   /// after the other; a call that waits for other ranks lets those of other objects go on, which
   /// ranks may make in another order.
   class Call {
    public:
-    /// Waits for the calls of other threads, without the interpreter's lock.
+    /// Looks whether the user or another rank has ended the program, as a call whose data are there
+    /// has no wait that would. Waits for the calls of other threads, without the interpreter's
+    /// lock.
     /// @param object whose calls this world serves; null: the call is the world's
     /// @throws InvalidArgument from within a call of this thread; as check_interrupt
-    Call(RankWorld& rank, const char* who, CallTurn* object = nullptr);
+    Call(RankWorld& rank, const char* who, CallTurn* object = nullptr, Looks looks = Looks::yes);
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
     ~Call();
@@ -49,6 +58,10 @@ class RankWorld {
     const Call* outer_;
     std::optional<EnteredWaitTurn> entered_;
   };
+
+  /// Before a call begins: a few loads while nothing has ended.
+  /// @throws PeerFailed, Interrupted, PythonInterrupt
+  void check_ended(const char* who);
 
   /// Around what queues work that waits for other ranks. What a thread loads, allocates or copies
   /// at other times may stop until any device of the process is idle. So no device is left waiting
@@ -66,6 +79,7 @@ class RankWorld {
 
  private:
   World world_;
+  std::shared_ptr<const FailureScope> scope_;
   int device_;
   bool in_step_;
   detail::AbortState abort_state_{"world", &world_.transport()};

@@ -21,6 +21,20 @@ class Unchanging:
         return self
 
 
+class WrittenOnce:
+    """Its fields are set when it is made, and read-only from then on."""
+
+    __slots__ = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(self, name):
+            raise AttributeError(f"{type(self).__name__}: {name} is read-only: make another one")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__}: {name} is read-only: make another one")
+
+
 class OfThisProcess:
     """It holds what lies in this process alone, such as a connection or a device's memory."""
 

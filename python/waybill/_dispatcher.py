@@ -12,6 +12,7 @@ from ._copies import OfThisProcess
 from ._dispatcher_options import checked_options
 from ._graphs import outside_graphs
 from ._tensor_checks import Names, named, numbered, refuse, refuse_overlap
+from ._unwinding import Unwinding
 from ._wrong_call import shown
 from .errors import Error, InvalidArgument
 from .sparse import relay_of, room_of, sparse_table
@@ -136,6 +137,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         self.world = world
         self.num_sms: int = given[0]
         self._closed = False
+        self._unwinding = Unwinding()
         self._dispatcher: Any = _core.Dispatcher(world._world, *given)
 
     @outside_graphs
@@ -267,8 +269,11 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
     @outside_graphs
     def close(self) -> None:
         """Collective: waits for this rank's device, then gives the windows back. Without it their
-        memory goes with the world. Views that are left keep theirs.
+        memory goes with the world, and so it does when an error of this rank is in flight: nobody
+        is waited for then. Views that are left keep theirs.
         """
+        if self._unwinding:
+            return
         self._dispatcher.close()
         self._closed = True
 
@@ -371,7 +376,11 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
 
     def _check_plan(self, who: str, plan: Any, operation: str) -> None:
         if not isinstance(plan, PlanHandle):
-            raise InvalidArgument(f"{who}: plan is a {type(plan).__name__}, expected a PlanHandle")
+            made_by = "plan_kv_gradient" if operation == "kv_gradient" else "plan_dispatch"
+            raise InvalidArgument(
+                f"{who}: plan is a {type(plan).__name__}, expected a PlanHandle, as of"
+                f" {made_by}(...): {who}(plan, ...)"
+            )
         if plan._dispatcher is not self:
             raise InvalidArgument(f"{who}: the plan belongs to another dispatcher")
         if plan.operation != operation:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from ._device_faults import explain
+
 __all__ = ["never_compile_calls", "outside_graphs"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -25,12 +27,16 @@ def outside_graphs(function: _F) -> _F:
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **options)
-        if not disabled:
-            disable: Any = sys.modules["torch"].compiler.disable
-            disabled.append(disable(function))
-        return disabled[0](*args, **options)
+        try:
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **options)
+            if not disabled:
+                disable: Any = sys.modules["torch"].compiler.disable
+                disabled.append(disable(function))
+            return disabled[0](*args, **options)
+        except Exception as error:
+            explain(error)
+            raise
 
     # What that function puts on what it returns: who traces a caller stops before this call.
     marked: Any = call

@@ -38,6 +38,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> s
     return "".join(lines)
 
 
+def plain_text(text: str) -> str:
+    """A text of several lines as it is."""
+    return f"<pre>{escape(text)}</pre>"
+
+
 def shown_ranks(values: Any) -> list[int]:
     """All ranks of a small world; else the first, the last and those with the largest values."""
     world = len(values)

@@ -16,7 +16,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 # "dispatch", stays: it says where ranks are.
 _INSIDE = re.compile(
     r"^(EPAll2AllLayer|SequenceDispatcher|BatchPlanner(\.\w+)?|ContextParallelAttention(\.\w+)?"
-    r"|share_memory\(window\)|reserve): "
+    r"|share_memory\(window\)|reserve|read_launch_environment): "
 )
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from . import _core
+from ._device_faults import explain
 from .errors import Interrupted, PeerFailed, Timeout, Unsupported
 
 _T = TypeVar("_T")
+_LEAVE_S = 0.5  # for ranks to end after a second interrupt
 
 
 def run_ranks(world_size: int, rank_main: Callable[[int], _T], scope: Any) -> list[_T]:
@@ -27,6 +30,7 @@ def run_ranks(world_size: int, rank_main: Callable[[int], _T], scope: Any) -> li
         try:
             results[rank] = rank_main(rank)
         except BaseException as error:  # raised again below
+            explain(error)
             errors[rank] = error
             scope.fail(f"rank {rank} failed: {type(error).__name__}: {error}")
         finally:
@@ -47,8 +51,7 @@ def run_ranks(world_size: int, rank_main: Callable[[int], _T], scope: Any) -> li
             event.wait()
     except BaseException as error:  # KeyboardInterrupt, or more threads than the host allows
         scope.interrupt(f"interrupted: {type(error).__name__}")
-        for event in ended[:started]:
-            event.wait()
+        _await_ended(threads[:started], ended)
         errors.clear()  # their tracebacks hold the ranks' worlds
         if isinstance(error, RuntimeError) and started < world_size:
             raise Unsupported(
@@ -61,10 +64,28 @@ def run_ranks(world_size: int, rank_main: Callable[[int], _T], scope: Any) -> li
     return [results[rank] for rank in range(world_size)]
 
 
+def _await_ended(threads: list[threading.Thread], ended: list[threading.Event]) -> None:
+    """Who interrupts this, too, leaves ranks that do not end soon. A thread that the interpreter's
+    end finds in the middle of a call of torch ends the program by std::terminate: so they are
+    interrupted in what they do in Python.
+    """
+    try:
+        for event, _ in zip(ended, threads):
+            event.wait()
+    except KeyboardInterrupt:
+        for event, thread in zip(ended, threads):
+            if not event.is_set() and thread.ident is not None:
+                _core.interrupt_thread(thread.ident)
+        until = time.monotonic() + _LEAVE_S
+        for event, _ in zip(ended, threads):
+            event.wait(max(0.0, until - time.monotonic()))
+        raise
+
+
 def end_waits() -> None:
-    """Ends the waits of the library that have begun on threads other than the main one: they raise
-    Interrupted. For handlers of signals, which Python runs on the main thread; there a handler ends
-    a wait by raising.
+    """Ends the waits of the library that have begun on threads other than the main one, and the
+    next call of threads that make calls all the time: they raise Interrupted. For handlers of
+    signals, which Python runs on the main thread; there a handler ends a wait by raising.
     """
     _core.end_waits()
 

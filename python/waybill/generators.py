@@ -7,7 +7,7 @@ from typing import Any, Optional, Tuple
 import numpy as np
 
 from . import _core
-from ._arrays import ArrayLike, IntArray, as_numpy, flag, index_array, integer
+from ._arrays import ArrayLike, IntArray, as_numpy, flag, integer, whole_numbers
 from ._wrong_call import shown
 from .errors import InvalidArgument
 from .layouts import RawQkvDispatch, attention_layout
@@ -86,10 +86,10 @@ def create_qkv_dispatch(
     """
     who = "create_qkv_dispatch"
     more = asked_for(who, return_intermediate, return_mlp_no_shard_seq_lens)
-    raw, seq_lens, _ = _core.create_raw_qkv_dispatch(
-        world_size, total_seq_len, num_seqs, max_cp_degree, checked_seed(seed, who)
+    fields, _, seq_lens, _ = _core.create_qkv_dispatch(
+        world_size, total_seq_len, num_seqs, max_cp_degree, checked_seed(seed, who), more[0]
     )
-    return (*dispatch_of_raw(raw, more[0]), *((seq_lens,) if more[1] else ()))
+    return (*dispatch_tuple(fields, more[0]), *((seq_lens,) if more[1] else ()))
 
 
 def create_qkv_dispatch_with_custom_mapping(
@@ -105,21 +105,21 @@ def create_qkv_dispatch_with_custom_mapping(
     """The same for given shards, which may be uneven and share destinations.
 
     Args:
-        seq_lens: (W, n) int64, zeros only after the last sequence of a rank.
-        cp_num: (W, n) int64, shards of each sequence.
-        cp_dst: (W, n, C) int64, destination of each shard, -1 after the first cp_num.
-        seq_shard_lens: (W, n, C) int64, rows of each shard; they sum to seq_lens.
+        seq_lens: (W, n), zeros only after the last sequence of a rank.
+        cp_num: (W, n), shards of each sequence.
+        cp_dst: (W, n, C), destination of each shard, -1 after the first cp_num.
+        seq_shard_lens: (W, n, C), rows of each shard; they sum to seq_lens.
         verbose: print the plan.
     """
     who = "create_qkv_dispatch_with_custom_mapping"
     more = asked_for(who, return_intermediate, return_mlp_no_shard_seq_lens)
-    lens = index_array(seq_lens, f"{who}: seq_lens")
+    lens = whole_numbers(seq_lens, f"{who}: seq_lens")
     fields, raw, _, _ = _core.create_qkv_dispatch_with_custom_mapping(
         world_size,
         lens,
-        index_array(cp_num, f"{who}: cp_num"),
-        index_array(cp_dst, f"{who}: cp_dst"),
-        index_array(seq_shard_lens, f"{who}: seq_shard_lens"),
+        whole_numbers(cp_num, f"{who}: cp_num"),
+        whole_numbers(cp_dst, f"{who}: cp_dst"),
+        whole_numbers(seq_shard_lens, f"{who}: seq_shard_lens"),
         more[0],
     )
     if flag(verbose, f"{who}: verbose"):

@@ -26,8 +26,6 @@ _TENSORS = (
     "num_seqs",
 )
 _MOVES = _TENSORS[:3]  # what says where rows go
-_COUNTS = _TENSORS.index("num_recv_tokens")
-_NO_COUNTS = np.zeros(0, np.int64)
 _M = TypeVar("_M", bound="Metadata")
 
 
@@ -61,13 +59,9 @@ class Metadata:
         if abs(number) >= 2**31:  # the compiled part names the others
             raise InvalidArgument(f"get_slice: rank = {shown(number)}, expected one of the world")
         arrays = self._arrays()
-        made = list(_core.get_slice(_with_square_counts(self._fields(arrays)), number))
+        made = list(_core.get_slice(self._fields(arrays), number))
         for at, given in enumerate(arrays.values()):
-            if given is None:
-                made[at] = None
-            elif at == _COUNTS:  # of other columns, perhaps
-                made[at] = np.array(given[number])
-            elif made[at] is not None:
+            if made[at] is not None:
                 made[at] = made[at].astype(given.dtype, copy=False)
         return self._from_fields(tuple(made))
 
@@ -76,11 +70,7 @@ class Metadata:
 
         Raises InvalidArgument naming field, position and value of what does not fit.
         """
-        fields = self._fields()
-        made = list(_core.normalize_dtype(_with_counts(fields, fields[_COUNTS])))
-        if fields[_COUNTS] is None:
-            made[_COUNTS] = None
-        return self._from_fields(tuple(made))
+        return self._from_fields(_core.normalize_dtype(self._fields()))
 
     def cuda(self, device: Any = None) -> Any:
         """A ``waybill.torch.Metadata`` with every tensor on the GPU, contiguous."""
@@ -148,31 +138,58 @@ class Metadata:
     __hash__ = None  # type: ignore[assignment]
 
     def __str__(self) -> str:
-        fields = self._fields()
-        square = _with_square_counts(fields)
-        text = _core.metadata_text(square)
-        return text if square is fields else _with_their_counts(text, fields[_COUNTS])
+        """A line per shard; what is odd is shown as it is and named at the end. Never raises."""
+        fields, odd = self._readable()
+        if all(field is not None for field in fields[: len(_MOVES)]):
+            text, shown_fields = _core.metadata_text(fields), list(odd)
+        else:
+            text, shown_fields = "Metadata whose tables cannot be read\n", list(vars(self))
+        for name in shown_fields:
+            if getattr(self, name) is not None:
+                text += f"  {name}: {_text(getattr(self, name))}\n"
+        return text + "".join(f"odd: {why}\n" for why in odd.values())
 
     def __repr__(self) -> str:
         given = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
-        inside = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
+        inside = ", ".join(
+            f"{name}={_text(value, repr)}" for name, value in given if value is not None
+        )
         return f"{type(self).__name__}({inside})"
 
     def _repr_html_(self) -> str:
-        host = Metadata(*self._values())
-        if host.is_slice:
-            return _html.slice_html(host.dst_rank, host.dst_offset, host.seq_len)
-        return _html.metadata_html(host.traffic(), host.seq_len)
+        try:
+            host = Metadata(*self._values())
+            if host.is_slice:
+                return _html.slice_html(host.dst_rank, host.dst_offset, host.seq_len)
+            return _html.metadata_html(host.traffic(), host.seq_len)
+        except Exception:  # no table can be made of what is there: the notebook shows the text
+            return _html.plain_text(str(self))
 
     def _fields(self, arrays: Optional[dict[str, Any]] = None) -> Fields:
         """The ten fields for the compiled part: numpy arrays, plain numbers, None."""
-        tensors = [
-            None
-            if value is None
-            else whole_numbers(value, f"Metadata: {name}", floats=name not in _MOVES)
-            for name, value in (self._arrays() if arrays is None else arrays).items()
-        ]
-        return (*tensors, *self._numbers())
+        given = self._arrays() if arrays is None else arrays
+        return (*(_whole(name, array) for name, array in given.items()), *self._numbers())
+
+    def _readable(self) -> Tuple[Fields, dict[str, str]]:
+        """The same where fields may hold anything: None for what is no such field, and why."""
+        readers: dict[str, Any] = {
+            **{name: lambda name=name: _whole(name, self._array(name)) for name in _TENSORS},
+            "world_size": self._world,
+            "normalized": lambda: bool(self.normalized),
+            "num_total_recv_tokens": self._totals,
+        }
+        fields: dict[str, Any] = {}
+        odd: dict[str, str] = {}
+        for name, read in readers.items():
+            try:
+                fields[name] = read()
+            except Exception as error:
+                fields[name] = False if name == "normalized" else None
+                odd[name] = _text(error).removeprefix("Metadata: ")
+        for name in _MOVES:
+            if fields[name] is None and name not in odd:
+                odd[name] = f"{name} is missing"
+        return tuple(fields.values()), odd
 
     def _moves(self, with_counts: bool = False) -> Fields:
         """The same for a simulation, which reads where the rows go, and at most their counts. Any
@@ -183,16 +200,11 @@ class Metadata:
         )
         if ranks.dtype.kind == "i" and (ranks < -1).any():
             ranks = np.maximum(ranks, -1)
-        counts = _NO_COUNTS
-        if with_counts:
+        counts = None
+        if with_counts and self.num_recv_tokens is not None:
             name = "Metadata: num_recv_tokens"
             counts = whole_numbers(self._host(self.num_recv_tokens), name, floats=True)
         return (ranks, offsets, lens, counts, None, None, None, None, False, None)
-
-    def _copies(self) -> Fields:
-        """The same for a sum over copies, which reads no counts."""
-        fields = self._fields()
-        return _with_counts(fields, fields[_COUNTS])
 
     def _values(self) -> Fields:
         """The ten fields as they are, tensors as numpy arrays."""
@@ -200,24 +212,30 @@ class Metadata:
 
     def _arrays(self) -> dict[str, Any]:
         """The tensors by name as contiguous numpy arrays of any dtype, or None."""
-        values = {name: self._host(getattr(self, name)) for name in _TENSORS}
-        return {
-            name: None if value is None else plain_array(value, f"Metadata: {name}")
-            for name, value in values.items()
-        }
+        return {name: self._array(name) for name in _TENSORS}
+
+    def _array(self, name: str) -> Any:
+        value = self._host(getattr(self, name))
+        return None if value is None else plain_array(value, f"Metadata: {name}")
 
     def _numbers(self) -> Tuple[Any, bool, Any]:
         """world_size, normalized and the totals."""
-        totals: Any = self.num_total_recv_tokens
-        if totals is not None and not isinstance(totals, int):
-            name = "Metadata: num_total_recv_tokens"
-            totals = whole_numbers(self._host(totals), name, floats=True)
-            totals = totals.astype(np.int64).tolist()
-            if isinstance(totals, list) and any(isinstance(total, list) for total in totals):
-                raise InvalidArgument(f"{name} has several axes, expected W totals or one")
+        return self._world(), bool(self.normalized), self._totals()
+
+    def _world(self) -> Optional[int]:
         world = self.world_size
-        world = None if world is None else int64(world, "Metadata: world_size")
-        return world, bool(self.normalized), totals
+        return None if world is None else int64(world, "Metadata: world_size")
+
+    def _totals(self) -> Any:
+        name = "Metadata: num_total_recv_tokens"
+        totals: Any = self.num_total_recv_tokens
+        if totals is None or isinstance(totals, int):
+            return None if totals is None else int64(totals, name)
+        totals = whole_numbers(self._host(totals), name, floats=True)
+        totals = totals.astype(np.int64).tolist()
+        if isinstance(totals, list) and any(isinstance(total, list) for total in totals):
+            raise InvalidArgument(f"{name} has several axes, expected W totals or one")
+        return totals
 
     @staticmethod
     def _host(value: Any) -> Any:
@@ -228,38 +246,19 @@ class Metadata:
         return cls(*fields)
 
 
-def _with_counts(fields: Fields, counts: Optional[IntArray]) -> Fields:
-    """The compiled part has no word for no counts."""
-    counts = _NO_COUNTS if counts is None else counts
-    return (*fields[:_COUNTS], counts, *fields[_COUNTS + 1 :])
+def _whole(name: str, array: Any) -> Any:
+    """A tensor of integers, which where no rows move may also be whole floats; None stays None."""
+    if array is None:
+        return None
+    return whole_numbers(array, f"Metadata: {name}", floats=name not in _MOVES)
 
 
-def _with_square_counts(fields: Fields) -> Fields:
-    """With counts of the shape that the compiled part asks for, where the caller has none, or some
-    of other columns, [W, 1] say: their values are then none.
-    """
-    lens, counts = fields[2], fields[_COUNTS]
-    if lens is None or lens.ndim not in (1, 2):
-        return fields  # the compiled part says what is wrong
-    if lens.ndim == 1:
-        return fields if counts is not None else _with_counts(fields, np.zeros(1, np.int64))
-    world = len(lens)
-    other = counts is not None and (
-        counts.ndim != 2 or len(counts) != world or counts.shape[1] in (0, world + 1)
-    )
-    return fields if other else _with_counts(fields, np.zeros((world, world + 1), np.int64))
-
-
-def _with_their_counts(text: str, counts: Optional[IntArray]) -> str:
-    """What is printed, with the caller's counts."""
-    rows = iter([] if counts is None else counts.tolist())
-    lines = []
-    for line in text.splitlines(keepends=True):
-        if line.startswith("  receives "):
-            row = next(rows, None)
-            line = "" if row is None else f"  receives {row} rows\n"
-        lines.append(line)
-    return "".join(lines)
+def _text(value: Any, show: Any = str) -> str:
+    """The text of an object that may have none."""
+    try:
+        return str(show(value))
+    except Exception:
+        return f"a {type(value).__name__} without a text"
 
 
 def _sent_rows(ranks: IntArray, lens: IntArray) -> IntArray:

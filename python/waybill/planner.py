@@ -65,7 +65,10 @@ class AttentionPlan(Unchanging):
 
     @property
     def work(self) -> IntArray:
-        """(W,): (query, key) pairs of the mask that each rank attends to, exact."""
+        """(W,): what is balanced: (query, key) pairs of the mask that each rank attends to, exact,
+        and with ``costs`` what its rows and shards take beside them, in pairs.
+        ``to_qkv_plan().work`` is pairs alone.
+        """
         return self._plan.work
 
     @property

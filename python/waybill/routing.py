@@ -7,7 +7,7 @@ from typing import Any, Tuple, Union
 import numpy as np
 
 from . import _core
-from ._arrays import ArrayLike, IntArray, choice, flag, index_array, integer
+from ._arrays import ArrayLike, IntArray, choice, flag, integer, whole_numbers
 from .errors import InvalidArgument
 from .layouts import AttnLayout, PackedSeqParams, attention_layout
 from .metadata import Metadata
@@ -35,8 +35,8 @@ def compute_metadata(
     where T is the home rank's number of rows.
 
     Args:
-        seq_len: (W, S) int64, rows of each shard in the MLP layout.
-        global_dispatch: (W, S) or (W, S, C) int64, destination rank of the shard (copy), -1 none.
+        seq_len: (W, S) integers, rows of each shard in the MLP layout.
+        global_dispatch: (W, S) or (W, S, C), destination rank of the shard (copy), -1 none.
         return_intermediate: also return (tokens_to_dst_per_dispatch (W, S, C, W), seq_to_dst
             (W, S, C, W) one-hot, num_received_seqs (W,)).
         undispatched: "reject" refuses a shard with rows but without destination, whose tokens would
@@ -50,8 +50,8 @@ def compute_metadata(
     """
     choice(undispatched, "compute_metadata: undispatched", "reject", "keep")
     fwd, rev, intermediates = _core.compute_metadata(
-        index_array(seq_len, "compute_metadata: seq_len"),
-        index_array(global_dispatch, "compute_metadata: global_dispatch"),
+        whole_numbers(seq_len, "compute_metadata: seq_len"),
+        whole_numbers(global_dispatch, "compute_metadata: global_dispatch"),
         flag(return_intermediate, "compute_metadata: return_intermediate"),
         undispatched == "keep",
     )
@@ -84,7 +84,7 @@ def compute_metadata_kv(
         kv_context_size: (W, S), rows of the document before this KV shard.
         q_to_num_kv_seq: (W, S), KV shards of the query.
         q_to_num_kv_token: (W, S), their rows.
-        seq_len: (W, S). num_seqs: (W,). q_dispatch: (W, S), -1 none. All int64.
+        seq_len: (W, S). num_seqs: (W,) or (W, 1). q_dispatch: (W, S), -1 none.
         q_seq_to_dst, max_num_local_seqs: what DistCA needs on its way; only their shape is
             checked, and they may be left out.
 
@@ -92,7 +92,7 @@ def compute_metadata_kv(
         (forward, reverse), and with return_intermediate a third, the 1-tuple
         (kv_dst_global_seq_id (W, S, C),).
     """
-    dispatch = index_array(q_dispatch, "compute_metadata_kv: q_dispatch")
+    dispatch = whole_numbers(q_dispatch, "compute_metadata_kv: q_dispatch")
     _check_hints(dispatch, q_seq_to_dst, max_num_local_seqs)
     tables = _kv_tables(
         "compute_metadata_kv", kv_to_q_mapping, kv_to_q_rank, kv_context_size, q_to_num_kv_seq,
@@ -100,8 +100,8 @@ def compute_metadata_kv(
     )  # fmt: skip
     fwd, rev, ids = _core.compute_metadata_kv(
         tables,
-        index_array(seq_len, "compute_metadata_kv: seq_len"),
-        index_array(num_seqs, "compute_metadata_kv: num_seqs"),
+        whole_numbers(seq_len, "compute_metadata_kv: seq_len"),
+        whole_numbers(num_seqs, "compute_metadata_kv: num_seqs"),
         dispatch,
         flag(return_intermediate, "compute_metadata_kv: return_intermediate"),
     )
@@ -119,18 +119,18 @@ def compute_attn_layout_seqlens(
     """Sequence lengths of Q and of its KV context in the attention layout of every rank.
 
     Args:
-        seq_shard_len: (W, S) int64, rows of each query shard.
-        seq_shard_cumsum: (W, S) int64, rows of its KV context, itself included.
-        dispatch: (W, S) int64, destination rank, -1 none.
+        seq_shard_len: (W, S), rows of each query shard.
+        seq_shard_cumsum: (W, S), rows of its KV context, itself included.
+        dispatch: (W, S), destination rank, -1 none.
         prepend_zero: put a 0 in front, as attention kernels expect.
         shard_to_tuple: tuples of W arrays, each cut to what its rank receives.
     """
     who = "compute_attn_layout_seqlens"
     ragged = flag(shard_to_tuple, f"{who}: shard_to_tuple")
     fields = _core.compute_attn_layout_seqlens(
-        index_array(seq_shard_len, f"{who}: seq_shard_len"),
-        index_array(seq_shard_cumsum, f"{who}: seq_shard_cumsum"),
-        index_array(dispatch, f"{who}: dispatch"),
+        whole_numbers(seq_shard_len, f"{who}: seq_shard_len"),
+        whole_numbers(seq_shard_cumsum, f"{who}: seq_shard_cumsum"),
+        whole_numbers(dispatch, f"{who}: dispatch"),
         flag(prepend_zero, f"{who}: prepend_zero"),
         ragged,
     )
@@ -141,7 +141,7 @@ def compute_attn_layout_seqlens(
 
 def mlp_layout_packed_params(seq_lens: ArrayLike) -> PackedSeqParams:
     """Arguments of variable-length attention in the MLP layout of one rank; seq_lens (n,) rows."""
-    lens = index_array(seq_lens, "mlp_layout_packed_params: seq_lens")
+    lens = whole_numbers(seq_lens, "mlp_layout_packed_params: seq_lens")
     cu_seqlens, longest = _core.mlp_layout_packed_params(lens)
     most = lens.dtype.type(longest)
     return PackedSeqParams("thd", cu_seqlens, cu_seqlens, most, most)
@@ -167,9 +167,9 @@ def compute_e2e_metadata(
     """
     who = "compute_e2e_metadata"
     fields = _core.compute_e2e_metadata(
-        index_array(mlp_seq_len, f"{who}: mlp_seq_len"),
-        index_array(mlp_num_seqs, f"{who}: mlp_num_seqs"),
-        index_array(mlp_q_dispatch, f"{who}: mlp_q_dispatch"),
+        whole_numbers(mlp_seq_len, f"{who}: mlp_seq_len"),
+        whole_numbers(mlp_num_seqs, f"{who}: mlp_num_seqs"),
+        whole_numbers(mlp_q_dispatch, f"{who}: mlp_q_dispatch"),
         _kv_tables(who, kv_to_q_mapping, kv_to_q_rank, kv_context_size, q_to_num_kv_seq,
                    q_to_num_kv_token),
         flag(return_intermediate, "compute_e2e_metadata: return_intermediate"),
@@ -187,7 +187,7 @@ def _kv_tables(who: str, *tables: ArrayLike) -> Tuple[IntArray, ...]:
         "kv_to_q_mapping", "kv_to_q_rank", "kv_context_size", "q_to_num_kv_seq",
         "q_to_num_kv_token",
     )  # fmt: skip
-    return tuple(index_array(table, f"{who}: {name}") for table, name in zip(tables, names))
+    return tuple(whole_numbers(table, f"{who}: {name}") for table, name in zip(tables, names))
 
 
 def _check_hints(dispatch: IntArray, q_seq_to_dst: ArrayLike, max_num_local_seqs: Any) -> None:

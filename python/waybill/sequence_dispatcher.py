@@ -39,7 +39,8 @@ class SequenceDispatcher(Dispatcher[AnyArray]):
         max_window_bytes: larger plans are refused; the same on all ranks.
         relay: with the routing of an AttentionPlan that has a relay schedule, whether receivers
             forward K and V to each other: "automatic" where the links then allow clearly less time,
-            "never" or "always". Ranks on GPUs may send all rows directly; PlanHandle.way says so.
+            "never" or "always". "always" with num_sms = 0 is refused on GPUs, whose copy engines
+            forward nothing. PlanHandle.way says what was chosen.
     """
 
     def _check_world(self, world: World) -> None:

@@ -201,7 +201,7 @@ def as_matrix(rows: Any) -> Any:
 def gradient_rows(planes_shape: Sequence[int], metadata: Metadata, rank: int) -> int:
     """T of sum_kv_copies for a new output; held against planes, since tables may be wrong."""
     who = "sum_kv_copies"
-    fields = require_metadata(metadata, who)._copies()
+    fields = require_metadata(metadata, who)._fields()
     mask, lens = fields[4:6]
     if mask is None or lens is None:
         raise InvalidArgument(
@@ -250,7 +250,7 @@ def run_sum(
     _core.sum_kv_copies(
         planes, library_dtype(planes_dtype, planes.itemsize),
         output, library_dtype(output_dtype, output.itemsize),
-        require_metadata(metadata, "sum_kv_copies")._copies(),
+        require_metadata(metadata, "sum_kv_copies")._fields(),
         integer(rank, "sum_kv_copies: rank"), num_threads,
     )  # fmt: skip
 

@@ -28,7 +28,7 @@ class Finding(NamedTuple):
     text: str  #: all of it in one line
 
     def __str__(self) -> str:
-        return self.text
+        return str(self.text)
 
 
 def validate(

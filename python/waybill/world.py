@@ -8,10 +8,12 @@ from typing import Any, NamedTuple, Optional, TypeVar
 
 from . import _core
 from ._agreement import agree
-from ._arrays import choice, int64
+from ._arrays import choice, flag, int64
 from ._copies import OfThisProcess
+from ._device_faults import explain_at_exit
 from ._graphs import outside_graphs
 from ._said_by import said_by
+from ._shared_gpus import load_eagerly, separate_queues
 from ._threads import run_ranks
 from ._wrong_call import shown
 from .errors import Error, InvalidArgument, Unsupported
@@ -108,7 +110,8 @@ class World(OfThisProcess):
         except Error as error:
             _core.report_failed_start(str(error), min(seconds, _FAREWELL_S))
             raise
-        meeting, per_node, local_rank = _core.environment_meeting(seconds)
+        with said_by(who):
+            meeting, per_node, local_rank = _core.environment_meeting(seconds)
         return cls._wrap(make(meeting, per_node, local_rank))
 
     @classmethod
@@ -198,9 +201,22 @@ class World(OfThisProcess):
             InvalidArgument on all ranks where two would lie on one GPU, or hosts have unequal
             numbers of them; and as from_all_gather.
         """
-        from ._group_places import place_group  # needs torch, which the package does not
+        return cls._of_group(
+            "World.from_process_group", group, device, nvshmem, ranks_per_node, timeout_s
+        )
 
-        who = "World.from_process_group"
+    @classmethod
+    def _of_group(
+        cls,
+        who: str,
+        group: Any,
+        device: Any,
+        nvshmem: bool,
+        ranks_per_node: Optional[int],
+        timeout_s: float,
+    ) -> World:
+        """from_process_group, whose errors begin with ``who``."""
+        from ._group_places import place_group  # needs torch, which the package does not
 
         def check(name: str, world_size: int) -> float:
             _process_engine(name, nvshmem, who)
@@ -308,7 +324,7 @@ def run_threads(
     if not 1 <= world_size <= 2**20:
         raise InvalidArgument(f"{who}: world_size = {world_size}, expected 1..2^20")
     per_node = _per_node(ranks_per_node, world_size, who)
-    gpus = _gpus_for(device, who)
+    gpus = _gpus_for(device, world_size, who)
     if not callable(body):
         raise InvalidArgument(f"{who}: body = {shown(body)}, expected a function")
 
@@ -349,12 +365,17 @@ def _per_node(ranks_per_node: Optional[int], world_size: int, who: str) -> int:
     return number
 
 
-def _gpus_for(device: Any, who: str) -> int:
+def _gpus_for(device: Any, world_size: int, who: str) -> int:
     """GPUs to spread the ranks over; 0 for host memory."""
     name = str(device) if type(device).__module__ == "torch" else device  # also torch.device
     if choice(name, f"{who}: device", "cpu", "cuda") == "cpu":
         return 0
-    return _require_gpus("cuda", who)
+    if _core.has_cuda and world_size > 1:  # CUDA begins where the GPUs are counted
+        load_eagerly()
+    gpus = _require_gpus("cuda", who)
+    if gpus < world_size:
+        separate_queues(gpus, who)
+    return gpus
 
 
 def _require_gpus(device: str, who: str) -> int:
@@ -376,6 +397,7 @@ def _process_engine(device: Any, nvshmem: bool, who: str) -> Callable[[Any, int,
     is_name = isinstance(device, str) or type(device).__module__ == "torch"
     name = str(device) if is_name else shown(device)
     ordinal = _ORDINAL.fullmatch(name)
+    nvshmem = flag(nvshmem, f"{who}: nvshmem")
     if name != "cpu" and ordinal is None:
         raise InvalidArgument(
             f'{who}: device = {shown(device)}, expected "cpu", "cuda" or "cuda:0"'
@@ -389,6 +411,7 @@ def _process_engine(device: Any, nvshmem: bool, who: str) -> Callable[[Any, int,
     engine = _core.nvshmem_world if nvshmem else _core.gpu_process_world
 
     def make(meeting: Any, per_node: int, local_rank: int) -> Any:
+        explain_at_exit()
         return engine(meeting, local_rank % gpus if chosen is None else int(chosen), per_node)
 
     return make

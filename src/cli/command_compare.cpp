@@ -54,12 +54,12 @@ int run_compare(const CompareCommand& options, Program& program) {
     for (const std::string& remark : documents.remarks) console.print_remark(remark);
     steps = compare_plans(documents.lengths, {.planner = documents.plan, .degree = options.degree});
   }
-  console.print(concat(
-      documents.origin, ", on ", format_plural(documents.plan.world_size, "rank"), "\n",
-      hardware_text(steps.front().step.options), "\n\n", step_table(steps),
-      "\nPhases: of the slowest rank. Bytes: of the first dispatch.\nKeys move before attention "
-      "in static plans too: nothing overlaps.\n\n",
-      sentence_list(comparison_sentences(steps))));
+  console.print(concat(documents.origin, ", on ", format_plural(documents.plan.world_size, "rank"),
+                       "\n", hardware_text(steps.front().step.options), "\n\n", step_table(steps),
+                       "\nPhases: what the last rank waited for. Bytes: of the first "
+                       "dispatch.\nKeys move before attention "
+                       "in static plans too: nothing overlaps.\n\n",
+                       sentence_list(comparison_sentences(steps))));
   write_trace(options.output, steps, console);
   return exit_good;
 }

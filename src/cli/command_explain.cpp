@@ -44,7 +44,8 @@ int run_explain(const ExplainOptions& options, Command command, Program& program
   if (options.rank >= 0) {
     console.print(rank_table(step, options.rank));
   } else {
-    console.print(phase_table(step));
+    console.print(phase_table(step) +
+                  "\nPhases: what the last rank waited for, one after another\n");
     console.print("\n" + sentence_list(explain_step(step, step_remedies(predictor, step))));
   }
   const std::vector<NamedStep> steps = {
@@ -72,7 +73,7 @@ void add_explain_command(Command app, Program& program) {
   add_planning_options(command, options->planning);
   for (Option option : command.options_of({"Documents"})) option.excludes(file);
   for (const char* name :
-       {"--world-size", "--tokens-per-rank", "--imbalance", "--max-tokens", "--kv-layout"})
+       {"--world-size", "--tokens-per-rank", "--cut", "--imbalance", "--max-tokens", "--kv-layout"})
     command.option_named(name).excludes(file);
   add_row_options(command, options->rows);
   add_hardware_options(command, options->hardware);

@@ -55,7 +55,7 @@ int run_prediction(const SimulateOptions& options, Program& program) {
   for (const std::string& remark : job.remarks) console.print_remark(remark);
   console.print(concat("Predicted, not run: one attention layer, forward and backward\n",
                        job.origin, "\n", hardware_text(job.options), "\n\n", step_table(steps),
-                       "\nPhases: of the slowest rank. Bytes: of the first dispatch.\n\n",
+                       "\nPhases: what the last rank waited for. Bytes: of the first dispatch.\n\n",
                        steps.back().name, ":\n",
                        sentence_list(explain_step(steps.back().step, remedies))));
   write_step_html(options.output, job, steps, program.command_line, console);

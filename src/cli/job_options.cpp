@@ -92,9 +92,15 @@ void add_planning_options(Command command, PlanningOptions& options,
   command
       .option("--tokens-per-rank", options.tokens_per_rank,
               "Rows per rank before dispatch; auto: just enough for the documents "
-              "(default: 65536 for drawn lengths, else auto)")
+              "(default: 65536 for drawn lengths, else auto). Too few for the documents are an "
+              "error, unless --cut")
       .value_name("N|auto")
       .check(number_or_auto(1, most_tokens))
+      .group(group);
+  command
+      .flag("--cut", options.cut,
+            "Take the first documents, as many as --tokens-per-rank has room for, cut the last of "
+            "them, and leave out the others")
       .group(group);
   command
       .option("--imbalance", options.imbalance,

@@ -24,6 +24,7 @@ struct SourceOptions {
 struct PlanningOptions {
   std::int32_t world_size = 8;
   std::string tokens_per_rank;  ///< a number, "auto", or empty: what fits the source
+  bool cut = false;             ///< documents for which the ranks have no room are left out
   std::string kv_layout = "per_rank";
   std::string mask = "causal";
   std::int64_t window = 0;
@@ -86,7 +87,8 @@ struct Documents {
 };
 
 /// Reads or draws the documents and fits them into the ranks.
-/// @throws UsageError for options that do not go together; IoError for what cannot be read.
+/// @throws UsageError for options that do not go together, and where the ranks have no room for all
+/// tokens unless planning.cut; IoError for what cannot be read.
 [[nodiscard]] Documents load_documents(const SourceOptions& source, const PlanningOptions& planning,
                                        const RowOptions& rows);
 

@@ -68,9 +68,11 @@ std::int64_t sum_of(const std::vector<std::int64_t>& lengths) {
   return total;
 }
 
-// Keeps the documents that fit, in order; the one across the end is cut.
-void fit(Documents& documents) {
-  const std::int64_t capacity = documents.plan.tokens_per_rank * documents.plan.world_size;
+// Keeps the documents that fit, in order; the one across the end is cut. Tokens are left out only
+// where the user says so.
+void fit(Documents& documents, bool cut) {
+  const std::int64_t ranks = documents.plan.world_size;
+  const std::int64_t capacity = documents.plan.tokens_per_rank * ranks;
   const std::int64_t total = sum_of(documents.lengths);
   std::int64_t room = capacity;
   std::size_t kept = 0;
@@ -84,10 +86,20 @@ void fit(Documents& documents) {
   const auto num_left_out = std::ssize(documents.lengths) - static_cast<std::int64_t>(kept);
   documents.lengths.resize(kept);
   if (total > capacity) {
+    const std::string whole = format_plural(num_left_out, "whole document") + " among them";
+    if (!cut) {
+      throw UsageError(concat("--tokens-per-rank: ", format_count(documents.plan.tokens_per_rank),
+                              " on ", format_plural(ranks, "rank"), " has room for ",
+                              format_count(capacity), " of ", format_plural(total, "token"), ": ",
+                              format_count(total - capacity), " would be left out, ", whole,
+                              "; pass at least ", total / ranks + (total % ranks != 0),
+                              ", auto, or --cut where that is meant"));
+    }
+    documents.origin +=
+        concat(", cut to ", format_count(capacity), " of ", format_count(total), " tokens");
     documents.remarks.push_back(concat(
         "The ranks are full: ", format_count(total - capacity), " of ",
-        format_plural(total, "token"), " are left out, ",
-        format_plural(num_left_out, "whole document"), " among them",
+        format_plural(total, "token"), " are left out, ", whole,
         num_cut > 0 ? concat("; the last one kept is cut by ", format_count(num_cut)) : "", "."));
   }
   if (room > 0) {
@@ -142,7 +154,7 @@ Documents load_documents(const SourceOptions& source, const PlanningOptions& pla
     require(documents.plan.tokens_per_rank <= most_tokens / planning.world_size,
             "tokens per rank = ", documents.plan.tokens_per_rank, " on ", planning.world_size,
             " ranks, expected at most 2^40 tokens in all");
-    fit(documents);
+    fit(documents, planning.cut);
   }
   return documents;
 }

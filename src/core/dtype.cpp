@@ -79,6 +79,10 @@ std::vector<std::string_view> detail::short_dtype_names() {
   return names;
 }
 
-std::ostream& operator<<(std::ostream& out, DType dtype) { return out << dtype_name(dtype); }
+std::ostream& operator<<(std::ostream& out, DType dtype) {
+  const auto idx = static_cast<std::size_t>(dtype);
+  if (idx >= entries.size()) return out << "dtype " << idx;  // printing never throws
+  return out << entries[idx].name;
+}
 
 }  // namespace waybill

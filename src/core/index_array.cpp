@@ -27,8 +27,18 @@ std::int64_t widen(const T& value) {
   }
 }
 
+/// The integer that an element is, of its own type where it is no flag.
 template <class T>
-bool fits(std::int64_t value) {
+auto plain(const T& value) {
+  if constexpr (std::is_integral_v<T>) {
+    return value;
+  } else {
+    return static_cast<std::int64_t>(value.value);
+  }
+}
+
+template <class T, class Value>
+bool fits(Value value) {
   if constexpr (std::is_integral_v<T>) {
     return std::in_range<T>(value);
   } else {
@@ -36,8 +46,8 @@ bool fits(std::int64_t value) {
   }
 }
 
-template <class T>
-T narrow(std::int64_t value) {
+template <class T, class Value>
+T narrow(Value value) {
   if constexpr (std::is_integral_v<T>) {
     return static_cast<T>(value);
   } else {
@@ -208,18 +218,19 @@ std::vector<std::int64_t> IndexArray::to_vector() const {
 
 IndexArray IndexArray::to(DType dtype, const char* name) const {
   IndexArray result(shape_, dtype);
-  const Int64View source(*this);
   std::visit(
-      [&](auto& target) {
+      [&](const auto& source, auto& target) {
         using T = typename std::remove_reference_t<decltype(target)>::value_type;
         for (std::size_t i = 0; i < target.size(); ++i) {
-          const std::int64_t value = source.span()[i];
-          require(fits<T>(value), name, to_string(position_of(i, shape_)), " = ", value,
-                  " does not fit ", dtype);
+          const auto value = plain(source[i]);
+          if (!fits<T>(value)) [[unlikely]] {
+            throw_invalid(name, to_string(position_of(i, shape_)), " = ", value, " does not fit ",
+                          dtype);
+          }
           target[i] = narrow<T>(value);
         }
       },
-      result.storage_);
+      storage_, result.storage_);
   return result;
 }
 
@@ -247,11 +258,15 @@ IndexArray IndexArray::row(std::int64_t idx) const {
 
 std::string to_string(const IndexArray& array) {
   const Shape& shape = array.shape();
+  const auto element = [&](std::int64_t idx) {  // uint64 has values that no int64 has
+    if (array.dtype() != DType::uint64) return std::to_string(array.flat_at(idx));
+    return std::to_string(static_cast<const std::uint64_t*>(array.data())[idx]);
+  };
   std::string text;
   std::int64_t next = 0;
   const auto print = [&](const auto& self, std::size_t axis) -> void {
     if (axis == shape.size()) {
-      text += std::to_string(array.flat_at(next++));
+      text += element(next++);
       return;
     }
     text += '[';

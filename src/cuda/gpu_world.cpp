@@ -25,6 +25,8 @@ int num_gpus() {
   return count;
 }
 
+std::vector<DeviceFault> device_faults() { return cuda::reported_faults(); }
+
 namespace {
 
 using MakeTransport = std::function<std::unique_ptr<cuda::GpuTransport>(

@@ -33,6 +33,10 @@ void check_positions(const EPConfig& config, const EPDispatchOptions& options,
   // The sum over ranks is known later; an empty table must not count as none till then.
   require(positions.shape[0] >= own_tokens, who, ": full_scatter_indices has ", positions.shape[0],
           " tokens, expected those of all ranks, and this one has ", own_tokens);
+  require(positions.shape[0] <= config.world_size * config.max_tokens, who,
+          ": full_scatter_indices has ", positions.shape[0],
+          " tokens, expected those of all ranks, at most ", config.world_size, " * ",
+          config.max_tokens);
   check_view(who, "full_scatter_indices", positions, positions.dtype, positions.shape);
 }
 

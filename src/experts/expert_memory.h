@@ -4,20 +4,12 @@
 #include <string>
 #include <vector>
 
+#include "experts/row_tag.h"
 #include "runtime/executor.h"
 #include "transport/symmetric_memory.h"
 #include "waybill/moe/ep_config.h"
 
 namespace waybill {
-
-/// Where a received row comes from. It travels with the row, in one 16-byte store.
-struct RowTag {
-  std::int32_t source_rank;
-  std::int32_t token;
-  std::int32_t topk_slot;    ///< of compact rows the first that is here
-  std::int32_t primary_row;  ///< first row of the same token here; of compact rows the row itself
-};
-static_assert(sizeof(RowTag) == 16);
 
 /// Byte offsets in a dispatch window: what a rank receives, `capacity_rows` rows of it.
 struct ExpertWindowLayout {

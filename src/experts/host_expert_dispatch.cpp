@@ -135,7 +135,7 @@ void HostExpertDispatch::place_own(HostExpertRouting& routing) const {
   try {
     require(routing.positions.empty() || std::ssize(routing.positions) == tokens * config_.topk,
             "dispatch: full_scatter_indices has ", std::ssize(routing.positions) / config_.topk,
-            " tokens, expected ", tokens, ": those of all ranks");
+            " tokens, expected ", tokens, ": those of all ranks, one rank after another");
     place(routing.own_node(), routing);
   } catch (const InvalidArgument& error) {  // the others count on this rank's part of the call
     routing.wrong_positions = error.what();
@@ -149,10 +149,12 @@ void HostExpertDispatch::place_forwarded(std::int32_t node, HostExpertRouting& r
   const auto* const from = round_.read<std::int32_t>(
       workspace.forward_ids + entry * static_cast<std::int64_t>(sizeof(std::int32_t)));
   std::copy_n(from, ids.size(), ids.begin());
-  try {
-    place(node, routing);
-  } catch (const InvalidArgument& error) {
-    routing.wrong_positions = error.what();
+  if (routing.wrong_positions.empty()) {  // else there may be none of these tokens
+    try {
+      place(node, routing);
+    } catch (const InvalidArgument& error) {
+      routing.wrong_positions = error.what();
+    }
   }
   const auto sent = node_send_requests(config_, routing.peer(node), ids);
   const std::int64_t plane = 2 * config_.max_tokens;

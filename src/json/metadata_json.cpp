@@ -28,7 +28,10 @@ void check_range(const JsonNode& node, const char* name, const std::optional<Ind
 }
 
 void check_values(const JsonNode& node, const Metadata& metadata) {
-  check_at(node, [&] { metadata.check_shapes("metadata"); });
+  check_at(node, [&] {
+    metadata.check_shapes("metadata");
+    metadata.check_counts("metadata");
+  });
   constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
   check_range(node, "dst_rank", metadata.dst_rank, -1, max_world_size - 1);
   check_range(node, "dst_offset", metadata.dst_offset, 0, most);
@@ -50,6 +53,7 @@ void check_values(const JsonNode& node, const Metadata& metadata) {
 }  // namespace
 
 void write_metadata_members(JsonWriter& writer, const Metadata& metadata) {
+  metadata.check_counts("to_json");
   writer.key("world_size");
   if (metadata.world_size) {
     writer.integer(*metadata.world_size);

@@ -44,10 +44,12 @@ std::vector<std::int64_t> AttentionPlan::bytes_out(TransferMode transfer) const 
 
 std::vector<LinkBytes> AttentionPlan::links_of(TransferMode transfer) const {
   if (transfer == TransferMode::relay && !relay.empty()) return relay.links;
+  if (transfer != TransferMode::once_per_node) return links;
   const Topology topology{plan.world_size, options.hardware.ranks_per_node};
+  require(topology.ranks_per_node >= 1, "AttentionPlan::links_of: options.hardware.ranks_per_node",
+          " = ", topology.ranks_per_node, ", expected >= 1");
   const bool full_nodes = topology.world_size % topology.ranks_per_node == 0;
-  if (transfer != TransferMode::once_per_node || !full_nodes || topology.num_nodes() < 2)
-    return links;
+  if (!full_nodes || topology.num_nodes() < 2) return links;
   const QkvRouting routing = compute_qkv_routing(plan);
   auto sums = route_over_nodes(routing.fwd_kv, topology, options.model.kv_row_bytes()).links;
   const auto q = direct_links(routing.fwd_q, topology, options.model.q_row_bytes());
@@ -94,6 +96,15 @@ std::string milliseconds(double seconds) {
   return text.str();
 }
 
+/// "unknown", and why, where a plan is so odd that its links cannot be computed.
+std::string limit_text(const AttentionPlan& plan, TransferMode transfer) {
+  try {
+    return milliseconds(plan.limit_seconds(transfer));
+  } catch (const Error& error) {
+    return concat("unknown (", error.what(), ")");
+  }
+}
+
 void write_bytes(std::ostream& out, const char* name, const std::vector<std::int64_t>& bytes) {
   const auto most = std::max_element(bytes.begin(), bytes.end());
   out << name << " a rank: mean " << mib(mean_of(bytes)) << ", largest "
@@ -124,11 +135,10 @@ std::string to_string(const AttentionPlan& plan) {
     write_bytes(out, "bytes out with relay", plan.bytes_out(TransferMode::relay));
     out << "relay: " << plan.relay.hops.size() << " hops, " << plan.relay.num_stages << " stages\n";
   }
-  out << "limit: " << milliseconds(plan.limit_seconds(TransferMode::direct));
+  out << "limit: " << limit_text(plan, TransferMode::direct);
   if (plan.plan.world_size > plan.options.hardware.ranks_per_node)
-    out << ", once per node " << milliseconds(plan.limit_seconds(TransferMode::once_per_node));
-  if (!plan.relay.empty())
-    out << ", with relay " << milliseconds(plan.limit_seconds(TransferMode::relay));
+    out << ", once per node " << limit_text(plan, TransferMode::once_per_node);
+  if (!plan.relay.empty()) out << ", with relay " << limit_text(plan, TransferMode::relay);
   out << '\n';
   return out.str();
 }

@@ -25,10 +25,8 @@ std::string cause_text(const StepCause& cause) {
           : concat(format_bytes(cause.amount), " ", to_string(cause.resource), " at rank ",
                    cause.rank);
   if (cause.document >= 0) {
-    text += concat(
-        ", ",
-        percent(static_cast<double>(cause.document_amount), static_cast<double>(cause.amount)),
-        " of it because of document ", cause.document);
+    text += concat(", ", detail::document_percent(cause), " of it because of document ",
+                   cause.document);
   }
   return text;
 }
@@ -103,6 +101,10 @@ void add_remedies(const StepPrediction& step, std::span<const Remedy> remedies,
 }
 
 }  // namespace
+
+std::string detail::document_percent(const StepCause& cause) {
+  return percent(static_cast<double>(cause.document_amount), static_cast<double>(cause.amount));
+}
 
 std::vector<std::string> explain_step(const StepPrediction& step,
                                       std::span<const Remedy> remedies) {

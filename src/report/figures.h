@@ -2,7 +2,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
+#include "waybill/cost_model/predict_step.h"
 #include "waybill/report/plan_summary.h"
 
 namespace waybill::detail {
@@ -23,6 +25,9 @@ void check_speed(double gb_per_s, const char* who);
 /// Throws unless `routing` has the plan's world, shards and lengths.
 void check_belongs(const QkvPlan& plan, const QkvRouting& routing, const RowBytes& row_bytes,
                    const char* who);
+
+/// The share of a cause's document in what is busy, such as "66%".
+[[nodiscard]] std::string document_percent(const StepCause& cause);
 
 /// The document of each shard. [N]
 [[nodiscard]] std::vector<std::int64_t> document_of_shards(const QkvPlan& plan);

@@ -63,9 +63,7 @@ std::string when(double seconds) { return seconds > 0 ? format_seconds(seconds) 
 
 std::string document_text(const StepCause& cause) {
   if (cause.document < 0 || cause.amount == 0) return "";
-  const double share =
-      100.0 * static_cast<double>(cause.document_amount) / static_cast<double>(cause.amount);
-  return concat("document ", cause.document, ", ", format_fixed(share, 0), "%");
+  return concat("document ", cause.document, ", ", detail::document_percent(cause));
 }
 
 }  // namespace
@@ -83,7 +81,7 @@ std::string step_table(std::span<const NamedStep> steps) {
               [](const NamedStep& s) { return format_bytes(most_bytes(s, &LinkBytes::out)); });
   for (int i = 0; i < num_step_phases; ++i) {
     text += row(std::string(to_string(static_cast<StepPhase>(i))), steps, [&](const NamedStep& s) {
-      return format_seconds(s.step.phases[to_size(i)].slowest.seconds);
+      return format_seconds(s.step.path[to_size(i)].seconds);
     });
   }
   text += row("forward", steps,
@@ -93,18 +91,17 @@ std::string step_table(std::span<const NamedStep> steps) {
 }
 
 std::string phase_table(const StepPrediction& step) {
-  std::string text = concat("  ", left("phase, slowest rank", 20), right("time", 9), "  ",
-                            left("rank", 6), left("busy", 12), right("with", 14), "  mostly\n");
-  for (const PhasePrediction& phase : step.phases) {
-    const StepCause& cause = phase.slowest;
+  std::string text = concat("  ", left("phase", 20), right("time", 9), "  ", left("rank", 6),
+                            left("busy", 12), right("with", 14), "  mostly\n");
+  for (const StepCause& cause : step.path) {
     const bool idle = cause.resource == StepResource::nothing;
-    text += concat("  ", left(std::string(to_string(phase.phase)), 20),
-                   right(format_seconds(cause.seconds), 9), "  ",
-                   left(idle ? "-" : std::to_string(cause.rank), 6),
-                   left(std::string(to_string(cause.resource)), 12),
-                   right(idle ? "" : amount_text(cause), 14), "  ", document_text(cause), "\n");
+    text +=
+        concat("  ", left(std::string(to_string(cause.phase)), 20),
+               right(format_seconds(cause.seconds), 9), "  ", left(std::to_string(cause.rank), 6),
+               left(std::string(to_string(cause.resource)), 12),
+               right(idle ? "" : amount_text(cause), 14), "  ", document_text(cause), "\n");
   }
-  return text;
+  return text + concat("  ", left("step", 20), right(format_seconds(step.seconds), 9), "\n");
 }
 
 std::string rank_table(const StepPrediction& step, std::int32_t rank) {

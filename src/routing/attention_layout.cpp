@@ -83,17 +83,20 @@ AttnLayout compute_attn_layout_seqlens(const IndexArray& seq_shard_len,
                                        const IndexArray& seq_shard_cumsum,
                                        const IndexArray& dispatch, bool leading_zero,
                                        bool shard_to_tuple) {
+  const detail::Int64Table lens(in_attn_layout, "seq_shard_len", seq_shard_len);
+  const detail::Int64Table sums(in_attn_layout, "seq_shard_cumsum", seq_shard_cumsum);
+  const detail::Int64Table ranks(in_attn_layout, "dispatch", dispatch);
   const auto [world_size, num_shards] =
-      detail::check_world_matrix(in_attn_layout, "seq_shard_len", seq_shard_len);
+      detail::check_world_matrix(in_attn_layout, "seq_shard_len", *lens);
   const Shape shape{world_size, num_shards};
-  detail::check_same_shape(in_attn_layout, "seq_shard_cumsum", seq_shard_cumsum, shape);
-  detail::check_same_shape(in_attn_layout, "dispatch", dispatch, shape);
-  detail::check_lengths(in_attn_layout, "seq_shard_len", seq_shard_len);
-  detail::check_range(in_attn_layout, "seq_shard_cumsum", seq_shard_cumsum, 0,
-                      detail::max_total_rows, "0..2^40 rows");
-  detail::check_ranks(in_attn_layout, "dispatch", dispatch, world_size);
-  const Lists q = received_by_rank(seq_shard_len, dispatch);
-  const Lists kv = received_by_rank(seq_shard_cumsum, dispatch);
+  detail::check_same_shape(in_attn_layout, "seq_shard_cumsum", *sums, shape);
+  detail::check_same_shape(in_attn_layout, "dispatch", *ranks, shape);
+  detail::check_lengths(in_attn_layout, "seq_shard_len", *lens);
+  detail::check_range(in_attn_layout, "seq_shard_cumsum", *sums, 0, detail::max_total_rows,
+                      "0..2^40 rows");
+  detail::check_ranks(in_attn_layout, "dispatch", *ranks, world_size);
+  const Lists q = received_by_rank(*lens, *ranks);
+  const Lists kv = received_by_rank(*sums, *ranks);
   AttnLayout layout;
   layout.cu_seqlens_q = cu_seqlens(q, leading_zero, shard_to_tuple);
   layout.cu_seqlens_kv = cu_seqlens(kv, leading_zero, shard_to_tuple);

@@ -143,10 +143,11 @@ std::vector<std::int64_t> count_received(const Job& job) {
 }
 
 IndexArray used_copies(const IndexArray& dispatch) {
-  IndexArray mask(dispatch.shape());
-  std::transform(dispatch.i64().begin(), dispatch.i64().end(), mask.i64().begin(),
-                 [](std::int64_t dst) { return dst >= 0 ? 1 : 0; });
-  return mask.to(DType::boolean);
+  IndexArray mask(dispatch.shape(), DType::boolean);
+  std::transform(dispatch.i64().begin(), dispatch.i64().end(),
+                 static_cast<std::uint8_t*>(mask.data()),
+                 [](std::int64_t dst) -> std::uint8_t { return dst >= 0 ? 1 : 0; });
+  return mask;
 }
 
 Metadata reverse_metadata(const Job& job, const IndexArray& seq_len, const IndexArray& dispatch) {
@@ -203,6 +204,12 @@ DispatchIntermediates intermediates(const Job& job) {
 
 DispatchMetadata compute_metadata(IndexArray seq_len, IndexArray global_dispatch,
                                   bool return_intermediate, Undispatched undispatched) {
+  if (seq_len.dtype() != DType::int64) {
+    seq_len = detail::to_int64(in_compute_metadata, "seq_len", seq_len);
+  }
+  if (global_dispatch.dtype() != DType::int64) {
+    global_dispatch = detail::to_int64(in_compute_metadata, "global_dispatch", global_dispatch);
+  }
   const Job job = open_job(seq_len, global_dispatch, undispatched);
   DispatchMetadata result;
   result.fwd = forward_metadata(job, seq_len, global_dispatch);

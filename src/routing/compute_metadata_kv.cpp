@@ -67,46 +67,69 @@ void check_copies(const KvJob& job) {
   }
 }
 
-KvJob open_job(const KvMapping& mapping, const IndexArray& seq_len, const IndexArray& num_seqs,
-               const IndexArray& q_dispatch) {
+/// The arguments as int64.
+struct KvTables {
+  KvTables(const KvMapping& mapping, const IndexArray& lens, const IndexArray& counts,
+           const IndexArray& dispatch)
+      : query(in_metadata_kv, "kv_to_q_mapping", mapping.kv_to_q_mapping),
+        place(in_metadata_kv, "kv_to_q_rank", mapping.kv_to_q_rank),
+        context(in_metadata_kv, "kv_context_size", mapping.kv_context_size),
+        q_shards(in_metadata_kv, "q_to_num_kv_seq", mapping.q_to_num_kv_seq),
+        q_tokens(in_metadata_kv, "q_to_num_kv_token", mapping.q_to_num_kv_token),
+        seq_len(in_metadata_kv, "seq_len", lens),
+        num_seqs(in_metadata_kv, "num_seqs", counts),
+        q_dst(in_metadata_kv, "q_dispatch", dispatch) {}
+
+  detail::Int64Table query;
+  detail::Int64Table place;
+  detail::Int64Table context;
+  detail::Int64Table q_shards;
+  detail::Int64Table q_tokens;
+  detail::Int64Table seq_len;
+  detail::Int64Table num_seqs;
+  detail::Int64Table q_dst;
+};
+
+KvJob open_job(const KvTables& tables) {
   const auto [world_size, num_shards] =
-      detail::check_world_matrix(in_metadata_kv, "seq_len", seq_len);
+      detail::check_world_matrix(in_metadata_kv, "seq_len", *tables.seq_len);
   const Shape matrix{world_size, num_shards};
-  const IndexArray& map = mapping.kv_to_q_mapping;
+  const IndexArray& map = *tables.query;
   require(map.ndim() == 4, in_metadata_kv, ": kv_to_q_mapping has shape ", to_string(map.shape()),
           ", expected [W, S, C, 2]");
   const std::int64_t copies = map.dim(2);
   require(copies <= (std::int64_t{1} << 20), in_metadata_kv, ": kv_to_q_mapping has ", copies,
           " copies, expected at most 2^20");
-  detail::check_same_shape(in_metadata_kv, "kv_to_q_mapping", map,
-                           {world_size, num_shards, copies, 2});
-  detail::check_same_shape(in_metadata_kv, "kv_to_q_rank", mapping.kv_to_q_rank,
-                           {world_size, num_shards, copies});
-  detail::check_same_shape(in_metadata_kv, "kv_context_size", mapping.kv_context_size, matrix);
-  detail::check_same_shape(in_metadata_kv, "q_to_num_kv_seq", mapping.q_to_num_kv_seq, matrix);
-  detail::check_same_shape(in_metadata_kv, "q_to_num_kv_token", mapping.q_to_num_kv_token, matrix);
-  detail::check_same_shape(in_metadata_kv, "q_dispatch", q_dispatch, matrix);
-  detail::check_same_shape(in_metadata_kv, "num_seqs", num_seqs, {world_size});
-  detail::check_range(in_metadata_kv, "num_seqs", num_seqs, 0, num_shards, "0..S");
-  detail::check_lengths(in_metadata_kv, "seq_len", seq_len);
-  constexpr auto max_rows = detail::max_total_rows;
-  detail::check_range(in_metadata_kv, "kv_context_size", mapping.kv_context_size, 0, max_rows,
-                      "0..2^40");
-  detail::check_range(in_metadata_kv, "q_to_num_kv_seq", mapping.q_to_num_kv_seq, 0, seq_len.size(),
-                      "0..number of shards");
-  detail::check_range(in_metadata_kv, "q_to_num_kv_token", mapping.q_to_num_kv_token, 0, max_rows,
-                      "0..2^40");
-  detail::check_ranks(in_metadata_kv, "q_dispatch", q_dispatch, world_size);
+  const auto expect = [](const char* name, const detail::Int64Table& table, const Shape& shape) {
+    detail::check_same_shape(in_metadata_kv, name, *table, shape);
+  };
+  expect("kv_to_q_mapping", tables.query, {world_size, num_shards, copies, 2});
+  expect("kv_to_q_rank", tables.place, {world_size, num_shards, copies});
+  expect("kv_context_size", tables.context, matrix);
+  expect("q_to_num_kv_seq", tables.q_shards, matrix);
+  expect("q_to_num_kv_token", tables.q_tokens, matrix);
+  expect("q_dispatch", tables.q_dst, matrix);
+  detail::check_value_per_rank(in_metadata_kv, "num_seqs", *tables.num_seqs, world_size);
+  const auto check = [](const char* name, const detail::Int64Table& table, std::int64_t most,
+                        const char* expected) {
+    detail::check_range(in_metadata_kv, name, *table, 0, most, expected);
+  };
+  check("num_seqs", tables.num_seqs, num_shards, "0..S");
+  detail::check_lengths(in_metadata_kv, "seq_len", *tables.seq_len);
+  check("kv_context_size", tables.context, detail::max_total_rows, "0..2^40");
+  check("q_to_num_kv_seq", tables.q_shards, tables.seq_len->size(), "0..number of shards");
+  check("q_to_num_kv_token", tables.q_tokens, detail::max_total_rows, "0..2^40");
+  detail::check_ranks(in_metadata_kv, "q_dispatch", *tables.q_dst, world_size);
   return {.world_size = world_size,
           .num_shards = num_shards,
           .num_copies = copies,
           .query = map.i64(),
-          .place = mapping.kv_to_q_rank.i64(),
-          .context = mapping.kv_context_size.i64(),
-          .q_shards = mapping.q_to_num_kv_seq.i64(),
-          .q_tokens = mapping.q_to_num_kv_token.i64(),
-          .seq_len = seq_len.i64(),
-          .q_dst = q_dispatch.i64()};
+          .place = tables.place->i64(),
+          .context = tables.context->i64(),
+          .q_shards = tables.q_shards->i64(),
+          .q_tokens = tables.q_tokens->i64(),
+          .seq_len = tables.seq_len->i64(),
+          .q_dst = tables.q_dst->i64()};
 }
 
 /// Where each query's group lies on its attention rank, in rows and in KV shards.
@@ -255,9 +278,10 @@ void fill_reverse(const KvJob& job, const Groups& groups, const std::vector<std:
 }
 
 IndexArray used_copies(const KvJob& job, const Shape& shape) {
-  IndexArray mask(shape);
-  for (std::size_t at = 0; at < job.place.size(); ++at) mask.i64()[at] = job.used(at) ? 1 : 0;
-  return mask.to(DType::boolean);
+  IndexArray mask(shape, DType::boolean);
+  auto* const used = static_cast<std::uint8_t*>(mask.data());
+  for (std::size_t at = 0; at < job.place.size(); ++at) used[at] = job.used(at) ? 1 : 0;
+  return mask;
 }
 
 /// The inverse of `slots`: a copy's place in [W, R].
@@ -276,7 +300,8 @@ IndexArray global_seq_ids(const std::vector<std::int64_t>& slots, const Shape& s
 KvMetadata compute_metadata_kv(const KvMapping& mapping, const IndexArray& seq_len,
                                const IndexArray& num_seqs, const IndexArray& q_dispatch,
                                bool return_intermediate) {
-  const KvJob job = open_job(mapping, seq_len, num_seqs, q_dispatch);
+  const KvTables tables(mapping, seq_len, num_seqs, q_dispatch);
+  const KvJob job = open_job(tables);
   check_copies(job);
   const Groups groups = place_groups(job);
   const std::vector<std::int64_t> slots = fill_slots(job, groups);
@@ -287,13 +312,13 @@ KvMetadata compute_metadata_kv(const KvMapping& mapping, const IndexArray& seq_l
   fill_forward(job, groups, copies_shape, result.fwd);
   fill_reverse(job, groups, slots, result.rev);
   count_rows(job, result.fwd, result.rev);
-  result.fwd.seq_len = seq_len;
-  result.fwd.num_seqs = num_seqs;
+  result.fwd.seq_len = *tables.seq_len;
+  result.fwd.num_seqs = tables.num_seqs->reshaped({job.world_size});
   result.fwd.world_size = job.world_size;
   result.rev.num_seqs = IndexArray({job.world_size}, groups.rank_slots);
   result.rev.world_size = job.world_size;
   result.rev.seq_recv_mask = used_copies(job, copies_shape);
-  result.rev.recv_seq_lens = seq_len;
+  result.rev.recv_seq_lens = *tables.seq_len;
   if (return_intermediate) {
     result.kv_dst_global_seq_id = global_seq_ids(slots, copies_shape);
   }

@@ -42,12 +42,11 @@ void add_sequence(detail::PlanBuilder& plan, std::int64_t num_tokens,
   plan.end_document();
 }
 
-}  // namespace
-
-RawQkvDispatchWithLens create_raw_qkv_dispatch(std::int64_t world_size, std::int64_t total_seq_len,
-                                               std::int64_t num_seqs, std::int64_t max_cp_degree,
-                                               std::uint64_t seed) {
-  check_arguments("create_raw_qkv_dispatch", world_size, total_seq_len, num_seqs, max_cp_degree);
+/// A random plan for the function `who`.
+RawQkvDispatchWithLens random_dispatch(const char* who, std::int64_t world_size,
+                                       std::int64_t total_seq_len, std::int64_t num_seqs,
+                                       std::int64_t max_cp_degree, std::uint64_t seed) {
+  check_arguments(who, world_size, total_seq_len, num_seqs, max_cp_degree);
   Random random(seed);
   IndexArray seq_lens =
       gen_seq_lens(world_size, num_seqs, total_seq_len / max_cp_degree, random.bits())
@@ -73,45 +72,57 @@ RawQkvDispatchWithLens create_raw_qkv_dispatch(std::int64_t world_size, std::int
   return result;
 }
 
+}  // namespace
+
+RawQkvDispatchWithLens create_raw_qkv_dispatch(std::int64_t world_size, std::int64_t total_seq_len,
+                                               std::int64_t num_seqs, std::int64_t max_cp_degree,
+                                               std::uint64_t seed) {
+  return random_dispatch("create_raw_qkv_dispatch", world_size, total_seq_len, num_seqs,
+                         max_cp_degree, seed);
+}
+
 RawQkvDispatchWithLens create_raw_qkv_dispatch(const IndexArray& seq_lens, const IndexArray& cp_num,
                                                const IndexArray& cp_dst) {
   const char* who = "create_raw_qkv_dispatch";
-  const auto [world_size, num_seqs] = detail::check_world_matrix(who, "seq_lens", seq_lens);
-  require(cp_dst.ndim() == 3, who, ": cp_dst has shape ", to_string(cp_dst.shape()),
+  const detail::Int64Table lens(who, "seq_lens", seq_lens);
+  const detail::Int64Table degrees(who, "cp_num", cp_num);
+  const detail::Int64Table ranks(who, "cp_dst", cp_dst);
+  const auto [world_size, num_seqs] = detail::check_world_matrix(who, "seq_lens", *lens);
+  require(ranks->ndim() == 3, who, ": cp_dst has shape ", to_string(ranks->shape()),
           ", expected [W, n, C]");
-  const std::int64_t slots = cp_dst.dim(2);
-  detail::check_same_shape(who, "cp_num", cp_num, seq_lens.shape());
-  detail::check_same_shape(who, "cp_dst", cp_dst, {world_size, num_seqs, slots});
-  detail::check_lengths(who, "seq_lens", seq_lens);
+  const std::int64_t slots = ranks->dim(2);
+  detail::check_same_shape(who, "cp_num", *degrees, lens->shape());
+  detail::check_same_shape(who, "cp_dst", *ranks, {world_size, num_seqs, slots});
+  detail::check_lengths(who, "seq_lens", *lens);
   detail::PlanBuilder builder(world_size, KvLayout::per_query);
   for (std::int64_t w = 0; w < world_size; ++w) {
     for (std::int64_t i = 0; i < num_seqs; ++i) {
-      const std::int64_t cp = cp_num.at({w, i});
+      const std::int64_t cp = degrees->at({w, i});
       require(1 <= cp && cp <= slots, who, ": cp_num of rank ", w, ", sequence ", i, " = ", cp,
               ", expected 1..", slots);
       std::vector<std::int32_t> destinations;
       for (std::int64_t c = 0; c < cp; ++c) {
-        const std::int64_t dst = cp_dst.at({w, i, c});
+        const std::int64_t dst = ranks->at({w, i, c});
         require(0 <= dst && dst < world_size, who, ": cp_dst of rank ", w, ", sequence ", i,
                 ", shard ", c, " = ", dst, ", expected 0..", world_size - 1);
         destinations.push_back(static_cast<std::int32_t>(dst));
       }
-      add_sequence(builder, seq_lens.at({w, i}), destinations);
+      add_sequence(builder, lens->at({w, i}), destinations);
     }
     builder.end_rank();
   }
   RawQkvDispatchWithLens result;
   result.plan = builder.take();
   result.raw = to_raw_dispatch(result.plan, std::max<std::int64_t>(slots, 1));
-  result.seq_lens = seq_lens;
+  result.seq_lens = *lens;
   return result;
 }
 
 QkvDispatch create_qkv_dispatch(std::int64_t world_size, std::int64_t total_seq_len,
                                 std::int64_t num_seqs, std::int64_t max_cp_degree,
                                 std::uint64_t seed, bool return_intermediate) {
-  RawQkvDispatchWithLens random =
-      create_raw_qkv_dispatch(world_size, total_seq_len, num_seqs, max_cp_degree, seed);
+  RawQkvDispatchWithLens random = random_dispatch("create_qkv_dispatch", world_size, total_seq_len,
+                                                  num_seqs, max_cp_degree, seed);
   QkvDispatch result;
   result.raw = std::move(random.raw);
   result.seq_lens = std::move(random.seq_lens);

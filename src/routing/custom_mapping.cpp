@@ -69,8 +69,11 @@ std::pair<std::int64_t, std::int64_t> check_arguments(std::int64_t world_size,
 QkvDispatch create_qkv_dispatch_with_custom_mapping(
     std::int64_t world_size, const IndexArray& seq_lens, const IndexArray& cp_num,
     const IndexArray& cp_dst, const IndexArray& seq_shard_lens, bool return_intermediate) {
-  const auto [num_seqs, slots] =
-      check_arguments(world_size, seq_lens, cp_num, cp_dst, seq_shard_lens);
+  const detail::Int64Table lens(in_custom_mapping, "seq_lens", seq_lens);
+  const detail::Int64Table degrees(in_custom_mapping, "cp_num", cp_num);
+  const detail::Int64Table ranks(in_custom_mapping, "cp_dst", cp_dst);
+  const detail::Int64Table shard_lens(in_custom_mapping, "seq_shard_lens", seq_shard_lens);
+  const auto [num_seqs, slots] = check_arguments(world_size, *lens, *degrees, *ranks, *shard_lens);
   detail::PlanBuilder builder(world_size, KvLayout::per_query);
   for (std::int64_t w = 0; w < world_size; ++w) {
     bool ended = false;
@@ -80,10 +83,10 @@ QkvDispatch create_qkv_dispatch_with_custom_mapping(
       const Sequence seq{
           .rank = w,
           .idx = i,
-          .len = seq_lens.i64()[flat],
-          .cp = cp_num.i64()[flat],
-          .dst = cp_dst.i64().subspan(first, static_cast<std::size_t>(slots)),
-          .shard_lens = seq_shard_lens.i64().subspan(first, static_cast<std::size_t>(slots))};
+          .len = lens->i64()[flat],
+          .cp = degrees->i64()[flat],
+          .dst = ranks->i64().subspan(first, static_cast<std::size_t>(slots)),
+          .shard_lens = shard_lens->i64().subspan(first, static_cast<std::size_t>(slots))};
       require(!ended || seq.len == 0, in_custom_mapping, ": seq_lens of rank ", w, ", sequence ", i,
               " = ", seq.len, ", expected 0 after the sequence of length 0 before it");
       ended = seq.len == 0;
@@ -97,7 +100,7 @@ QkvDispatch create_qkv_dispatch_with_custom_mapping(
   }
   QkvDispatch result;
   result.plan = builder.take();
-  result.seq_lens = seq_lens;
+  result.seq_lens = *lens;
   result.raw = to_raw_dispatch(result.plan, slots);
   result.metadata =
       compute_e2e_metadata(result.raw.cp_seq_lens, result.raw.num_cp_shards,

@@ -13,7 +13,31 @@ namespace waybill::detail {
 /// No sum of rows may exceed this: offsets of copies are products of two of them at most.
 inline constexpr std::int64_t max_total_rows = std::int64_t{1} << 40;
 
-/// [W, S] of an int64 matrix, with 1 <= W.
+/// A table of any type of integers as int64. @throws InvalidArgument naming the value that does not
+/// fit.
+inline IndexArray to_int64(const char* who, const char* name, const IndexArray& array) {
+  require(array.dtype() != DType::boolean, who, ": ", name, " has dtype bool, expected integers");
+  return array.to(DType::int64, concat(who, ": ", name).c_str());
+}
+
+/// The same without a copy where it is int64 already: then it must outlive this.
+class Int64Table {
+ public:
+  Int64Table(const char* who, const char* name, const IndexArray& array)
+      : converted_(array.dtype() == DType::int64 ? IndexArray() : to_int64(who, name, array)),
+        table_(array.dtype() == DType::int64 ? array : converted_) {}
+  Int64Table(const Int64Table&) = delete;
+  Int64Table& operator=(const Int64Table&) = delete;
+
+  [[nodiscard]] const IndexArray& operator*() const noexcept { return table_; }
+  [[nodiscard]] const IndexArray* operator->() const noexcept { return &table_; }
+
+ private:
+  IndexArray converted_;
+  const IndexArray& table_;
+};
+
+/// [W, S] of a matrix, with 1 <= W.
 struct WorldShape {
   std::int64_t world_size;
   std::int64_t num_shards;  ///< most on a rank
@@ -22,8 +46,6 @@ struct WorldShape {
 inline WorldShape check_world_matrix(const char* who, const char* name, const IndexArray& array) {
   require(array.ndim() == 2, who, ": ", name, " has shape ", to_string(array.shape()),
           ", expected [W, S]");
-  require(array.dtype() == DType::int64, who, ": ", name, " has dtype ", array.dtype(),
-          ", expected int64");
   require(1 <= array.dim(0) && array.dim(0) <= max_world_size, who, ": world_size = ", array.dim(0),
           " (first extent of ", name, "), expected 1..", max_world_size);
   return {array.dim(0), array.dim(1)};
@@ -33,8 +55,12 @@ inline void check_same_shape(const char* who, const char* name, const IndexArray
                              const Shape& expected) {
   require(array.shape() == expected, who, ": ", name, " has shape ", to_string(array.shape()),
           ", expected ", to_string(expected));
-  require(array.dtype() == DType::int64, who, ": ", name, " has dtype ", array.dtype(),
-          ", expected int64");
+}
+
+/// A value per rank: [W], or [W, 1].
+inline void check_value_per_rank(const char* who, const char* name, const IndexArray& array,
+                                 std::int64_t world_size) {
+  if (array.shape() != Shape{world_size, 1}) check_same_shape(who, name, array, {world_size});
 }
 
 /// Every element within [low, high]; otherwise names the rank (row) and the place in it.

@@ -10,12 +10,6 @@
 namespace waybill {
 namespace {
 
-void check_shape(const char* who, const char* field, const IndexArray& array,
-                 const Shape& expected) {
-  require(array.shape() == expected, who, ": ", field, " has shape ", to_string(array.shape()),
-          ", expected ", to_string(expected));
-}
-
 /// The entries of one rank that move something, as positions 0..S-1.
 std::vector<std::int64_t> live_entries(const IndexArray& dst_rank, const IndexArray& seq_len) {
   const Int64View dst(dst_rank);
@@ -55,52 +49,182 @@ std::optional<IndexArray> converted(const std::optional<IndexArray>& array, DTyp
   return array ? std::optional(array->to(dtype, name)) : std::nullopt;
 }
 
-std::string entry_text(const Metadata& metadata, const Int64View& dst, const Int64View& offset,
-                       std::int64_t entry) {
-  if (!metadata.has_copies()) {
-    return dst[entry] < 0 ? "-" : concat("rank ", dst[entry], " at ", offset[entry]);
+/// What does not fit, field by field, each as a text that names it, its shape and the expected one.
+class OddShapes {
+ public:
+  explicit OddShapes(const Metadata& metadata) : m_(metadata) {}
+
+  [[nodiscard]] std::vector<std::string> find() {
+    if (m_.seq_len.ndim() != 1 && m_.seq_len.ndim() != 2) {
+      add("seq_len", m_.seq_len.shape(), "[W, S], or [n] in a slice");
+      return std::move(odd_);
+    }
+    Shape entries = m_.seq_len.shape();
+    if (m_.has_copies()) entries.push_back(m_.dst_rank.shape().back());
+    expect("dst_rank", m_.dst_rank, entries);
+    expect("dst_offset", m_.dst_offset, m_.dst_rank.shape());
+    if (m_.is_slice()) {
+      const IndexArray& counts = m_.num_recv_tokens;
+      if (counts.ndim() != 1) add("num_recv_tokens", counts.shape(), "[W + 1]");
+    } else {
+      check_world(m_.seq_len.dim(0));
+    }
+    return std::move(odd_);
   }
-  const std::int64_t copies = metadata.dst_rank.shape().back();
+
+ private:
+  void add(const char* field, const Shape& shape, const std::string& expected) {
+    odd_.push_back(concat(field, " has shape ", to_string(shape), ", expected ", expected));
+  }
+
+  void expect(const char* field, const IndexArray& array, const Shape& expected) {
+    if (array.shape() != expected) add(field, array.shape(), to_string(expected));
+  }
+
+  /// The fields that have a value, or a row, per rank.
+  void check_world(std::int64_t world) {
+    if (m_.has_counts() && m_.num_recv_tokens.shape() != Shape{world, 1}) {
+      expect("num_recv_tokens", m_.num_recv_tokens, {world, world + 1});
+    }
+    if (m_.num_seqs && m_.num_seqs->shape() != Shape{world, 1}) {
+      expect("num_seqs", *m_.num_seqs, {world});
+    }
+    if (m_.world_size && *m_.world_size != world) {
+      odd_.push_back(concat("world_size = ", *m_.world_size, ", expected ", world,
+                            ", the first extent of seq_len"));
+    }
+    const std::vector<std::int64_t>& totals = m_.num_total_recv_tokens;
+    if (!totals.empty() && std::ssize(totals) != world) {
+      odd_.push_back(
+          concat("num_total_recv_tokens has ", totals.size(), " values, expected ", world));
+    }
+    check_buffer(world);
+  }
+
+  /// The fields that describe the receiving buffer.
+  void check_buffer(std::int64_t world) {
+    const std::optional<IndexArray>& mask = m_.seq_recv_mask;
+    const std::optional<IndexArray>& lens = m_.recv_seq_lens;
+    const bool mask_fits = mask && mask->ndim() == 3 && mask->dim(0) == world;
+    const bool lens_fit = lens && lens->ndim() == 2 && lens->dim(0) == world;
+    if (mask && !mask_fits) add("seq_recv_mask", mask->shape(), concat("[", world, ", S, C]"));
+    if (lens && !lens_fit) add("recv_seq_lens", lens->shape(), concat("[", world, ", S]"));
+    if (mask_fits && lens_fit) expect("recv_seq_lens", *lens, {world, mask->dim(1)});
+  }
+
+  const Metadata& m_;
+  std::vector<std::string> odd_;
+};
+
+std::vector<std::string> odd_shapes(const Metadata& metadata) { return OddShapes(metadata).find(); }
+
+/// Elements for a text, which takes any value.
+class ShownElements {
+ public:
+  explicit ShownElements(const IndexArray& array) : flat_(array.reshaped({array.size()})) {}
+
+  [[nodiscard]] std::string text(std::int64_t idx) const { return to_string(flat_.row(idx)); }
+
+  /// As int64; the largest one where the value is larger.
+  [[nodiscard]] std::int64_t number(std::int64_t idx) const {
+    constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
+    if (flat_.dtype() != DType::uint64) return flat_.flat_at(idx);
+    const std::uint64_t value = static_cast<const std::uint64_t*>(flat_.data())[idx];
+    return value > static_cast<std::uint64_t>(most) ? most : static_cast<std::int64_t>(value);
+  }
+
+ private:
+  IndexArray flat_;
+};
+
+/// Where the copies of an entry go; "-" where they go nowhere.
+std::string entry_text(const ShownElements& dst_rank, const ShownElements& dst_offset,
+                       std::int64_t first_copy, std::int64_t num_copies) {
   std::string text;
-  for (std::int64_t c = entry * copies; c < (entry + 1) * copies; ++c) {
-    if (dst[c] < 0) continue;
-    text += concat(text.empty() ? "" : ", ", "rank ", dst[c], " at ", offset[c]);
+  for (std::int64_t c = first_copy; c < first_copy + num_copies; ++c) {
+    if (dst_rank.number(c) == -1) continue;
+    text += concat(text.empty() ? "" : ", ", "rank ", dst_rank.text(c), " at ", dst_offset.text(c));
   }
   return text.empty() ? "-" : text;
+}
+
+/// "receives 3, 4, 7 rows" of one rank; nothing where the counts are missing or do not fit.
+std::string counts_text(const Metadata& metadata, std::int64_t rank) {
+  const IndexArray& counts = metadata.num_recv_tokens;
+  if (!metadata.has_counts()) return {};
+  if (metadata.is_slice()) {
+    if (counts.ndim() != 1) return {};
+    return concat("  receives ", to_string(counts), " rows",
+                  counts.size() > 1 ? " (the last is the sum)\n" : "\n");
+  }
+  if (counts.ndim() != 2 || rank >= counts.dim(0)) return {};
+  const bool has_sum = counts.dim(1) == metadata.seq_len.dim(0) + 1;
+  return concat("  receives ", to_string(counts.row(rank)), " rows",
+                has_sum ? " (the last is the sum)\n" : "\n");
+}
+
+/// A line per shard, when dst_rank, dst_offset and seq_len fit each other.
+std::string entries_text(const Metadata& metadata) {
+  const bool slice = metadata.is_slice();
+  const std::int64_t world = slice ? 1 : metadata.seq_len.dim(0);
+  const std::int64_t per_rank = metadata.seq_len.shape().back();
+  std::string text = slice ? concat("Metadata of one rank, ", per_rank, " entries")
+                           : concat("Metadata of ", world, " ranks, up to ", per_rank, " entries");
+  if (metadata.has_copies()) {
+    text += concat(", up to ", metadata.dst_rank.shape().back(), " copies");
+  }
+  text += metadata.normalized ? ", normalized\n" : "\n";
+  const ShownElements dst_rank(metadata.dst_rank);
+  const ShownElements dst_offset(metadata.dst_offset);
+  const ShownElements seq_len(metadata.seq_len);
+  const std::int64_t copies = metadata.has_copies() ? metadata.dst_rank.shape().back() : 1;
+  for (std::int64_t r = 0; r < world; ++r) {
+    if (!slice) text += concat("rank ", r, "\n");
+    std::int64_t row = 0;
+    for (std::int64_t j = r * per_rank; j < (r + 1) * per_rank; ++j) {
+      const std::int64_t rows = seq_len.number(j);
+      const std::string where = entry_text(dst_rank, dst_offset, j * copies, copies);
+      if (rows == 0 && where == "-") continue;
+      const std::int64_t begin = row;
+      if (__builtin_add_overflow(row, rows, &row)) {
+        row = rows < 0 ? std::numeric_limits<std::int64_t>::min()
+                       : std::numeric_limits<std::int64_t>::max();
+      }
+      text +=
+          concat("  shard ", j - r * per_rank, ": rows ", begin, "..", row, " -> ", where, "\n");
+    }
+    text += counts_text(metadata, r);
+  }
+  return text;
+}
+
+/// The arrays as they are, when no line per shard can be made of them.
+std::string arrays_text(const Metadata& metadata) {
+  std::string text = "Metadata of arrays that do not fit each other\n";
+  const auto add = [&](const char* field, const IndexArray& array) {
+    text += concat("  ", field, ": ", to_string(array), "\n");
+  };
+  add("dst_rank", metadata.dst_rank);
+  add("dst_offset", metadata.dst_offset);
+  add("seq_len", metadata.seq_len);
+  if (metadata.has_counts()) add("num_recv_tokens", metadata.num_recv_tokens);
+  return text;
 }
 
 }  // namespace
 
 void Metadata::check_shapes(const char* who) const {
-  require(seq_len.ndim() == 1 || seq_len.ndim() == 2, who, ": seq_len has shape ",
-          to_string(seq_len.shape()), ", expected [W, S], or [n] in a slice");
-  Shape entries = seq_len.shape();
-  if (has_copies()) entries.push_back(dst_rank.shape().back());
-  check_shape(who, "dst_rank", dst_rank, entries);
-  check_shape(who, "dst_offset", dst_offset, dst_rank.shape());
-  if (is_slice()) {
-    require(num_recv_tokens.ndim() == 1 && num_recv_tokens.size() >= 1, who,
-            ": num_recv_tokens has shape ", to_string(num_recv_tokens.shape()),
-            ", expected [W + 1]");
-    return;
-  }
-  const std::int64_t world = seq_len.dim(0);
-  check_shape(who, "num_recv_tokens", num_recv_tokens, {world, world + 1});
-  if (num_seqs) check_shape(who, "num_seqs", *num_seqs, {world});
-  require(!world_size || *world_size == world, who, ": world_size = ", world_size.value_or(0),
-          ", expected ", world, ", the first extent of seq_len");
-  require(num_total_recv_tokens.empty() || std::ssize(num_total_recv_tokens) == world, who,
-          ": num_total_recv_tokens has ", num_total_recv_tokens.size(), " values, expected ",
-          world);
-  require(!seq_recv_mask || (seq_recv_mask->ndim() == 3 && seq_recv_mask->dim(0) == world), who,
-          ": seq_recv_mask has shape ", to_string(seq_recv_mask ? seq_recv_mask->shape() : Shape{}),
-          ", expected [", world, ", S, C]");
-  require(!recv_seq_lens || (recv_seq_lens->ndim() == 2 && recv_seq_lens->dim(0) == world), who,
-          ": recv_seq_lens has shape ", to_string(recv_seq_lens ? recv_seq_lens->shape() : Shape{}),
-          ", expected [", world, ", S]");
-  if (seq_recv_mask && recv_seq_lens) {
-    check_shape(who, "recv_seq_lens", *recv_seq_lens, {world, seq_recv_mask->dim(1)});
-  }
+  const std::vector<std::string> odd = odd_shapes(*this);
+  if (!odd.empty()) throw_invalid(who, ": ", odd.front());
+}
+
+void Metadata::check_counts(const char* who) const {
+  const std::int64_t world = is_slice() || seq_len.ndim() == 0 ? 0 : seq_len.dim(0);
+  const std::string expected = is_slice() ? "[W + 1]" : to_string(Shape{world, world + 1});
+  require(has_counts(), who, ": num_recv_tokens is missing, expected counts of shape ", expected);
+  require(is_slice() || num_recv_tokens.shape() == Shape{world, world + 1}, who,
+          ": num_recv_tokens has shape ", to_string(num_recv_tokens.shape()), ", expected ",
+          expected);
 }
 
 Metadata Metadata::get_slice(Rank rank) const {
@@ -116,7 +240,7 @@ Metadata Metadata::get_slice(Rank rank) const {
   slice.dst_rank = take_rows(rank_dst, keep);
   slice.dst_offset = take_rows(dst_offset.row(r), keep);
   slice.seq_len = take_rows(rank_len, keep);
-  slice.num_recv_tokens = num_recv_tokens.row(r);
+  if (has_counts()) slice.num_recv_tokens = num_recv_tokens.row(r);
   slice.seq_recv_mask = row_of(seq_recv_mask, r);
   slice.recv_seq_lens = row_of(recv_seq_lens, r);
   slice.normalized = normalized;
@@ -142,33 +266,13 @@ Metadata Metadata::normalize_dtype() const {
 }
 
 std::string to_string(const Metadata& metadata) {
-  metadata.check_shapes("to_string(Metadata)");
-  const Int64View dst(metadata.dst_rank);
-  const Int64View offset(metadata.dst_offset);
-  const Int64View len(metadata.seq_len);
-  const bool slice = metadata.is_slice();
-  const std::int64_t world = slice ? 1 : metadata.seq_len.dim(0);
-  const std::int64_t per_rank = metadata.seq_len.shape().back();
-  std::string text = slice ? concat("Metadata of one rank, ", per_rank, " entries")
-                           : concat("Metadata of ", world, " ranks, up to ", per_rank, " entries");
-  if (metadata.has_copies()) {
-    text += concat(", up to ", metadata.dst_rank.shape().back(), " copies");
-  }
-  text += metadata.normalized ? ", normalized\n" : "\n";
-  for (std::int64_t r = 0; r < world; ++r) {
-    if (!slice) text += concat("rank ", r, "\n");
-    std::int64_t row = 0;
-    for (std::int64_t j = r * per_rank; j < (r + 1) * per_rank; ++j) {
-      const std::string where = entry_text(metadata, dst, offset, j);
-      if (len[j] == 0 && where == "-") continue;
-      const std::int64_t begin = row;
-      if (__builtin_add_overflow(row, len[j], &row)) row = std::numeric_limits<std::int64_t>::max();
-      text +=
-          concat("  shard ", j - r * per_rank, ": rows ", begin, "..", row, " -> ", where, "\n");
-    }
-    const IndexArray recv = slice ? metadata.num_recv_tokens : metadata.num_recv_tokens.row(r);
-    text += concat("  receives ", to_string(recv), " rows (the last is the sum)\n");
-  }
+  const std::int64_t axes = metadata.seq_len.ndim();
+  Shape entries = metadata.seq_len.shape();
+  if (metadata.has_copies()) entries.push_back(metadata.dst_rank.shape().back());
+  const bool fit = (axes == 1 || axes == 2) && metadata.dst_rank.shape() == entries &&
+                   metadata.dst_offset.shape() == entries;
+  std::string text = fit ? entries_text(metadata) : arrays_text(metadata);
+  for (const std::string& odd : odd_shapes(metadata)) text += concat("odd: ", odd, "\n");
   return text;
 }
 

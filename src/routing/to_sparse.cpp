@@ -137,6 +137,7 @@ SparseMetadata to_sparse(const Metadata& dense) {
   dense.check_shapes(in_to_sparse);
   require(!dense.is_slice(), in_to_sparse,
           ": got the slice of one rank, expected the metadata of all");
+  dense.check_counts(in_to_sparse);
   const std::int64_t world = dense.seq_len.dim(0);
   const std::int64_t per_rank = dense.seq_len.dim(1);
   require(1 <= world && world <= max_world_size, in_to_sparse, ": seq_len has ", world,

@@ -87,6 +87,9 @@ DispatcherState::DispatcherState(const World& world, const SequenceDispatcherOpt
     require(options.num_sms > 0 || nodes == 1 || !world.executor().expands_plans(),
             "SequenceDispatcher: num_sms = 0 on ", nodes,
             " nodes, expected at least 1: copy engines wait for nobody");
+    require(options.plan.relay != RelayUse::always || compile_.relay == RelayUse::always,
+            "SequenceDispatcher: relay = always with num_sms = ", options.num_sms,
+            ", expected at least 1: copy engines forward nothing");
     require(options.max_window_bytes >= 0,
             "SequenceDispatcher: max_window_bytes = ", options.max_window_bytes, ", expected >= 0");
     return common_settings(options_);
@@ -132,11 +135,21 @@ PlanHandle DispatcherState::ready(SequencePlan plan, Stream stream) {
   return result;
 }
 
+void DispatcherState::check_world(const char* who, std::span<const SequencePart> parts) const {
+  for (const SequencePart& part : parts) {
+    if (part.metadata == nullptr || part.metadata->world_size == world_.world_size()) continue;
+    throw InvalidArgument(concat(who, ": the plan is for ", part.metadata->world_size,
+                                 " ranks, expected ", world_.world_size(), ", as the world has"));
+  }
+}
+
 PlanHandle DispatcherState::plan_dispatch(std::span<const SequencePart> parts, Stream stream) {
+  check_world("plan_dispatch", parts);
   return ready(compile_dispatch(parts, world_.rank(), compile_), stream);
 }
 
 PlanHandle DispatcherState::plan_kv_gradient(std::span<const SequencePart> parts, Stream stream) {
+  check_world("plan_kv_gradient", parts);
   return ready(compile_kv_gradient(parts, world_.rank(), compile_), stream);
 }
 
@@ -144,6 +157,7 @@ void DispatcherState::replace_plan(PlanHandle& ready, std::span<const SequencePa
                                    Stream stream) {
   constexpr const char* who = "replace_plan";
   require(ready.uploaded_ != nullptr, who, ": the plan is empty");
+  check_world(who, parts);
   const SequencePlan& old = *ready.plan_;
   CompileOptions options = compile_;
   options.separate_local_copies =

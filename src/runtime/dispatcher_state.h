@@ -44,6 +44,8 @@ class DispatcherState {
 
  private:
   [[nodiscard]] PlanHandle ready(SequencePlan plan, Stream stream);
+  /// That parts are for as many ranks as there are.
+  void check_world(const char* who, std::span<const SequencePart> parts) const;
   void check_call(const char* who, const PlanHandle& ready, SequenceOperation operation) const;
   void grow_for(const char* who, std::int64_t window_bytes, std::int32_t num_slots, Stream stream);
   void retire();

@@ -106,9 +106,11 @@ std::string describe_first(Rank me, const FingerprintWords& mine, Rank peer,
   }
   constexpr const char* names[] = {"", "the plan", "the tensors' format (dtype, hidden, parts)",
                                    "an option"};
+  constexpr const char* reasons[] = {
+      "", ": they planned other lengths, or call their plans in another order", ""};
   for (std::size_t w = 2; w > 0; --w) {  // other formats make another plan
     if (high_48(mine[w]) != high_48(theirs[w])) {
-      return describe_hash(names[w], mine[w], me, theirs[w], peer);
+      return concat(describe_hash(names[w], mine[w], me, theirs[w], peer), reasons[w]);
     }
   }
   return describe_hash(names[3], mine[3], me, theirs[3], peer);

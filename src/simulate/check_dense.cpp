@@ -78,7 +78,10 @@ void check_num_seqs(const char* table, const Metadata& metadata, const IndexArra
     findings.add({FindingKind::count, table, "num_seqs", -1, -1, -1, "none", "one per rank"});
     return;
   }
-  expect_array(findings, FindingKind::count, table, "num_seqs", *metadata.num_seqs, expected);
+  const IndexArray& counts = *metadata.num_seqs;
+  const bool column = counts.shape() == Shape{expected.size(), 1};
+  expect_array(findings, FindingKind::count, table, "num_seqs",
+               column ? counts.reshaped(expected.shape()) : counts, expected);
 }
 
 IndexArray entries_with_rows(const Metadata& metadata) {

@@ -62,8 +62,10 @@ void check_ends(const CopyJob& job);
 [[nodiscard]] std::vector<CopySegment> checked_segments(const CopyJob& job,
                                                         const SparseMetadata& metadata);
 
-/// Throws with everything that is known about a segment. @throws InvalidArgument
-[[noreturn]] void fail_at(const CopyJob& job, const CopySegment& segment, const std::string& what);
+/// Throws with everything that is known about a segment, whose `dst_rank` may be no rank at all.
+/// @throws InvalidArgument
+[[noreturn]] void fail_at(const CopyJob& job, const CopySegment& segment, std::int64_t dst_rank,
+                          const std::string& what);
 
 /// Segments by destination rank, in the global order inside a rank; empty unless they overlap.
 struct Destinations {

@@ -1,5 +1,3 @@
-#include <algorithm>
-#include <limits>
 #include <string>
 
 #include "copy_job.h"
@@ -28,10 +26,9 @@ class SegmentList {
     }
     at_.copy = 0;
     at_.dst_row = dst_row;
-    at_.dst_rank = static_cast<std::int32_t>(std::clamp<std::int64_t>(dst_rank, -1, max_rank));
-    if (rows < 0) fail_at(job_, at_, concat("length = ", rows, ", expected >= 0"));
+    if (rows < 0) fail_at(job_, at_, dst_rank, concat("length = ", rows, ", expected >= 0"));
     fail_at(
-        job_, at_,
+        job_, at_, dst_rank,
         concat("the source has ", num_rows - next_row_, " rows left, expected at least ", rows));
   }
 
@@ -41,15 +38,15 @@ class SegmentList {
     at_.copy = copy;
     at_.dst_row = dst_row;
     const std::int64_t world = job_.world_size();
-    at_.dst_rank = static_cast<std::int32_t>(std::clamp<std::int64_t>(dst_rank, -1, max_rank));
     if (dst_rank < 0 || dst_rank >= world) {
-      fail_at(job_, at_,
+      fail_at(job_, at_, dst_rank,
               concat("destination rank = ", dst_rank, ", expected -1 (none) or 0..", world - 1));
     }
+    at_.dst_rank = static_cast<std::int32_t>(dst_rank);
     const std::int64_t num_rows = job_.outputs[static_cast<std::size_t>(dst_rank)].shape[0];
-    if (dst_row < 0) fail_at(job_, at_, concat("offset = ", dst_row, ", expected >= 0"));
+    if (dst_row < 0) fail_at(job_, at_, dst_rank, concat("offset = ", dst_row, ", expected >= 0"));
     if (at_.rows > num_rows || dst_row > num_rows - at_.rows) {
-      fail_at(job_, at_,
+      fail_at(job_, at_, dst_rank,
               concat("offset + length exceeds the ", num_rows, " rows of the destination"));
     }
     if (at_.rows > 0) segments_.push_back(at_);
@@ -64,8 +61,6 @@ class SegmentList {
   [[nodiscard]] std::vector<CopySegment> take() { return std::move(segments_); }
 
  private:
-  static constexpr std::int64_t max_rank = std::numeric_limits<std::int32_t>::max();
-
   const CopyJob& job_;
   std::vector<CopySegment> segments_;
   CopySegment at_;
@@ -121,17 +116,18 @@ void check_tables(const CopyJob& job, const SparseMetadata& metadata) {
 
 }  // namespace
 
-void fail_at(const CopyJob& job, const CopySegment& segment, const std::string& what) {
+void fail_at(const CopyJob& job, const CopySegment& segment, std::int64_t dst_rank,
+             const std::string& what) {
   const auto rank_shape = [](const Shape& all, const auto& views, std::int64_t rank) {
     if (!all.empty()) return to_string(all);
     if (rank < 0 || rank >= std::ssize(views)) return std::string("unknown");
     return to_string(views[static_cast<std::size_t>(rank)].shape);
   };
   throw_invalid(job.who, ": ", what, " (source rank ", segment.src_rank, ", destination rank ",
-                segment.dst_rank, ", shard ", segment.shard, ", copy ", segment.copy, ", offset ",
+                dst_rank, ", shard ", segment.shard, ", copy ", segment.copy, ", offset ",
                 segment.dst_row, ", length ", segment.rows, ", source shape ",
                 rank_shape(job.tensor_shape, job.sources, segment.src_rank), ", output shape ",
-                rank_shape(job.output_shape, job.outputs, segment.dst_rank), ", rows consumed ",
+                rank_shape(job.output_shape, job.outputs, dst_rank), ", rows consumed ",
                 segment.src_row, ")");
 }
 

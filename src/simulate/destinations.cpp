@@ -35,7 +35,7 @@ struct Placed {
 
 [[noreturn]] void fail_overlap(const CopyJob& job, const CopySegment& earlier,
                                const CopySegment& later) {
-  fail_at(job, later,
+  fail_at(job, later, later.dst_rank,
           concat("rows ", std::max(earlier.dst_row, later.dst_row), "..",
                  std::min(earlier.dst_row + earlier.rows, later.dst_row + later.rows) - 1,
                  " of the destination are also written by source rank ", earlier.src_rank,

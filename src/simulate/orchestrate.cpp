@@ -31,6 +31,8 @@ void check_shapes(const char* who, const Shape& tensor, const Shape& output) {
 
 /// R_w of simulate_communication.
 std::vector<std::int64_t> recv_rows(const char* who, const IndexArray& counts, std::int64_t world) {
+  require(counts.shape() != Shape{0}, who, ": num_recv_tokens is missing, expected [", world, ", ",
+          world + 1, "] counts, or [", world, ", 1]");
   require(counts.ndim() == 2 && counts.dim(0) == world && counts.dim(1) >= 1, who,
           ": num_recv_tokens has shape ", to_string(counts.shape()), ", expected [", world, ", ",
           world + 1, "]");

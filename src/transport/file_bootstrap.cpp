@@ -32,8 +32,10 @@ class FileBootstrap final : public Bootstrap {
       : Bootstrap(rank, world_size, timeout_s), meeting_(folder) {
     check_job(concat("job id = ", detail::quoted_or_none(job.id), ", world_size = ", world_size));
     if (!meeting_.publish_text(of_rank("rank.", rank))) {
-      throw TransportError(concat("file bootstrap: rank ", rank, " has been in ", meeting_.folder(),
-                                  " before, expected a folder for this run only"));
+      throw TransportError(
+          concat("file bootstrap: rank ", rank, " has been in ", meeting_.folder(),
+                 " before, expected a folder for this run only, and another rank (RANK, "
+                 "or what its launcher sets) in each process"));
     }
     if (meeting_.made_folder()) (void)meeting_.publish_text("made");
   }

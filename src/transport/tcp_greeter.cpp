@@ -72,7 +72,10 @@ Greeter::Step Greeter::judge_claim(const Admission& admission) {
     return refuse(concat("rank = ", hello_.rank, ", expected 1..", world - 1));
   }
   if (!admission.failure.empty()) return refuse(admission.failure);
-  if (admission.taken[to_size(rank())]) return refuse(concat("rank ", rank(), " connected twice"));
+  if (admission.taken[to_size(rank())])
+    return refuse(concat("rank ", rank(), " connected twice",
+                         ", expected another rank (RANK, or what its launcher sets) in each "
+                         "process"));
   Answer answer{.kind = AnswerKind::accepted};
   if (!admission.secret.empty()) {
     answer.proof = proof_of(Role::rank_0, admission.secret, hello_bytes_, nonce_);

@@ -90,9 +90,25 @@ TEST_F(CommandsTest, PlanEqualsTheLibrarysOwn) {
   EXPECT_EQ(read_attention_plan(path("full.json")), plan);
 }
 
+TEST_F(CommandsTest, TokensAreOnlyLeftOutWhereThatIsMeant) {
+  const std::string options = "--lengths - --world-size 2 --tokens-per-rank 100 ";
+  for (const std::string command : {"plan ", "explain ", "compare ", "demo --no-simulate "}) {
+    const ProgramResult over = run(command + options, "[150, 100, 30]");
+    EXPECT_EQ(over.exit_code, 2) << command << over.err;
+    EXPECT_EQ(over.out.find("rank"), std::string::npos) << over.out;
+    EXPECT_NE(over.err.find("--tokens-per-rank: 100 on 2 ranks has room for 200 of 280 tokens: 80 "
+                            "would be left out, 1 whole document among them; pass at least 140, "
+                            "auto, or --cut where that is meant"),
+              std::string::npos)
+        << over.err;
+  }
+  EXPECT_EQ(run("simulate --ranks 2 --lengths - --tokens-per-rank 139", "150 100 30").exit_code, 2);
+  EXPECT_EQ(run("simulate --ranks 2 --lengths - --tokens-per-rank 140", "150 100 30").exit_code, 0);
+}
+
 TEST_F(CommandsTest, PlanSaysWhatDoesNotFit) {
-  const ProgramResult over =
-      run("plan --lengths - --world-size 2 --tokens-per-rank 100 -o p.json", "[150, 100, 30]");
+  const std::string options = "--lengths - --world-size 2 --tokens-per-rank 100 ";
+  const ProgramResult over = run("plan --cut -o p.json " + options, "[150, 100, 30]");
   ASSERT_EQ(over.exit_code, 0) << over.err;
   EXPECT_NE(over.err.find("80 of 280 tokens are left out, 1 whole document"), std::string::npos)
       << over.err;
@@ -100,8 +116,11 @@ TEST_F(CommandsTest, PlanSaysWhatDoesNotFit) {
   std::int64_t tokens = 0;
   for (const std::int64_t length : plan.shard_len) tokens += length;
   EXPECT_EQ(tokens, 200);
-  const ProgramResult under =
-      run("plan --lengths - --world-size 2 --tokens-per-rank 100 -o p.json", "[50]");
+  // The line above the figures says that they are of a part.
+  const std::string compared = run("compare --cut " + options, "[150, 100, 30]").out;
+  EXPECT_EQ(compared.substr(0, compared.find('\n')),
+            "3 documents from standard input, cut to 200 of 280 tokens, on 2 ranks");
+  const ProgramResult under = run("plan -o p.json " + options, "[50]");
   EXPECT_NE(under.err.find("leave 150 of 200 rows empty"), std::string::npos) << under.err;
 }
 

@@ -39,7 +39,8 @@ TEST_F(StepCommandsTest, ExplainReadsPlansWithAndWithoutTheirOptions) {
   EXPECT_TRUE(holds(plain.out, {"K and V travel: direct", "4 ranks per node"}));
   const ProgramResult direct = run("explain full.json --transfer direct");
   const auto table = [](const std::string& text) {
-    return text.substr(text.find("phase, "), text.find("  - ") - text.find("phase, "));
+    const std::size_t begin = text.find("\n  phase ");
+    return text.substr(begin, text.find("  - ") - begin);
   };
   EXPECT_EQ(table(direct.out), table(plain.out));
   const ProgramResult wide = run("explain full.json --transfer direct --ranks-per-node 8");

@@ -72,6 +72,8 @@ TEST(DType, prints_its_name) {
   std::ostringstream text;
   text << DType::float16;
   EXPECT_EQ(text.str(), "float16");
+  text << ' ' << static_cast<DType>(77);
+  EXPECT_EQ(text.str(), "float16 dtype 77");
 }
 
 }  // namespace

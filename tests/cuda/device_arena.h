@@ -81,7 +81,9 @@ class DeviceArena {
     return {at, dtype, shape};
   }
 
+  /// An empty tensor has no memory, as torch's have none: its pointer is null.
   [[nodiscard]] TensorView upload(const HostTensor& tensor, std::int64_t shift = 0) {
+    if (tensor.size_bytes() == 0) return {nullptr, tensor.dtype(), tensor.shape()};
     const TensorView view = take(tensor.dtype(), tensor.shape(), shift);
     copy(view.data, tensor.bytes().data(), tensor.size_bytes());
     synchronize();

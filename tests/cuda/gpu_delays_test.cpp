@@ -1,6 +1,6 @@
-// Kernels of experts that linger where nothing may depend on who is faster: as a call begins,
-// before they say so, before they say that tokens are placed, in some blocks. WAYBILL_TEST_DELAY_NS
-// says how long at most; each time it is another while.
+// Kernels of experts wait at points where no result may depend on which rank or block is faster:
+// when a call begins, before they announce that, before they announce that tokens are placed, and
+// in some blocks. WAYBILL_TEST_DELAY_NS limits the random time.
 
 #include <gtest/gtest.h>
 
@@ -29,7 +29,8 @@ struct DelayedLayer {
   bool pushes = false;
 };
 
-/// One rank: dispatches, answers with what arrived, combines; alone, and in a graph of four calls.
+/// One rank: it dispatches, answers with the rows that arrived, and combines, first in single calls
+/// and then in a graph of four calls.
 class DelayedCalls {
  public:
   DelayedCalls(World& world, const DelayedLayer& layer, const std::vector<AnsweredCase>& rounds)
@@ -44,7 +45,7 @@ class DelayedCalls {
     rig_.use_slabs(layer.pushes);
   }
 
-  /// Nothing waits for the host between the calls of a round.
+  /// No call of a round waits for the host.
   void check_alone(int repeats) {
     for (int i = 0; i < repeats; ++i) {
       const AnsweredCase& round = rounds_[to_size(i) % rounds_.size()];
@@ -145,9 +146,9 @@ void check(const DelayedLayer& layer) {
       test::options_of(layer.config));
 }
 
-/// Tokens that land before they are placed, whose receivers are told by words.
+/// Tokens arrive in receive slots before they are placed, and receivers wait for words.
 EPConfig few() { return test::config_of(2, 16, 4, 60, 256, DType::bfloat16, DType::bfloat16); }
-/// The same with counts that are exchanged.
+/// Ranks exchange counts.
 EPConfig some() { return test::config_of(2, 16, 4, 300, 256, DType::bfloat16, DType::bfloat16); }
 
 TEST(GpuDelays, few_tokens_short) { check({few(), {}, 60, "2000"}); }
@@ -156,10 +157,10 @@ TEST(GpuDelays, few_tokens_compact) { check({few(), {.rows = EPRows::compact}, 6
 TEST(GpuDelays, few_tokens_padded) { check({few(), {.expert_alignment = 8}, 60, "20000"}); }
 TEST(GpuDelays, few_tokens_pushed) { check({few(), {}, 60, "20000", true}); }
 TEST(GpuDelays, some_tokens_pushed) { check({some(), {}, 300, "20000", true}); }
-TEST(GpuDelays, some_tokens_that_land) { check({some(), {}, 100, "20000"}); }
+TEST(GpuDelays, some_tokens_in_receive_slots) { check({some(), {}, 100, "20000"}); }
 TEST(GpuDelays, some_tokens_that_wait) { check({some(), {}, 300, "20000"}); }
 
-/// Straight, and forwarded chunk by chunk. Ranks may share a device.
+/// Tokens are forwarded chunk by chunk. Ranks may share a device.
 TEST(GpuDelays, few_tokens_on_nodes) { check({test::on_nodes(few(), 1), {}, 60, "20000"}); }
 TEST(GpuDelays, some_tokens_on_nodes) { check({test::on_nodes(some(), 1), {}, 300, "20000"}); }
 TEST(GpuDelays, some_compact_tokens_on_nodes) {

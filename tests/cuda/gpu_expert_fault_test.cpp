@@ -26,7 +26,7 @@ void a_rank_never_calls(bool in_combine, std::int32_t ranks_per_node,
   EPConfig config = test::small_config(world_size, ranks_per_node);
   config.max_tokens = max_tokens;
   Random random(36);
-  const ExpertCase sample = test::random_case(config, random);
+  const ExpertCase sample = test::random_case(config, random, {.edges = false});
   const ExpertDispatch dispatched = sample.dispatch();
   auto bootstraps = make_thread_bootstraps(world_size, 2.0);
   const auto results = test::run_ranks(world_size, [&](std::int32_t rank) {

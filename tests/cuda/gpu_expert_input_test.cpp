@@ -244,7 +244,9 @@ TEST(GpuExpertInput, a_position_out_of_range_of_many_tokens) {
 TEST(GpuExpertInput, too_few_positions) {
   const EPConfig config = small_config(2);
   const auto wrong = with_positions(good_case(config), 1, [](std::span<std::int32_t>) {});
-  find_wrong_positions(config, wrong, " has 39 tokens, expected 40: those of all ranks", true);
+  find_wrong_positions(config, wrong,
+                       " has 39 tokens, expected 40: those of all ranks, one rank after another",
+                       true);
 }
 
 /// A choice of rank 0 goes where one of rank 1 goes, on rank 1.

@@ -19,7 +19,7 @@ EPConfig small(std::int32_t num_nodes, std::int32_t ranks_per_node, std::int64_t
   return on_nodes(config_of(world, 3 * world, 4, max_tokens, 64), ranks_per_node);
 }
 
-/// The same with few tokens, which go straight to their ranks, and with more, which are forwarded.
+/// The same with more tokens than a low-latency layer of one node has.
 EPConfig with_more(EPConfig config) {
   config.max_tokens += 128;
   return config;
@@ -92,7 +92,7 @@ TEST(GpuExpertNodes, quantized_payload) {
   options.dropped_id = -1;
   Random random(119);
   const EPConfig config = on_nodes(config_of(4, 16, 4, 60, 1024, DType::float16), 2);
-  auto sample = test::random_case(config, random, {.drop = 0});
+  auto sample = test::random_case(config, random, {.edges = false, .drop = 0});
   for (std::size_t i = 0; i < 1024; ++i)
     sample.tokens[0].as<std::uint16_t>()[i] = 0;  // zero groups
   sample.ids[0].as<std::int32_t>()[0] = -1;
@@ -102,6 +102,26 @@ TEST(GpuExpertNodes, quantized_payload) {
 }
 TEST(GpuExpertNodes, an_order_that_the_caller_chose) {
   check_orders_both(on_nodes(config_of(4, 16, 3, 60, 64), 2), 120);
+}
+/// Each rank in turn, with few tokens and with many. A rank without tokens has no tensors, and ids
+/// that its peers read all the same.
+TEST(GpuExpertNodes, a_rank_without_tokens) {
+  Random random(125);
+  for (const auto& [nodes, ranks] : {std::pair{2, 1}, {2, 2}, {4, 1}}) {
+    for (const std::int64_t max_tokens : {1, 128, 129, 300}) {
+      const EPConfig config = small(nodes, ranks, max_tokens);
+      std::vector<test::Round> rounds;
+      for (std::int32_t rank = 0; rank < config.world_size; ++rank) {
+        auto sample = test::random_case(config, random, {.drop = 0});
+        test::empty_rank(sample, rank);
+        rounds.push_back(
+            test::make_round(concat("rank ", rank, " without"), std::move(sample), {}, random));
+      }
+      SCOPED_TRACE(concat(nodes, " x ", ranks, ", ", max_tokens, " tokens"));
+      test::check_rounds(config, {}, rounds, {4});
+      if (testing::Test::HasFailure()) return;
+    }
+  }
 }
 TEST(GpuExpertNodes, golden_cases_of_several_nodes) {
   EXPECT_EQ(check_golden_cases([](const EPConfig& config) { return !config.is_intra_node(); }), 18);

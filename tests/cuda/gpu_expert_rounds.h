@@ -33,19 +33,40 @@ inline Round make_round(std::string name, ExpertCase sample, const EPDispatchOpt
   return round;
 }
 
+/// Takes a rank's tokens away.
+inline void empty_rank(ExpertCase& sample, std::int32_t rank) {
+  const auto r = to_size(rank);
+  const auto none = [](HostTensor& tensor) {
+    tensor = HostTensor(tensor.dtype(), {0, tensor.shape()[1]});
+  };
+  none(sample.tokens[r]);
+  none(sample.ids[r]);
+  if (!sample.weights.empty()) none(sample.weights[r]);
+  if (!sample.scales.empty()) none(sample.scales[r]);
+}
+
+/// In every third round one rank, each in turn, has no tokens; in round 7 only one rank has some.
+inline void empty_ranks(ExpertCase& sample, int round) {
+  const std::int32_t world = sample.config.world_size;
+  if (round % 3 == 1) empty_rank(sample, round / 3 % world);
+  for (std::int32_t r = 1; r < world && round == 7; ++r) empty_rank(sample, (1 + r) % world);
+}
+
 inline std::vector<Round> random_rounds(const EPConfig& config, const EPDispatchOptions& options,
                                         int count, Random& random) {
   std::vector<Round> rounds;
   constexpr Draw draws[] = {Draw::repeats, Draw::distinct, Draw::one_expert, Draw::all_dropped};
   for (int i = 0; i < count; ++i) {
     RandomCaseOptions how;
-    how.draw = draws[i < 4 ? i : i % 2];
+    how.draw = i < 4 ? draws[i] : i % 2 == 0 ? Draw::any : Draw::distinct;
     how.drop = i % 3 == 0 ? 0 : 0.3;
     how.id_dtype = i % 2 == 0 ? DType::int32 : DType::int64;
     if (i == 4) how.tokens = 0;
     if (i == 5) how.tokens = config.max_tokens;
-    rounds.push_back(
-        make_round(concat("round ", i), random_case(config, random, how), options, random));
+    if (i == 9) how.tokens = 1;
+    ExpertCase sample = random_case(config, random, how);
+    empty_ranks(sample, i);
+    rounds.push_back(make_round(concat("round ", i), std::move(sample), options, random));
   }
   return rounds;
 }
@@ -151,7 +172,7 @@ inline void check_random_orders(const EPConfig& config, std::uint64_t number) {
   Random random(number);
   std::vector<Round> rounds;
   for (const DType dtype : {DType::int32, DType::int64}) {
-    ExpertCase sample = random_case(config, random);
+    ExpertCase sample = random_case(config, random, {.edges = false});
     const ExpertDispatch plain = sample.dispatch();
     const auto order = canonical_scatter_indices(config, plain.ids);
     std::vector<std::int64_t> first{0};

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "cuda/captured.h"
+#include "cuda/experts/tables.h"
 #include "cuda/gpu_expert_rounds.h"
 #include "support/sequence_expected.h"
 #include "waybill/experts/ep_all2all_layer.h"
@@ -45,7 +46,7 @@ Step make_step(ExpertCase sample, const EPLayerOptions& options, Random& random)
 /// The same ids with other tokens, and other weights or none.
 std::vector<Step> steps_of_one_routing(const EPConfig& config, const EPLayerOptions& options) {
   Random random(81);
-  const ExpertCase first = test::random_case(config, random);
+  const ExpertCase first = test::random_case(config, random, {.edges = false});
   std::vector<Step> steps;
   for (const bool weights : {true, false, true, true, false}) {
     ExpertCase one = first;
@@ -159,8 +160,10 @@ TEST(GpuLayouts, of_a_graph_keep_their_tables) {
   const EPConfig config = small_config(2);
   const EPLayerOptions options{.num_sms = 4, .fixed_rows = most_recv_rows(config, {})};
   Random random(82);
-  const Step first = make_step(test::random_case(config, random), options, random);
-  const Step other = make_step(test::random_case(config, random), options, random);
+  const Step first =
+      make_step(test::random_case(config, random, {.edges = false}), options, random);
+  const Step other =
+      make_step(test::random_case(config, random, {.edges = false}), options, random);
   run_gpu_thread_world(
       config.world_size,
       [&](World& world) {
@@ -201,7 +204,7 @@ TEST(GpuLayouts, may_go_on_any_thread) {
   const EPConfig config = small_config(2);
   const EPLayerOptions options{.num_sms = 4, .fixed_rows = most_recv_rows(config, {})};
   Random random(83);
-  const Step step = make_step(test::random_case(config, random), options, random);
+  const Step step = make_step(test::random_case(config, random, {.edges = false}), options, random);
   const test::SequenceCase lines = test::sequence_cases(2, 1).back();
   run_gpu_thread_world(
       2,
@@ -278,6 +281,23 @@ TEST(GpuLayouts, leave_their_memory_to_work_that_was_noted) {
         test::cuda_ok(cudaStreamDestroy(late));
       },
       test::options_of(config));
+}
+
+/// Its memory is shared out without a GPU. Compact rows have places in the grouped order: 18 of
+/// topk slots, and up to 3 of padding for each of 128 experts.
+TEST(GpuTables, HaveRoomForTheGroupedOrderAndNoMore) {
+  EPConfig config = small_config(2);
+  config.max_tokens = 9;
+  config.topk = 1;
+  config.num_experts = 256;
+  const EPDispatchOptions options{.rows = EPRows::compact, .expert_alignment = 4};
+  EPDispatchOptions grouped = options;
+  grouped.rows = EPRows::grouped;
+  const std::int64_t most = most_recv_rows(config, grouped);
+  ASSERT_EQ(most, 18 + 128 * 3);
+  const cuda::FixedTables tables(config, options);
+  const std::int64_t bytes = most * 4;
+  EXPECT_EQ(tables.send_reqs.offset - tables.grouped_to_compact.offset, (bytes + 255) / 256 * 256);
 }
 
 }  // namespace

@@ -6,8 +6,8 @@
 #include <cstdlib>
 #include <string>
 
-#include "cuda/experts/expert_launch.h"
-#include "cuda/experts/gpu_expert_executor.h"
+#include "cuda/experts/executor.h"
+#include "cuda/experts/launch.h"
 #include "cuda/gpu_expert_rounds.h"
 #include "cuda/gpu_step.h"
 #include "cuda/rank/device_limits.h"

@@ -1,5 +1,5 @@
-// Tables for many ranks, on one GPU without the others: counting and placing, rows to windows, sums
-// of rows from windows, chunks of a plan.
+// Kernels for many ranks, run for one of them on one GPU: counting and placing, rows to windows,
+// sums of rows from windows, chunks of a plan.
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <cstring>
 #include <limits>
 
-#include "cuda/experts/expert_launch.h"
+#include "cuda/experts/launch.h"
 #include "cuda/one_of_many.h"
 #include "cuda/sequence/sequence_launch.h"
 #include "schedule/sequence_plan.h"
@@ -58,7 +58,8 @@ MoeShape shape_of(const EPConfig& config, bool compact) {
   return shape;
 }
 
-/// Ids of all ranks: few tokens of each, more of the one that is tested; some are dropped.
+/// Ids of all ranks. The tested rank has more tokens than the others, and some topk slots are
+/// dropped.
 std::vector<Ints> random_ids(const EPConfig& config) {
   Random random(7);
   std::vector<Ints> ids;
@@ -73,7 +74,7 @@ std::vector<Ints> random_ids(const EPConfig& config) {
   return ids;
 }
 
-/// What one rank counts and places where the counts of the others have come.
+/// Runs the route of one rank, for which the counts of all others have arrived.
 class Counting {
  public:
   Counting(const EPConfig& config, bool compact)
@@ -144,7 +145,7 @@ class Counting {
     std::vector<std::uint64_t> words(counts.size());
     for (std::size_t i = 0; i < words.size(); ++i) {
       const bool own = static_cast<std::int64_t>(i) / n == config.rank;
-      if (own) continue;  // the kernel tells it
+      if (own) continue;  // the kernel sends it
       words[i] =
           OneOfMany::epoch << cuda::count_epoch_shift | static_cast<std::uint32_t>(counts[i]);
     }
@@ -172,7 +173,7 @@ class Counting {
     params_.ticket = 1;
   }
 
-  /// One allocation a rank: counts, then records.
+  /// One allocation per rank: counts, then records.
   void place_parts(const std::vector<std::uint64_t>& counts, std::int64_t num_records) {
     DeviceBlocks& blocks = many_.blocks();
     const auto counts_bytes = static_cast<std::int64_t>(counts.size()) * 8;
@@ -181,7 +182,7 @@ class Counting {
     params_.own_counts = reinterpret_cast<std::uint64_t*>(own);
     params_.own_records = reinterpret_cast<std::int32_t*>(own + counts_bytes);
     DeviceBlocks::write(params_.own_counts, counts);
-    params_.told = many_.peers(own, others);
+    params_.peers = many_.peers(own, others);
     params_.records = counts_bytes;
   }
 
@@ -223,7 +224,7 @@ constexpr std::int64_t row_floats = 1024;
 constexpr std::int64_t row_bytes = row_floats * 4;
 constexpr std::int64_t window_rows = 2;
 
-/// Tokens to random places, which no two have.
+/// A different random address for each token.
 std::vector<std::int64_t> random_addresses(std::int32_t world_size) {
   Random random(11);
   const auto places =
@@ -239,7 +240,7 @@ std::vector<std::int64_t> random_addresses(std::int32_t world_size) {
   return addresses;
 }
 
-/// Where a place lies among the windows of all ranks.
+/// Row of an address, among the windows of all ranks.
 std::int64_t row_of(std::int64_t address) {
   return (address >> cuda::address_dst_shift & 0xFFFF) * window_rows + (address & 0xFFFFFFFF);
 }
@@ -313,7 +314,7 @@ void check_rows(std::int32_t world_size, bool bulk) {
   params.addresses = blocks.upload(addresses);
   params.windows = many.peers_of_all(windows, window_rows * row_bytes);
   params.own_window = windows + many.rank() * window_rows * row_bytes;
-  // All others send nothing, and have said how.
+  // All other ranks have announced how they send, and send nothing.
   const std::int64_t channels = std::int64_t{world_size} * cuda::max_channels;
   params.own_channels = blocks.take<std::uint64_t>(channels + 2 * world_size);
   DeviceBlocks::write(
@@ -324,9 +325,9 @@ void check_rows(std::int32_t world_size, bool bulk) {
   params.channels = many.peers(params.own_channels, others);
   params.records = blocks.take<std::int32_t>(world_size * max_tokens * topk);
   params.num_input_tokens = blocks.take<std::int32_t>(world_size);
-  params.most_recv_rows = blocks.take<std::int32_t>(1);
+  params.max_recv_rows = blocks.take<std::int32_t>(1);
   params.faults = blocks.pinned<cuda::MoeHostFaults>(1);
-  params.fills_tables = true;  // of nothing: no row arrives here
+  params.fills_tables = true;  // they are empty, as no row arrives here
   test::cuda_ok(cuda::prepare_rows(bulk));
   test::cuda_ok(cuda::launch_rows(params, {bulk, false, 4}, nullptr));
   ASSERT_TRUE(many.finish());
@@ -340,8 +341,8 @@ void check_rows(std::int32_t world_size, bool bulk) {
   const auto got = DeviceBlocks::download(reinterpret_cast<const float*>(windows),
                                           world_size * window_rows * row_floats);
   ASSERT_TRUE(got == expected);
-  const auto told = DeviceBlocks::download(others + channels, world_size);
-  EXPECT_NE(told[to_size(many.rank())], 0U);  // how this one sends
+  const auto configs = DeviceBlocks::download(others + channels, world_size);
+  EXPECT_NE(configs[to_size(many.rank())], 0U);  // this rank has announced how it sends
 }
 
 TEST(GpuManyRanks, are_sent_rows) {

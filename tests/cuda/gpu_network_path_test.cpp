@@ -1,5 +1,5 @@
-// The network path's kernel and the programs that it carries out, on one GPU without other ranks:
-// what would be their memory lies beside that of the rank.
+// The network path's kernel and its programs, on one GPU without other ranks. The memory of the
+// others lies next to that of the rank.
 
 #include <gtest/gtest.h>
 
@@ -8,8 +8,7 @@
 #include <vector>
 
 #include "cuda/device/call_words.h"
-#include "cuda/experts/chunk_tokens.h"
-#include "cuda/experts/nodes_launch.h"
+#include "cuda/experts/nodes/params.h"
 #include "cuda/network/peer_path_kernel.h"
 #include "cuda/one_of_many.h"
 #include "waybill/core/random.h"
@@ -41,8 +40,9 @@ struct Program {
   std::vector<BatchSlot> signals;
 };
 
-/// Steps of one peer each, with puts of any size at places that none shares; step i raises slot i.
-Program random_program(std::int32_t num_steps, std::int32_t most_puts, std::int64_t most_bytes,
+/// Each step has one peer and puts of any size, at places that no other put has; step i raises slot
+/// i.
+Program random_program(std::int32_t num_steps, std::int32_t max_puts, std::int64_t max_bytes,
                        std::int64_t alignment, bool may_be_empty) {
   Random random(static_cast<std::uint64_t>(num_steps) + 31);
   Program program;
@@ -50,13 +50,13 @@ Program random_program(std::int32_t num_steps, std::int32_t most_puts, std::int6
   for (std::int32_t i = 0; i < num_steps; ++i) {
     const auto peer = static_cast<std::int32_t>(1 + random.below(num_peers));
     const std::int64_t least = may_be_empty ? 0 : 1;
-    const std::int64_t count = least + random.below(most_puts + 1 - least);
+    const std::int64_t count = least + random.below(max_puts + 1 - least);
     program.steps.push_back({0, 0, static_cast<std::int32_t>(program.puts.size()),
                              static_cast<std::int32_t>(count), i, 1});
     program.signals.push_back({peer, i});
     for (std::int64_t k = 0; k < count; ++k) {
       NetworkPut put{};
-      put.size_bytes = random.below(most_bytes / alignment + 1) * alignment;
+      put.size_bytes = random.below(max_bytes / alignment + 1) * alignment;
       put.from_bytes = random.below((window_bytes - put.size_bytes) / alignment) * alignment;
       put.to_bytes = to;
       put.peer = peer;
@@ -69,7 +69,7 @@ Program random_program(std::int32_t num_steps, std::int32_t most_puts, std::int6
   return program;
 }
 
-/// Carries a program out, twice: as a graph would replay it.
+/// Runs a program twice, like a graph that is replayed.
 void check_path(const Program& program, bool bulk, bool whole_steps, int blocks) {
   OneOfMany one(num_peers + 1, 0);
   DeviceBlocks& device = one.blocks();
@@ -137,7 +137,7 @@ void check_paths(bool bulk) {
   for (const bool whole_steps : {false, true}) {
     for (const int blocks : {1, 3, 8}) {
       SCOPED_TRACE(testing::Message() << "whole steps " << whole_steps << ", blocks " << blocks);
-      // More puts than are remembered; large ones; odd ones.
+      // The programs have more puts than a block remembers, large puts, and odd sizes.
       check_path(random_program(40, 25, 512, 16, whole_steps), bulk, whole_steps, blocks);
       check_path(random_program(200, 1, 512, 16, whole_steps), bulk, whole_steps, blocks);
       check_path(random_program(6, 4, 256 << 10, 16, whole_steps), bulk, whole_steps, blocks);
@@ -166,7 +166,7 @@ struct ListCase {
 
 constexpr std::int32_t topk = 4;
 
-/// What a rank lists, and what a slow and obvious model says.
+/// Compares the lists of a rank with those of a simple model.
 class Lists {
  public:
   explicit Lists(const ListCase& how)
@@ -180,7 +180,7 @@ class Lists {
     const bool sums = how.filter == NodeFilter::partial_sums;
     const std::int64_t tokens = std::int64_t{sums ? how.num_nodes : 1} * how.max_tokens;
     for (std::int64_t i = 0; i < tokens * topk; ++i) {
-      // Stretches of tokens that go everywhere, and of some that go nowhere.
+      // Some ranges of tokens go everywhere, and some go nowhere.
       const bool dropped = random.below(4) != 0 && i / topk / 7 % 3 == 1;
       ids_.push_back(
           static_cast<std::int32_t>(dropped ? num_experts() : random.below(num_experts())));
@@ -280,7 +280,7 @@ class Lists {
     params_.out = {device.take<cuda::PathState>(1), device.take<NetworkStep>(steps),
                    device.take<NetworkPut>(puts_), device.take<BatchSlot>(steps),
                    device.take<BatchSlot>(steps)};
-    test::cuda_ok(cuda::prepare_node_paths());
+    test::cuda_ok(cuda::prepare_nodes(DType::float32));
     test::cuda_ok(cuda::launch_list_puts(params_, nullptr));
     ASSERT_TRUE(one_.finish());
     steps_ = DeviceBlocks::download(params_.out.steps, steps);
@@ -314,7 +314,7 @@ class Lists {
   }
 
   void expect_chunk(std::int32_t k, std::int32_t chunk, std::int64_t at) {
-    std::vector<std::pair<std::int32_t, std::int32_t>> runs;  // tokens, one behind the last
+    std::vector<std::pair<std::int32_t, std::int32_t>> runs;  // first token, and one after the last
     const std::int32_t begin = chunk << shift_;
     for (std::int32_t t = begin; t < begin + (1 << shift_); ++t) {
       if (!goes(k, t)) continue;

@@ -1,12 +1,12 @@
-// Which rows cross between nodes, and their copies to the front of a slice and back, on one GPU
-// without other ranks; against schedule/node_rows.h.
+// Lists of rows that cross between nodes, and copies of these rows to the front of a slice and
+// back. They run on one GPU without other ranks, against schedule/node_rows.h.
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <vector>
 
-#include "cuda/experts/node_rows_launch.h"
+#include "cuda/experts/nodes/params.h"
 #include "cuda/one_of_many.h"
 #include "schedule/node_rows.h"
 #include "waybill/core/random.h"
@@ -25,7 +25,7 @@ constexpr std::uint64_t ticket = 7;
 
 struct Tokens {
   std::int32_t nodes;
-  std::int32_t most;
+  std::int32_t max;
   std::int32_t topk;
 };
 
@@ -39,11 +39,11 @@ cuda::MoeShape shape_of(const Tokens& tokens) {
   shape.experts_per_rank = 3;
   shape.num_experts = shape.experts_per_rank * shape.world_size;
   shape.topk = tokens.topk;
-  shape.max_tokens = tokens.most;
+  shape.max_tokens = tokens.max;
   return shape;
 }
 
-/// [nodes, M, K]: dropped ones, and slices that end early.
+/// [nodes, M, K], with dropped topk slots and slices that end early.
 std::vector<std::int32_t> random_ids(const cuda::MoeShape& s) {
   Random random(static_cast<std::uint64_t>(s.max_tokens));
   std::vector<std::int32_t> ids;

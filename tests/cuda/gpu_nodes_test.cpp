@@ -75,6 +75,7 @@ TEST(GpuNodes, a_captured_graph_replays_with_a_new_plan) {
     test::RandomPlanOptions options;
     options.world_size = 4;
     options.max_shard_len = 30;
+    options.edge_share = 0;
     test::SequenceCase sample{concat("plan ", seed),
                               compute_qkv_routing(test::random_plan(seed, options))};
     cases.push_back(std::make_unique<NodeCase>(std::move(sample), topology, RelaySchedule{}, seed));

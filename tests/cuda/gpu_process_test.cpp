@@ -53,7 +53,6 @@ TEST(GpuProcess, experts_on_nodes_equal_the_simulation) {
                 {.rows = EPRows::compact, .payload = EPPayload::quantized}, 143);
 }
 
-/// Up to 128 tokens go straight to their ranks, more are forwarded.
 TEST(GpuProcess, few_and_many_tokens_on_nodes_equal_the_simulation) {
   check_experts(test::on_nodes(test::config_of(2, 6, 4, 70, 64), 1), {}, 125);
   check_experts(test::on_nodes(test::config_of(4, 12, 4, 198, 64), 2), {}, 126);

@@ -1,5 +1,6 @@
-// Combines that push on GPUs, against the simulation: groups of many tokens, calls that nothing
-// holds back, a slow home, rows that nobody routes to, more ranks than there are.
+// Combines that push, on GPUs, against the simulation: groups of many tokens, calls that follow
+// each other without waits, a slow home rank, rows without a token, more ranks than parameters
+// hold.
 
 #include <gtest/gtest.h>
 
@@ -9,7 +10,7 @@
 #include <limits>
 #include <thread>
 
-#include "cuda/experts/expert_launch.h"
+#include "cuda/experts/launch.h"
 #include "cuda/gpu_expert_rounds.h"
 #include "cuda/one_of_many.h"
 
@@ -27,7 +28,7 @@ using test::OneOfMany;
 using test::same_bytes;
 using test::to_size;
 
-/// More tokens than are signalled one by one; several topk slots of a token on a rank.
+/// Tokens are signalled in groups, and a token has several topk slots on a rank.
 TEST(GpuPushCombine, groups_of_tokens) {
   check_random(config_of(2, 16, 8, 700, 256), {}, 6, 51, {8, 3});
   check_random(config_of(2, 16, 3, 700, 64), {}, 6, 52, {8, 3});
@@ -37,21 +38,21 @@ TEST(GpuPushCombine, groups_of_tokens) {
   check_random(config_of(2, 16, 4, 700, 128), {.rows = EPRows::compact}, 6, 56, {4});
 }
 
-/// Rows of several pieces and parts, the last ones shorter.
+/// Rows have several pieces and parts; the last ones are shorter.
 TEST(GpuPushCombine, long_rows) {
   check_random(config_of(2, 16, 4, 60, 7176), {}, 6, 57, {8});
   check_random(config_of(2, 16, 4, 600, 5000), {}, 6, 58, {8});
   check_random(config_of(2, 16, 4, 20, 10007), {}, 6, 59, {8});
 }
 
-/// More pieces of a token than a block holds at once; more blocks than units.
+/// A token has more pieces than a block holds at once, and there are more blocks than units.
 TEST(GpuPushCombine, wide_tokens) {
   check_random(config_of(2, 64, 32, 12, 7168, DType::float32), {}, 6, 61, {1, 3});
   check_random(config_of(2, 32, 16, 540, 2600), {}, 6, 62, {2});
   check_random(config_of(4, 32, 8, 3, 2048), {.rows = EPRows::compact}, 6, 63, {24});
 }
 
-/// What experts made, with NaN in rows that belong to no token, and more of them behind.
+/// The experts' outputs, with NaN in rows that belong to no token, and in some further rows.
 HostTensor poisoned(const HostTensor& outputs, const IndexArray& origin) {
   const std::int64_t rows = outputs.shape()[0];
   const std::int64_t hidden = outputs.shape()[1];
@@ -68,11 +69,11 @@ HostTensor poisoned(const HostTensor& outputs, const IndexArray& origin) {
   return poison;
 }
 
-/// Combines of one dispatch, each of other rows, one right behind the other.
+/// Combines of one dispatch, each with other rows, queued one after the other.
 struct Burst {
   ExpertCase sample;
   ExpertDispatch dispatch;
-  std::vector<std::vector<HostTensor>> inputs;  ///< by combine and rank
+  std::vector<std::vector<HostTensor>> inputs;  ///< per combine and rank
   std::vector<EPCombineOptions> options;
   std::vector<std::vector<HostTensor>> sums;
 };
@@ -94,7 +95,7 @@ Burst make_burst(const EPConfig& config, int combines) {
   return burst;
 }
 
-/// @param late the rank whose host comes late, again and again; -1: none
+/// @param late the rank whose host is late each time; -1: none
 void run_burst(World& world, const Burst& burst, std::int32_t late) {
   const EPConfig& config = burst.dispatch.config;
   DeviceArena arena(world);
@@ -103,7 +104,7 @@ void run_burst(World& world, const Burst& burst, std::int32_t late) {
   const auto r = to_size(rig.config().rank);
   const Stream stream{arena.stream()};
   const DeviceInput device(arena, burst.sample, rig.config().rank);
-  world.barrier();  // nothing is uploaded behind a kernel that waits for a rank on the same GPU
+  world.barrier();  // no upload may follow a kernel that waits for a rank on the same GPU
   const auto tables = rig.dispatch(device.input, stream);
   std::vector<ConstTensorView> inputs;
   std::vector<TensorView> sums;
@@ -118,7 +119,7 @@ void run_burst(World& world, const Burst& burst, std::int32_t late) {
       if (rig.config().rank == late && i % 3 == 0) {
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
       }
-      rig.use_slabs(i % 5 != 4 || repeat % 2 == 0);  // some pull
+      rig.use_slabs(i % 5 != 4 || repeat % 2 == 0);  // some combines pull
       rig.combine({inputs[i], burst.options[i], {}, sums[i]}, *tables, stream);
     }
     for (std::size_t i = 0; i < sums.size(); ++i) {
@@ -162,7 +163,7 @@ std::vector<float> numbered_rows(std::int64_t rows) {
   return values;
 }
 
-/// One rank of many: what it pushes to all, and what it sums of what all have pushed.
+/// One rank of many: it pushes to all of them, and sums the rows that all have pushed.
 class ManyHomes {
  public:
   explicit ManyHomes(std::int32_t world_size) : many_(world_size, world_size / 2) {
@@ -173,7 +174,7 @@ class ManyHomes {
     }
     const auto own = records_.begin() + std::ptrdiff_t{many_.rank()} * max_tokens * topk;
     std::fill_n(own, max_tokens * topk, -1);
-    // Of this rank's tokens each topk slot is on another rank.
+    // Each topk slot of this rank's tokens is on another rank.
     for (std::int32_t i = 0; i < max_tokens * topk; ++i) {
       const std::int64_t rank = (many_.rank() + 1 + i * 5 % (world_size - 1)) % world_size;
       addresses_.push_back((rank << cuda::address_dst_shift) + i + cuda::primary_row_bit);
@@ -233,7 +234,7 @@ class ManyHomes {
     slabs_ = blocks.take<float>(world_size * slab_floats);
     float* const own_slab = slabs_ + many_.rank() * slab_floats;
     DeviceBlocks::write(own_slab, arrived_);
-    const std::int64_t num_flags = cuda::most_push_units(max_tokens, topk) * world_size;
+    const std::int64_t num_flags = cuda::max_push_units(max_tokens, topk) * world_size;
     auto* const flags =
         blocks.upload(std::vector<std::uint64_t>(to_size(num_flags), OneOfMany::epoch));
     cuda::PushParams& p = params_;
@@ -266,7 +267,7 @@ class ManyHomes {
   OneOfMany many_;
   std::vector<std::int32_t> records_;
   std::vector<std::int64_t> addresses_;
-  std::vector<float> rows_ = numbered_rows(num_rows);  ///< of this rank's experts
+  std::vector<float> rows_ = numbered_rows(num_rows);  ///< outputs of this rank's experts
   std::vector<float> arrived_ = numbered_rows(std::int64_t{max_tokens} * topk);
   float* slabs_ = nullptr;
   cuda::PushParams params_{};

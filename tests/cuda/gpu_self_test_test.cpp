@@ -17,6 +17,7 @@ QkvRouting random_routing(std::int32_t world_size, KvLayout layout, std::uint64_
   options.max_shard_len = 300;
   options.max_shards_per_rank = 16;
   options.empty_rank_share = 0;
+  options.edge_share = 0;
   options.kv_layout = layout;
   return compute_qkv_routing(test::random_plan(seed, options));
 }

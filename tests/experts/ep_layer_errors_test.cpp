@@ -72,6 +72,10 @@ TEST(EPLayerErrors, ComeBeforeAnyCommunicationAndTheCallMayBeRepeated) {
     refuses(
         [&](auto& in) { in.ids = often.view(); },
         {"dispatch: exp_indices of rank ", " hold expert 3 more than max_per_expert = 9 times"});
+    often.as<std::int32_t>()[0] = 2;  // and now 9 times
+    ExpertDispatchInput as_often_as_may_be = input_of(round, rank);
+    as_often_as_may_be.ids = often.view();
+    EXPECT_NO_THROW((void)layer.dispatch(as_often_as_may_be));
     refuses([&](auto& in) { in.ids.shape = {4, 2}; }, {"exp_indices has shape [4, 2]"});
     refuses([&](auto& in) { in.ids = other.view(); }, {"exp_indices is float32"});
     refuses([&](auto& in) { in.weights = wide.view(); }, {"weight is bfloat16"});
@@ -80,6 +84,9 @@ TEST(EPLayerErrors, ComeBeforeAnyCommunicationAndTheCallMayBeRepeated) {
     const HostTensor none(DType::int32, {0, 2});  // not the same as not given
     refuses([&](auto& in) { in.full_scatter_indices = none.view(); },
             {"full_scatter_indices has 0 tokens, expected those of all ranks"});
+    const HostTensor more(DType::int32, {17, 2});
+    refuses([&](auto& in) { in.full_scatter_indices = more.view(); },
+            {"full_scatter_indices has 17 tokens, expected those of all ranks, at most 2 * 8"});
 
     const EPDispatched got = layer.dispatch(input_of(round, rank));
     expect_dispatched(got, round, rank);
@@ -124,6 +131,8 @@ TEST(EPLayerErrors, PositionsThatFitNoRowAreNamedAndTheLayerLivesOn) {
     const auto fixed = make_round(one, options, random);
     auto wrong = fixed;
     wrong.inputs.positions->as<std::int32_t>()[0] = 1000;
+    auto own = fixed;  // of rank 0 alone
+    own.inputs.positions = HostTensor(DType::int32, {5, 2});
     run_thread_world(2,
                      [&](World& world) {
                        const auto rank = static_cast<std::size_t>(to_int(world.rank()));
@@ -135,6 +144,9 @@ TEST(EPLayerErrors, PositionsThatFitNoRowAreNamedAndTheLayerLivesOn) {
                          EXPECT_TRUE(rejects([&] { (void)layer.dispatch(input_of(wrong, rank)); },
                                              {"full_scatter_indices"}));
                        }
+                       EXPECT_TRUE(rejects([&] { (void)layer.dispatch(input_of(own, rank)); },
+                                           {"full_scatter_indices has 5 tokens, expected 10: those "
+                                            "of all ranks, one rank after another"}));
                        layer.finalize();
                      },
                      {.ranks_per_node = per_node});

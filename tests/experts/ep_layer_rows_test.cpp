@@ -151,8 +151,8 @@ TEST(EPLayerRows, OfTwoCombinesHaveAPlaceEach) {
   const EPLayerOptions options;
   std::vector<ExpertRoundCase> rounds;
   for (int i = 0; i < 8; ++i) {
-    rounds.push_back(
-        make_round(random_case(config_of_four(4), random, {.drop = 0}), options, random));
+    rounds.push_back(make_round(random_case(config_of_four(4), random, {.edges = false, .drop = 0}),
+                                options, random));
   }
   run_thread_world(4, [&](World& world) {
     const auto rank = static_cast<std::size_t>(to_int(world.rank()));
@@ -226,7 +226,7 @@ void combine_in_a_row(bool pushes, bool local_combine, EPRows rows) {
   options.enable_local_combine = local_combine;
   options.dispatch.rows = rows;
   Random random(83);
-  const ExpertCase inputs = random_case(config, random);
+  const ExpertCase inputs = random_case(config, random, {.edges = false});
   std::vector<ExpertRoundCase> rounds;
   for (int i = 0; i < 24; ++i) rounds.push_back(make_round(inputs, options, random, i % 3));
   run_thread_world(config.world_size, [&](World& world) {

@@ -37,7 +37,7 @@ void run_round(const Ranks& ranks) {
   options.capacity_factor = 4;
   Random random(41);
   std::vector<ExpertRoundCase> rounds;
-  rounds.push_back(make_round(random_case(config, random), options, random));
+  rounds.push_back(make_round(random_case(config, random, {.edges = false}), options, random));
   run_rounds(config, options, rounds);
 }
 

@@ -28,7 +28,8 @@ EPConfig small_config() {
 TEST(MovedLayer, GoesOnWhereItWas) {
   Random random(5);
   const EPConfig config = small_config();
-  const ExpertRoundCase round = make_round(random_case(config, random, {}), {}, random);
+  const ExpertRoundCase round =
+      make_round(random_case(config, random, {.edges = false}), {}, random);
   run_thread_world(4,
                    [&](World& world) {
                      const auto rank = static_cast<std::size_t>(to_int(world.rank()));
@@ -55,7 +56,8 @@ TEST(MovedLayer, HoldsItsWorld) {
   Random random(6);
   EPConfig config = small_config();
   config.local_world_size = 4;
-  const ExpertRoundCase round = make_round(random_case(config, random, {}), {}, random);
+  const ExpertRoundCase round =
+      make_round(random_case(config, random, {.edges = false}), {}, random);
   run_ranks_as_threads(4, [&](std::shared_ptr<Bootstrap> bootstrap) {
     std::unique_ptr<EPAll2AllLayer> layer;
     std::size_t rank = 0;

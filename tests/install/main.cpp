@@ -58,14 +58,12 @@ bool run_layer(const waybill::World& world) {
   std::vector<float> tokens(32, 1.5F);
   std::vector<float> sums(32);
   std::vector<std::int32_t> ids{0, 1, 0, 1, 0, 1, 0, 1};
-  waybill::ExpertDispatchInput input;
-  input.tokens = waybill::ConstTensorView(tokens.data(), waybill::DType::float32, {4, 8});
-  input.ids = waybill::ConstTensorView(ids.data(), waybill::DType::int32, {4, 2});
-  const waybill::EPDispatched dispatched = layer.dispatch(input);
-  waybill::ExpertCombineInput outputs;
-  outputs.rows = dispatched.rows;
-  outputs.output = waybill::TensorView(sums.data(), waybill::DType::float32, {4, 8});
-  layer.combine(outputs, *dispatched.layout);
+  const waybill::EPDispatched dispatched = layer.dispatch(
+      {.tokens = waybill::ConstTensorView(tokens.data(), waybill::DType::float32, {4, 8}),
+       .ids = waybill::ConstTensorView(ids.data(), waybill::DType::int32, {4, 2})});
+  layer.combine({.rows = dispatched.rows,
+                 .output = waybill::TensorView(sums.data(), waybill::DType::float32, {4, 8})},
+                *dispatched.layout);
   return check(sums == std::vector<float>(32, 3.0F), "a sum of experts");
 }
 

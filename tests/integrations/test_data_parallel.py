@@ -81,7 +81,7 @@ def test_gradients_of_two_by_two_ranks(wrapper):
             fully_shard(experts, mesh=mesh["replicate"])
         layer = ExpertParallel(
             experts, num_experts=EXPERTS, topk=TOPK, hidden=HIDDEN, max_tokens=TOKENS,
-            group=mesh["experts"], dtype=torch.float32,
+            group=mesh["experts"], dtype=torch.float32, gradients="mean",
         )  # fmt: skip
         for step in range(STEPS):
             x, goal = batch(rank, step)

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "json/support.h"
+#include "support/expect_error.h"
 #include "waybill/routing/compute_metadata.h"
 
 namespace waybill::json_tests {
@@ -72,6 +73,17 @@ TEST(metadata_json, arrays_without_elements_keep_their_shape) {
   const DispatchMetadata no_copies = compute_metadata(IndexArray({2, 3}), IndexArray({2, 3, 0}));
   expect_round_trip(no_copies.fwd);
   expect_round_trip(no_copies.rev);
+}
+
+TEST(metadata_json, names_the_counts_that_are_missing) {
+  Metadata table = compute_metadata(IndexArray::matrix({{4, 2}}), IndexArray::matrix({{0, 0}})).fwd;
+  table.num_recv_tokens = IndexArray();
+  EXPECT_TRUE(
+      test::rejects([&] { (void)to_json(table); },
+                    {"to_json: num_recv_tokens is missing, expected counts of shape [1, 2]"}));
+  table.num_recv_tokens = IndexArray::matrix({{6}});
+  EXPECT_TRUE(test::rejects([&] { (void)to_json(table); },
+                            {"to_json: num_recv_tokens has shape [1, 1], expected [1, 2]"}));
 }
 
 TEST(metadata_json, totals_of_a_slice_are_one_number) {

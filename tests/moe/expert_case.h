@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -88,33 +89,144 @@ inline ExpertCase quantized_case(ExpertCase sample) {
 }
 
 /// How ids are drawn.
-enum class Draw { distinct, repeats, one_expert, all_dropped };
-
-struct RandomCaseOptions {
-  Draw draw = Draw::repeats;
-  double drop = 0.1;
-  DType id_dtype = DType::int32;
-  std::int64_t tokens = -1;  ///< of each rank; -1: any number up to max_tokens
+enum class Draw {
+  distinct,
+  repeats,           ///< any expert, also twice
+  same_expert,       ///< one expert in all topk slots of a token
+  one_expert,        ///< the last one, by all
+  unused_expert,     ///< any but one expert, which nobody chooses
+  one_rank_is_idle,  ///< any but those of one rank
+  all_dropped,
+  any,  ///< repeats, or one of those above, each with the same probability
 };
 
-inline std::int64_t random_id(Random& random, const EPConfig& config,
-                              const RandomCaseOptions& options,
-                              std::span<const std::int32_t> permutation, std::int64_t k) {
-  if (options.draw == Draw::all_dropped) return config.num_experts;
-  if (random.uniform_double() < options.drop) return config.num_experts;
-  if (options.draw == Draw::one_expert) return config.num_experts - 1;
-  if (options.draw == Draw::repeats || permutation.empty()) return random.below(config.num_experts);
-  return permutation[detail::to_size(k)];
+/// How many tokens ranks have, beside any number up to max_tokens.
+enum class Counts {
+  rank_without_tokens,  ///< one rank has none
+  one_rank_has_all,     ///< all but one have none
+  one_token,            ///< in all
+  exactly_max_tokens,   ///< on each rank
+  none_at_all,
+  any_number,
+};
+
+struct RandomCaseOptions {
+  Draw draw = Draw::any;
+  /// Without: any number of tokens, and the ids of Draw::any are Draw::repeats. For tests of a
+  /// single case, which might be drawn without a row.
+  bool edges = true;
+  double drop = 0.1;
+  DType id_dtype = DType::int32;
+  /// Tokens of each rank. -1: any number, and for every second case one of Counts. With a number
+  /// the ids of Draw::any are Draw::repeats: who counts tokens looks for their rows.
+  std::int64_t tokens = -1;
+};
+
+/// Tokens of each rank, [W].
+inline std::vector<std::int64_t> random_counts(const EPConfig& config, Random& random,
+                                               const RandomCaseOptions& options) {
+  const auto world = detail::to_size(config.world_size);
+  if (options.tokens >= 0) return std::vector<std::int64_t>(world, options.tokens);
+  const auto edges = static_cast<std::int64_t>(Counts::any_number);
+  const auto how = !options.edges || random.below(2) == 0
+                       ? Counts::any_number
+                       : static_cast<Counts>(random.below(edges));
+  const auto chosen = detail::to_size(random.below(config.world_size));
+  std::vector<std::int64_t> counts;
+  for (std::size_t r = 0; r < world; ++r) {
+    const std::int64_t any = random.below(config.max_tokens + 1);
+    const std::int64_t some =
+        std::max<std::int64_t>(any, std::min<std::int64_t>(1, config.max_tokens));
+    switch (how) {
+      case Counts::rank_without_tokens:
+        counts.push_back(r == chosen ? 0 : some);
+        break;
+      case Counts::one_rank_has_all:
+        counts.push_back(r == chosen ? some : 0);
+        break;
+      case Counts::one_token:
+        counts.push_back(r == chosen ? std::min<std::int64_t>(1, config.max_tokens) : 0);
+        break;
+      case Counts::exactly_max_tokens:
+        counts.push_back(config.max_tokens);
+        break;
+      case Counts::none_at_all:
+        counts.push_back(0);
+        break;
+      case Counts::any_number:
+        counts.push_back(any);
+        break;
+    }
+  }
+  return counts;
 }
+
+/// Draws the ids of a case, token by token.
+class IdDraws {
+ public:
+  IdDraws(const EPConfig& config, Random& random, const RandomCaseOptions& options)
+      : config_(config), random_(random), drop_(options.drop), draw_(options.draw) {
+    const auto edges = static_cast<std::int64_t>(Draw::any);
+    if (draw_ == Draw::any) {
+      const bool edge = options.edges && options.tokens < 0 && random.below(2) == 0;
+      draw_ = edge ? static_cast<Draw>(random.below(edges)) : Draw::repeats;
+    }
+    if (draw_ == Draw::distinct && config.topk > config.num_experts) draw_ = Draw::repeats;
+    unused_ = static_cast<std::int32_t>(random.below(config.num_experts));
+  }
+
+  void begin_token() {
+    if (draw_ == Draw::distinct) distinct_ = random_.permutation(config_.num_experts, config_.topk);
+    if (draw_ == Draw::same_expert) same_ = random_.below(config_.num_experts);
+  }
+
+  /// Of topk slot `k` of the token begun last.
+  [[nodiscard]] std::int64_t id(std::int64_t k) {
+    const std::int64_t dropped = config_.num_experts;
+    if (draw_ == Draw::all_dropped || random_.uniform_double() < drop_) return dropped;
+    switch (draw_) {
+      case Draw::distinct:
+        return distinct_[detail::to_size(k)];
+      case Draw::same_expert:
+        return same_;
+      case Draw::one_expert:
+        return dropped - 1;
+      case Draw::unused_expert:
+        return used(unused_, 1);
+      case Draw::one_rank_is_idle: {
+        const std::int64_t per_rank = config_.num_experts / config_.world_size;
+        return used(unused_ / per_rank * per_rank, per_rank);
+      }
+      default:
+        return random_.below(config_.num_experts);
+    }
+  }
+
+ private:
+  /// An expert outside begin..begin + count - 1; dropped where there is none.
+  std::int64_t used(std::int64_t begin, std::int64_t count) {
+    const std::int64_t others = config_.num_experts - count;
+    if (others == 0) return config_.num_experts;
+    const std::int64_t id = random_.below(others);
+    return id < begin ? id : id + count;
+  }
+
+  const EPConfig& config_;
+  Random& random_;
+  double drop_;
+  Draw draw_;
+  std::int64_t unused_ = 0;
+  std::int64_t same_ = 0;
+  std::vector<std::int32_t> distinct_;
+};
 
 /// Random tokens and weights, ids as drawn.
 inline ExpertCase random_case(const EPConfig& config, Random& random,
                               const RandomCaseOptions& options = {}) {
   ExpertCase result;
   result.config = config;
-  for (std::int32_t r = 0; r < config.world_size; ++r) {
-    const std::int64_t count =
-        options.tokens >= 0 ? options.tokens : random.below(config.max_tokens + 1);
+  IdDraws draws(config, random, options);
+  for (const std::int64_t count : random_counts(config, random, options)) {
     HostTensor tokens(config.token_dtype, {count, config.hidden});
     HostTensor ids(options.id_dtype, {count, config.topk});
     HostTensor weights(config.weight_dtype, {count, config.topk});
@@ -122,12 +234,9 @@ inline ExpertCase random_case(const EPConfig& config, Random& random,
       set_float(tokens, i, random.uniform_float() * 16 - 8);
     }
     for (std::int64_t t = 0; t < count; ++t) {
-      std::vector<std::int32_t> distinct;
-      if (options.draw == Draw::distinct && config.topk <= config.num_experts) {
-        distinct = random.permutation(config.num_experts, config.topk);
-      }
+      draws.begin_token();
       for (std::int64_t k = 0; k < config.topk; ++k) {
-        const std::int64_t id = random_id(random, config, options, distinct, k);
+        const std::int64_t id = draws.id(k);
         const std::int64_t i = t * config.topk + k;
         if (options.id_dtype == DType::int32) {
           ids.as<std::int32_t>()[detail::to_size(i)] = static_cast<std::int32_t>(id);

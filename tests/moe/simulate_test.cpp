@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <set>
 
 #include "moe/expert_case.h"
@@ -73,8 +74,8 @@ TEST(SimulateExpertDispatch, RowsAreSortedChoicesPaddedPerExpert) {
   Random random(11);
   for (int round = 0; round < 60; ++round) {
     const std::int32_t world = 1 << random.below(4);
-    const EPConfig config =
-        config_of(world, world, 3, static_cast<std::int32_t>(random.below(5)) + 1);
+    constexpr std::int32_t topks[] = {1, 2, 3, 5, 32};
+    const EPConfig config = config_of(world, world, 3, topks[random.below(5)]);
     RandomCaseOptions draw;
     draw.id_dtype = round % 2 == 0 ? DType::int32 : DType::int64;
     const ExpertCase one = random_case(config, random, draw);
@@ -149,7 +150,7 @@ TEST(SimulateExpertDispatch, CompactRowsAndTheirMapsGiveTheGroupedRows) {
 TEST(SimulateExpertDispatch, MinusOneDropsWhereItIsAskedFor) {
   Random random(13);
   const EPConfig config = config_of(4, 2, 2, 3);
-  ExpertCase one = random_case(config, random);
+  ExpertCase one = random_case(config, random, {.edges = false});
   const ExpertDispatch usual = one.dispatch();
   for (HostTensor& ids : one.ids) {
     std::ranges::replace(ids.as<std::int32_t>(), config.num_experts, -1);
@@ -200,7 +201,7 @@ TEST(SimulateExpertDispatch, QuantisesOnceAtTheSource) {
 TEST(SimulateExpertDispatch, CrossingsFollowTheTwoStages) {
   Random random(16);
   const EPConfig config = config_of(8, 4, 2, 4);
-  const ExpertDispatch dispatch = random_case(config, random).dispatch();
+  const ExpertDispatch dispatch = random_case(config, random, {.edges = false}).dispatch();
   const ExpertTraffic& traffic = dispatch.traffic;
   for (std::int64_t from = 0; from < 8; ++from) {
     for (std::int64_t to = 0; to < 8; ++to) {
@@ -215,6 +216,78 @@ TEST(SimulateExpertDispatch, CrossingsFollowTheTwoStages) {
       }
     }
   }
+}
+
+/// All tokens go to the two experts of rank 0: 9 rows each, which alignment 4 makes 12. One row
+/// less of an expert is padded as far, one row more to 12, too: no other counts need more rows.
+TEST(SimulateExpertDispatch, ARankCanGetAsManyRowsAsMostRecvRowsSays) {
+  const EPConfig config = config_of(2, 2, 2, 1);
+  ExpertCase one;
+  one.config = config;
+  for (std::int32_t r = 0; r < 2; ++r) {
+    one.tokens.emplace_back(config.token_dtype, Shape{config.max_tokens, config.hidden});
+    HostTensor& ids = one.ids.emplace_back(DType::int32, Shape{config.max_tokens, 1});
+    std::ranges::fill(ids.as<std::int32_t>(), r);
+  }
+  EPDispatchOptions options{.expert_alignment = 4};
+  EXPECT_EQ(one.dispatch(options).recv_tokens[0].shape()[0], 24);
+  EXPECT_EQ(most_recv_rows(config, options), 24);
+  options.rows = EPRows::compact;
+  const ExpertDispatch compact = one.dispatch(options);
+  EXPECT_EQ(compact.recv_tokens[0].shape()[0], 18);
+  EXPECT_EQ(most_recv_rows(config, options), 18);
+  ASSERT_TRUE(compact.layout[0].grouped_to_compact.has_value());
+  EXPECT_EQ(compact.layout[0].grouped_to_compact->shape()[0], 24);  // with places of padding
+}
+
+/// What a case has of the edges, as names.
+std::vector<std::string> edges_of(const ExpertCase& one) {
+  const EPConfig& config = one.config;
+  std::vector<std::string> edges;
+  std::vector<std::int64_t> chosen(to_size(config.num_experts + 1));
+  std::int64_t tokens = 0;
+  std::int64_t full = 0;
+  std::int64_t same = 0;
+  for (std::size_t r = 0; r < one.ids.size(); ++r) {
+    const std::int64_t count = one.ids[r].shape()[0];
+    tokens += count;
+    full += count == config.max_tokens ? 1 : 0;
+    if (count == 0) edges.push_back(concat("rank ", r, " without tokens"));
+    const auto ids = one.ids[r].as<std::int32_t>();
+    for (const std::int32_t id : ids) ++chosen[to_size(id)];
+    for (std::size_t t = 0; t < to_size(count); ++t) {
+      const auto token = ids.subspan(t * to_size(config.topk), to_size(config.topk));
+      same += std::ranges::count(token, token[0]) == config.topk ? 1 : 0;
+    }
+  }
+  const std::int64_t entries = tokens * config.topk;
+  if (tokens == 1) edges.emplace_back("one token");
+  if (full == config.world_size) edges.emplace_back("exactly max_tokens");
+  if (entries > 8 && chosen.back() == entries) edges.emplace_back("all dropped");
+  if (entries > 8 && same == tokens && chosen.back() == 0) edges.emplace_back("repeated experts");
+  if (entries > 99 && std::ranges::count(chosen, 0) == 1 + (chosen.back() == 0 ? 1 : 0)) {
+    edges.emplace_back("an expert of nobody");
+  }
+  if (entries > 8 && std::ranges::max(chosen) + chosen.back() == entries && chosen.back() < entries)
+    edges.emplace_back("all to one expert");
+  return edges;
+}
+
+// A case that breaks something is drawn often, not once in a hundred.
+TEST(RandomExpertCase, DrawsTheEdges) {
+  Random random(17);
+  EPConfig config = config_of(4, 4, 2, 4);
+  config.max_tokens = 20;
+  std::map<std::string, int> found;
+  for (int i = 0; i < 600; ++i) {
+    const ExpertCase one = random_case(config, random, {.drop = i % 2 == 0 ? 0 : 0.1});
+    for (const std::string& edge : edges_of(one)) ++found[edge];
+  }
+  std::vector<std::string> expected = {"one token",           "exactly max_tokens",
+                                       "all dropped",         "repeated experts",
+                                       "an expert of nobody", "all to one expert"};
+  for (int r = 0; r < 4; ++r) expected.push_back(concat("rank ", r, " without tokens"));
+  for (const std::string& edge : expected) EXPECT_GE(found[edge], 12) << edge;
 }
 
 }  // namespace

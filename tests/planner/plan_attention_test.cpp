@@ -1,6 +1,8 @@
 #include <gtest/gtest.h>
 
 #include <numeric>
+#include <sstream>
+#include <string>
 
 #include "planner_cases.h"
 #include "support/expect_error.h"
@@ -296,6 +298,30 @@ TEST(PlanAttention, PrintsItsFigures) {
   const std::string text = to_string(plan);
   for (const char* part : {"2 ranks", "2 documents", "largest / mean", "bytes in", "limit"})
     EXPECT_NE(text.find(part), std::string::npos) << part << '\n' << text;
+}
+
+// Who prints a plan wants to see what is odd about it.
+TEST(PlanAttention, AnythingPrints) {
+  const auto text = [](const AttentionPlan& plan) {
+    std::ostringstream stream;
+    stream << plan;
+    return stream.str();
+  };
+  EXPECT_NE(text(AttentionPlan{}).find("0 ranks"), std::string::npos) << text(AttentionPlan{});
+  AttentionPlan plan =
+      plan_attention(Lengths{150, 20, 90, 7}, {.world_size = 4, .tokens_per_rank = 100});
+  plan.options.hardware.ranks_per_node = 2;
+  plan.plan.q_dst[0] = 99;
+  EXPECT_NE(text(plan).find("once per node unknown ("), std::string::npos) << text(plan);
+  EXPECT_NE(text(plan).find("q_dst[0] = 99"), std::string::npos) << text(plan);
+  for (const std::int32_t ranks : {0, -1}) {
+    plan.options.hardware.ranks_per_node = ranks;
+    EXPECT_NE(text(plan).find("ranks_per_node = "), std::string::npos) << text(plan);
+  }
+  plan.work.clear();
+  plan.links.clear();
+  plan.home_tokens.clear();
+  EXPECT_FALSE(text(plan).empty());
 }
 
 }  // namespace

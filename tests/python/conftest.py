@@ -1,8 +1,11 @@
 """Settings of all Python tests."""
 
+import importlib
 import os
+import pathlib
 import shutil
 import signal
+import sys
 
 import delays
 import pytest
@@ -74,3 +77,21 @@ def backend(request):
     if request.param == "inductor" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         pytest.skip("no C++ compiler")
     return request.param
+
+
+@pytest.fixture
+def project(monkeypatch, tmp_path):
+    """project(name of a script, {path: text}): the script, over a project of these files."""
+    scripts = pathlib.Path(__file__).resolve().parent.parent.parent / "scripts"
+    monkeypatch.syspath_prepend(str(scripts))
+
+    def load(name, files=()):
+        sys.modules.pop(name, None)
+        script = importlib.import_module(name)
+        monkeypatch.setattr(script, "ROOT", tmp_path, raising=False)
+        for path, text in dict(files).items():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(text, encoding="utf-8")
+        return script
+
+    return load

@@ -10,7 +10,14 @@ import random
 
 import numpy as np
 import torch
-from expert_differences import diverge, random_program, random_sizes
+from expert_differences import (
+    diverge,
+    draw_ids,
+    random_counts,
+    random_program,
+    random_rule,
+    random_sizes,
+)  # fmt: skip
 from said import Rank, judge, run_cases
 
 from waybill.torch import run_threads
@@ -96,10 +103,12 @@ class Runner:
     def draw(self, *key):
         return np.random.default_rng((self.seed, self.world.rank, *key))
 
-    def ids_of(self, draws):
+    def ids_of(self, draws, shared):
+        """Of this rank; ``shared`` draws the same on all ranks."""
         s = self.sizes
-        count = int(draws.choice((0, 1, draws.integers(0, s["most"] + 1))))
-        ids = draws.integers(-1, s["experts"], (count, s["topk"]))
+        count = random_counts(shared, s["world"], s["most"])[self.world.rank]
+        rule = random_rule(shared, s["experts"])
+        ids = draw_ids(draws, rule, (count, s["topk"]), s["experts"], s["local"])
         dropped = s["experts"] if s["options"]["dropped_id"] is None else -1
         return ids, np.where(ids < 0, dropped, ids)
 
@@ -108,8 +117,9 @@ class Runner:
             return
         key, layer = self.layers[op["on"]]
         s, held = self.sizes, Held()
-        draws = self.draw(op["on"], op["number"], int(op.get("own", False)))
-        plain, ids = self.ids_of(draws)
+        key_of_draws = op["on"], op["number"], int(op.get("own", False))
+        draws = self.draw(*key_of_draws)
+        plain, ids = self.ids_of(draws, random.Random(str((self.seed, *key_of_draws))))
         earlier = self.held.get((op["on"], op["repeats"]))
         if op["repeats"] is not None and earlier is None:
             return

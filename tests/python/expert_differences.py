@@ -1,13 +1,62 @@
 """Random programs of layers of experts as plain data, and what is different on some ranks."""
 
+import numpy as np
 import torch
+
+#: What choices of experts break at; every second step has one of each.
+COUNT_EDGES = (
+    "rank without tokens", "one rank has all", "one token", "exactly the maximum", "no tokens",
+)  # fmt: skip
+ID_EDGES = (
+    "all dropped", "none dropped", "one expert", "unused expert", "idle rank", "same expert",
+)  # fmt: skip
+
+
+def random_counts(rng, world, most):
+    """Tokens of each rank."""
+    edge, chosen = rng.choice((*COUNT_EDGES, *[None] * len(COUNT_EDGES))), rng.randrange(world)
+    counts = []
+    for rank in range(world):
+        some = rng.choice((0, 1, rng.randint(0, most)))
+        holds = {
+            "rank without tokens": rank != chosen, "one rank has all": rank == chosen,
+            "one token": rank == chosen, "no tokens": False,
+        }.get(edge)  # fmt: skip
+        if holds is not None:
+            some = max(1, some) if holds else 0
+        if edge in ("one token", "exactly the maximum"):
+            some = min(1, some) if edge == "one token" else most
+        counts.append(some)
+    return counts
+
+
+def random_rule(rng, experts):
+    """How the experts of all ranks' tokens are drawn: an edge or None, and an expert."""
+    return rng.choice((*ID_EDGES, *[None] * len(ID_EDGES))), rng.randrange(experts)
+
+
+def draw_ids(draws, rule, shape, experts, local):
+    """[T, topk] int64 of one rank, -1 dropped; ``draws`` is numpy's generator."""
+    edge, chosen = rule
+    ids = draws.integers(0 if edge == "none dropped" else -1, experts, shape)
+    if edge == "all dropped":
+        ids[...] = -1
+    elif edge == "one expert":
+        ids[...] = chosen
+    elif edge == "unused expert":
+        ids = np.where(ids == chosen, -1, ids)
+    elif edge == "idle rank":
+        ids = np.where(ids // local == chosen // local, -1, ids)
+    elif edge == "same expert":
+        ids[...] = ids[:, :1]
+    return ids
 
 
 def random_sizes(rng):
     world = rng.choice((2, 2, 3, 4, 4, 6, 8))
     local = rng.choice((1, 2, 3))
     rows = rng.choice(("grouped", "grouped", "compact"))
-    most, topk = rng.choice((1, 6, 11)), rng.choice((1, 2, 5))
+    most, topk = rng.choice((1, 6, 11)), rng.choice((1, 2, 5, 32))
     per_node = world // rng.choice([n for n in (1, 1, 2, 3, 4) if world % n == 0])
     options = {
         "rows": rows,
@@ -18,6 +67,8 @@ def random_sizes(rng):
         "dropped_id": rng.choice((None, -1)),
         "copy_out": rng.random() < 0.7,
     }
+    if options["fixed_rows"] is not None:
+        options["capacity"] = None
     return {
         "world": world, "per_node": per_node, "local": local, "experts": world * local,
         "topk": topk, "hidden": rng.choice((1, 7, 16)), "most": most,

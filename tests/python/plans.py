@@ -5,6 +5,20 @@ from hypothesis import strategies as st
 
 ranks = st.integers(1, 6)
 lengths = st.one_of(st.just(0), st.integers(1, 9), st.integers(1, 300))
+#: What dispatches and plans break at; every second one has one of these.
+DISPATCH_EDGES = ("rank without tokens", "one rank has all", "one token", "exactly the maximum")
+PLAN_EDGES = (*DISPATCH_EDGES, "one document", "documents of one shard", "hardly any tokens")
+
+
+def edges_of(names):
+    return st.one_of(st.none(), st.sampled_from(names))
+
+
+def holders_of(edge, world, chosen):
+    """Ranks that may have tokens."""
+    if edge == "rank without tokens":
+        return [r for r in range(world) if r != chosen]
+    return [chosen] if edge in ("one rank has all", "one token") else list(range(world))
 
 
 def int_table(rows):
@@ -23,13 +37,19 @@ def dispatches(draw, with_copies=None, every_rank_sends=False):
     destination = st.integers(0, draw(st.integers(0, world - 1)))  # the others get nothing
     seq_len = np.zeros((world, shards), np.int64)
     dispatch = np.full((world, shards, copies), -1, np.int64)
+    edge = None if every_rank_sends else draw(edges_of(DISPATCH_EDGES))
+    holders = holders_of(edge, world, draw(st.integers(0, world - 1)))
+    full = edge == "exactly the maximum"
     for i in range(world):
-        if not every_rank_sends and draw(st.integers(0, 5)) == 0:
+        if not every_rank_sends and not full and draw(st.integers(0, 5)) == 0:
             continue  # a rank with nothing but padding
         for j in range(shards):
-            if draw(st.integers(0, 4)) == 0 and not every_rank_sends:
+            if not every_rank_sends and not full and draw(st.integers(0, 4)) == 0:
                 continue
-            seq_len[i, j] = draw(lengths)
+            if i in holders:
+                seq_len[i, j] = 300 if full else draw(lengths)
+            if edge == "one token":
+                seq_len[i, j] = 1 if i in holders and not seq_len.any() else 0
             used = draw(st.lists(st.booleans(), min_size=copies, max_size=copies))
             used[draw(st.integers(0, copies - 1))] = True
             for k in range(copies):
@@ -103,7 +123,13 @@ class KvPlan:
 def kv_plans(draw, across_ranks=None, spare_copies=True):
     """Documents that stay on a rank, or that lie across ranks in any order."""
     world = draw(ranks)
-    num_seqs = [draw(st.integers(0, 4)) for _ in range(world)]
+    edge = draw(edges_of(PLAN_EDGES))
+    holders = holders_of(edge, world, draw(st.integers(0, world - 1)))
+    no_shards = draw(st.booleans())  # of ranks without tokens; else shards without tokens
+    num_seqs = [
+        4 if edge == "exactly the maximum" else 0 if no_shards and w not in holders
+        else draw(st.integers(0, 4)) for w in range(world)
+    ]  # fmt: skip
     shards = max(num_seqs)
     places = [(w, s) for w in range(world) for s in range(num_seqs[w])]
     if across_ranks is None:
@@ -111,15 +137,23 @@ def kv_plans(draw, across_ranks=None, spare_copies=True):
     if across_ranks:
         places = draw(st.permutations(places))
     documents = []
+    goes_on = {"one document": st.just(True), "documents of one shard": st.just(False)}
     for at in places:
-        if documents and draw(st.booleans()) and (across_ranks or documents[-1][-1][0] == at[0]):
+        same_rank = across_ranks or (documents and documents[-1][-1][0] == at[0])
+        if documents and draw(goes_on.get(edge, st.booleans())) and same_rank:
             documents[-1].append(at)
         else:
             documents.append([at])
     seq_len = np.zeros((world, shards), np.int64)
     q_dispatch = np.full((world, shards), -1, np.int64)
     for at in places:
-        seq_len[at], q_dispatch[at] = draw(lengths), draw(st.integers(0, world - 1))
+        q_dispatch[at] = draw(st.integers(0, world - 1))
+        if at[0] not in holders or (edge == "one token" and seq_len.any()):
+            continue
+        if edge in ("one token", "exactly the maximum"):
+            seq_len[at] = 1 if edge == "one token" else 300
+        elif edge != "hardly any tokens" or draw(st.integers(0, 4)) == 0:
+            seq_len[at] = draw(lengths)
     copies = max([1, *map(len, documents)]) + (draw(st.integers(0, 2)) if spare_copies else 0)
     plan = KvPlan(seq_len, np.array(num_seqs, np.int64), q_dispatch, documents, copies)
     slots = {at: draw(st.permutations(range(copies))) for at in places}

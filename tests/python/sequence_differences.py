@@ -1,6 +1,6 @@
 """Random programs of SequenceDispatchers as plain data, and what is different on some ranks."""
 
-from ways import random_plan, rows_of
+from ways import PLAN_EDGES, edge_plan, random_plan, rows_of
 
 import waybill
 
@@ -24,6 +24,8 @@ class Plans:
     def _make(self, kind, world_size, *rest):
         if kind == "random":
             plan = random_plan(world_size, *rest)
+        elif kind == "edge":
+            plan = edge_plan(world_size, *rest)
         elif kind == "lengths":
             lengths, layout = rest
             plan = waybill.plan(list(lengths), world_size, 0, block_tokens=4, kv_layout=layout)
@@ -37,7 +39,10 @@ PLANS = Plans()
 
 
 def random_name(rng, world_size):
-    kind = rng.choice(("random", "lengths", "lengths", "long"))
+    kind = rng.choice(("random", "lengths", "lengths", "long", "edge", "edge", "edge"))
+    if kind == "edge":
+        layout = rng.choice(("per_rank", "per_query"))
+        return kind, world_size, rng.choice(PLAN_EDGES), rng.randrange(40), layout
     if kind == "random":
         return kind, world_size, rng.randrange(40), rng.choice(("per_rank", "per_query"))
     if kind == "long":
@@ -49,8 +54,8 @@ def random_name(rng, world_size):
 def neighbour(rng, name):
     """Other documents: one token more in one, and perhaps one less in another."""
     kind, world_size, *rest = name
-    if kind == "random":
-        return kind, world_size, rest[0] + 40, rest[1]
+    if kind in ("random", "edge"):
+        return kind, world_size, *rest[:-2], rest[-2] + 40, rest[-1]
     if kind == "long":
         return kind, world_size, rest[0] + 1
     lengths = list(rest[0])
@@ -168,6 +173,19 @@ def change_format(rng, spec):
     return operation, name, tuple(tuple(part) for part in parts)
 
 
+def change_spec(rng, spec, kind, world_size):
+    """A handle's spec with one difference."""
+    if kind == "plan":
+        return (spec[0], neighbour(rng, spec[1]), spec[2])
+    if kind == "other_plan":
+        return random_spec(rng, world_size)
+    if kind == "format":
+        return change_format(rng, spec)
+    if spec[0] == "dispatch":
+        return ("kv_gradient", spec[1], (("fwd_kv", None, (("float32", 4),)),))
+    return ("dispatch", *spec[1:])
+
+
 def diverge(rng, program, world_size):
     """One difference; its name."""
     ops, handles = program["ops"], program["handles"]
@@ -191,17 +209,7 @@ def diverge(rng, program, world_size):
         ops[i : i + 2] = reversed(ops[i : i + 2])
     elif kind in ("plan", "other_plan", "format", "operation"):
         h = op.get("handle", 0)
-        spec = handles[d][h]
-        if kind == "plan":
-            spec = (spec[0], neighbour(rng, spec[1]), spec[2])
-        elif kind == "other_plan":
-            spec = random_spec(rng, world_size)
-        elif kind == "format":
-            spec = change_format(rng, spec)
-        elif spec[0] == "dispatch":
-            spec = ("kv_gradient", spec[1], (("fwd_kv", None, (("float32", 4),)),))
-        else:
-            spec = ("dispatch", *spec[1:])
+        spec = change_spec(rng, handles[d][h], kind, world_size)
         if rng.random() < 0.5:
             handles[d][h] = spec
         else:  # from here on

@@ -1,10 +1,13 @@
 """Kernels by themselves: the same sequences, with and without gaps."""
 
+import numpy as np
 import pytest
 from packed import attention
 
 torch = pytest.importorskip("torch")
 wt = pytest.importorskip("waybill.torch")
+
+from waybill.torch._context_parallel_tables import home_lens  # noqa: E402
 
 # (queries, keys) of each sequence
 PLAIN = [(5, 5), (200, 300), (1, 140), (7, 7)]
@@ -118,3 +121,20 @@ def test_a_block_mask_of_ranges_that_overlap():
     met = torch.nn.functional.pad(visible, (0, 512 - 400, 0, 384 - 300))
     met = met.unflatten(1, (4, 128)).unflatten(0, (3, 128)).any(3).any(1)
     assert torch.equal(mask.to_dense()[0, 0].bool(), met)
+
+
+def test_runs_of_own_rows_are_one_call_as_far_as_no_row_lies_between():
+    """Sequences (first query, queries, first key, keys): of keys that touch, of keys that do not,
+    and of queries that do not.
+    """
+    table = np.array([[0, 4, 0, 4], [4, 3, 4, 3], [7, 2, 9, 2], [12, 1, 11, 3]])
+    calls = home_lens(table, 14, takes_gaps=False)
+    assert [(call.q_lens, call.k_lens) for call in calls] == [
+        ([4, 3], [4, 3]), ([2], [2]), ([1], [3]),
+    ]  # fmt: skip
+    assert [(call.q, call.kv) for call in calls] == [
+        (slice(0, 7), slice(0, 7)), (slice(7, 9), slice(9, 11)), (slice(12, 13), slice(11, 14)),
+    ]  # fmt: skip
+    (whole,) = home_lens(table, 14, takes_gaps=True)
+    assert (whole.q, whole.kv) == (slice(0, 14), slice(0, 14))
+    assert sum(whole.q_lens) == sum(whole.k_lens) == 14

@@ -171,6 +171,64 @@ def test_modules_that_cannot_be(options, message):
     wt.run_threads(1, body)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("imbalance_target", 1.0, "expected a number > 1"),
+        ("imbalance_target", float("nan"), "expected a number > 1"),
+        ("block_tokens", 2**20 + 1, r"expected 1\.\.1048576"),
+    ],
+)
+def test_what_no_plan_can_have_is_refused_when_it_is_made(option, value, expected):
+    """Not by every plan of it."""
+    wrong = {option: value}
+    with pytest.raises(waybill.InvalidArgument, match=rf"^BatchPlanner: {option} = .*{expected}"):
+        wt.BatchPlanner(2, 4, **wrong)
+
+    def body(world):
+        who = "ContextParallelAttention"
+        with pytest.raises(waybill.InvalidArgument, match=rf"^{who}: {option} = .*{expected}"):
+            wt.ContextParallelAttention(world, 4, **wrong)
+
+    wt.run_threads(2, body, timeout_s=20)
+
+
+def test_plans_and_planners_are_read_only():
+    made = planner(in_place=True)
+    plan = made.plan([[40, 3], [9]])
+    fields = {
+        plan: ("planner", "qkv_plan", "in_place", "world_size", "work", "imbalance", "home_tokens"),
+        made: ("world_size", "shape", "in_place", "costs", "latent_dim", "fingerprint"),
+    }
+    for thing, names in fields.items():
+        for name in names:
+            before = getattr(thing, name)
+            with pytest.raises(AttributeError, match=name):
+                setattr(thing, name, False)
+            with pytest.raises(AttributeError, match=name):
+                delattr(thing, name)
+            assert np.array_equal(getattr(thing, name), before)
+    again = pickle.loads(pickle.dumps(plan))
+    assert again.in_place and again.qkv_plan == plan.qkv_plan and again.pieces(0) == plan.pieces(0)
+    assert plan.routing() is plan.routing()  # made once
+    with pytest.raises(AttributeError):
+        again.in_place = False
+
+
+def test_work_is_what_is_balanced():
+    """Pairs alone without costs; with them also what rows and shards take."""
+    costs = waybill.AttentionCosts(1e9, row_pairs=300, shard_pairs=3000)
+    lengths = [3000, 200, 1700]
+    pairs = sum(n * (n + 1) // 2 for n in lengths)
+    assert waybill.plan(lengths, 2, 0).work.sum() == pairs
+    plan = waybill.plan(lengths, 2, 0, costs=costs)
+    qkv = plan.to_qkv_plan()
+    assert qkv.work.sum() == pairs
+    assert plan.work.sum() == pairs + 300 * sum(lengths) + 3000 * len(qkv.shard_len)
+    for kind in (type(plan), type(wt.BatchPlanner(2, 4).plan([[5], [6]]))):
+        assert "costs" in kind.work.__doc__
+
+
 def test_kernels_say_what_they_do_not_take():
     varlen, device = wt.kernels.VarlenKernel(), torch.device("cuda")
     for given, message in (

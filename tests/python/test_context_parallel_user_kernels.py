@@ -189,3 +189,39 @@ def test_flex_has_no_gradients_on_the_cpu():
                 attend(given, *rows)
 
     wt.run_threads(2, body)
+
+
+class KnownGradient(torch.autograd.Function):
+    """Zeros, whose gradient of each key is a number."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, of_keys):
+        ctx.save_for_backward(q, k, v)
+        ctx.of_keys = of_keys
+        return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v = ctx.saved_tensors
+        return torch.zeros_like(q), torch.full_like(k, ctx.of_keys), torch.zeros_like(v), None
+
+
+def test_what_stayed_and_what_came_back_are_rounded_once():
+    """1 and twice 2^-8, half of the last bit of bfloat16: each rounded alone, they would be 1."""
+    pieces = pieces_in_order([96], 3)
+    tensors = tensors_of(pieces, 2, 1, 8, 8, dtype=torch.bfloat16)
+
+    def body(world):
+        of_keys = {0: 2.0**-8, 1: 1.0, 2: 2.0**-8}[world.rank]
+
+        def kernel(q, k, v, sequences, shape):
+            # Rank 0 attends to its rows in place, and with others' to copies of them.
+            is_copy = world.rank == 0 and len(k) > 32
+            return KnownGradient.apply(q, k, v, 0.0 if is_copy else of_keys)
+
+        attend = module(world, kernel=kernel, dtype=torch.bfloat16)
+        q, k, v = leaves_of(tensors[world.rank])
+        attend(attend.plan(pieces), q, k, v).sum().backward()
+        return k.grad[0, 0, 0].item()
+
+    assert wt.run_threads(3, body)[0] == 1 + 2.0**-7

@@ -200,7 +200,7 @@ def test_zeros_and_other_sizes(torch_way):
 def test_bad_input_comes_before_communication(torch_way):
     def body(buffer, rank):
         mine = everyone(1, HIDDEN, device=torch_way.device)[rank]
-        many = Buffer(buffer._layers.world)
+        many = Buffer(buffer._layers.world, low_latency_mode=True)
         *_, handle, _, _ = buffer.low_latency_dispatch(mine.x, mine.ids, MOST, EXPERTS)
         rows = torch.zeros(LOCAL, SLOTS, HIDDEN, dtype=torch.bfloat16, device=torch_way.device)
         small = mine.x[:, :128].contiguous()

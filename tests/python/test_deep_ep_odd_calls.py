@@ -182,7 +182,7 @@ def test_ranks_with_other_windows():
     def body(world):
         with pytest.raises(waybill.InvalidArgument, match=r"^Buffer: rank . with num_nvl_bytes = "):
             Buffer(world, 2**20 if world.rank else 2**19, 2**20)
-        buffer = Buffer(world, 2**20, 2**20)
+        buffer = Buffer(world, 2**20, 2**20, low_latency_mode=True)
         most = MOST + world.rank
         with pytest.raises(waybill.InvalidArgument, match=r"^Buffer: .*most tokens"):
             buffer.low_latency_dispatch(rows(world), choices(), most, EXPERTS)
@@ -197,9 +197,13 @@ def test_an_expert_chosen_twice_by_too_many_tokens():
         buffer, twice = new(world), torch.zeros(MOST, TOPK, dtype=torch.int64)
         x = torch.ones(MOST, HIDDEN, dtype=torch.bfloat16)
         words = "has expert 0 12 times, expected at most 6"
+        one_more = torch.tensor([0, 1]).repeat(MOST, 1)
+        one_more[0, 1] = 0
         if world.rank == 1:
             with pytest.raises(waybill.InvalidArgument, match=words):
                 buffer.low_latency_dispatch(x, twice, MOST, EXPERTS)
+            with pytest.raises(waybill.InvalidArgument, match=words.replace("12", "7")):
+                buffer.low_latency_dispatch(x, one_more, MOST, EXPERTS)
         flexible = ElasticBuffer(world, num_max_tokens_per_rank=MOST, hidden=HIDDEN)
         with pytest.raises(waybill.InvalidArgument, match=words):
             flexible.dispatch(x, twice, num_experts=EXPERTS, do_expand=True)

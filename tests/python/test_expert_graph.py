@@ -93,7 +93,7 @@ def test_compiled(gpu_way):
         experts = SwiGLUExperts(EXPERTS, HIDDEN, INNER, torch.bfloat16, world.device)
         module = ExpertParallel(
             experts, group=world, num_experts=EXPERTS, topk=TOPK, hidden=HIDDEN, max_tokens=MOST,
-            fixed_rows=MOST * TOPK,
+            fixed_rows=MOST * TOPK, gradients="sum",
         )  # fmt: skip
         compiled = torch.compile(module, fullgraph=True)
         for seed in range(3):

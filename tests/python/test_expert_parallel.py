@@ -118,7 +118,7 @@ def test_more_slots_than_experts(fixed_rows):
     def body(world):
         layer = ExpertParallel(
             own_experts(world.rank, "cpu"), group=world, dtype=torch.float32, shared=shared_expert,
-            fixed_rows=fixed_rows, **{**SIZES, "topk": slots},
+            gradients="sum", fixed_rows=fixed_rows, **{**SIZES, "topk": slots},
         )  # fmt: skip
         x, scores, ids, gradient = batches[world.rank]
         x, scores = (one.clone().requires_grad_() for one in (x, scores))
@@ -142,7 +142,9 @@ def test_bfloat16(torch_way, chunks):
         # Ranks that share a GPU would share autograd's thread for it.
         torch.autograd.set_multithreading_enabled(False)
         experts = own_experts(world.rank, world.device, torch.bfloat16)
-        layer = ExpertParallel(experts, group=world, shared=shared_expert, chunks=chunks, **SIZES)
+        layer = ExpertParallel(
+            experts, group=world, shared=shared_expert, gradients="mean", chunks=chunks, **SIZES
+        )
         x, scores, ids, gradient = (one.to(world.device) for one in batches[world.rank])
         x, gradient = x.bfloat16(), gradient.bfloat16()
         shaped = (one.unflatten(0, (2, 4)) for one in (x, scores, ids))
@@ -219,7 +221,7 @@ def test_layers_of_a_model_share_memory():
         for number in (first, *others):
             made[number] = ExpertParallel(
                 own_experts(world.rank, world.device), group=world, dtype=torch.float32,
-                layer=None if number == first else made[first].layer, **SIZES,
+                gradients="sum", layer=None if number == first else made[first].layer, **SIZES,
             )  # fmt: skip
         model = torch.nn.ModuleList(made.values())
         assert len({id(module.layer) for module in model}) == 1
@@ -260,13 +262,13 @@ def test_grouped_mm_of_no_rows():
 def test_bad_input():
     def body(world):
         def make(experts=lambda rows, ends: rows, **options):
-            return ExpertParallel(experts, group=world, **{**SIZES, **options})
+            return ExpertParallel(experts, group=world, **{**SIZES, "gradients": "sum", **options})
 
-        with pytest.raises(waybill.InvalidArgument, match='expected "mean" or "sum"'):
+        with pytest.raises(waybill.InvalidArgument, match='expected "sum" or "mean"'):
             make(gradients="total")
         with pytest.raises(waybill.InvalidArgument, match="chunks = 0, expected"):
             make(chunks=0)
-        with pytest.raises(waybill.InvalidArgument, match="at most max_tokens = 10, 2 chunks of 5"):
+        with pytest.raises(waybill.InvalidArgument, match="at most max_tokens = 9, in 2 chunks"):
             make(chunks=2, dtype=torch.float32)(*(torch.cat([one] * 3) for one in batch(0)[:3]))
         with pytest.raises(waybill.InvalidArgument, match="layer is a int"):
             make(layer=3)

@@ -5,9 +5,12 @@ any order, against loops over tokens.
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from expert_differences import draw_ids, random_counts, random_rule  # noqa: E402
 
 from waybill.torch import run_threads  # noqa: E402
 from waybill.torch.moe import EPAll2AllLayer  # noqa: E402
@@ -30,9 +33,11 @@ def random_sizes(rng):
 
 def random_step(rng, sizes, earlier):
     """Tokens of all ranks; perhaps by the routing of an earlier step."""
-    counts = [rng.choice((0, 1, rng.randint(0, sizes.most))) for _ in range(sizes.world)]
-    chosen = [[rng.randint(-1, sizes.experts - 1) for _ in range(n * sizes.topk)] for n in counts]
-    ids = [torch.tensor(c, dtype=torch.int64).reshape(-1, sizes.topk) for c in chosen]
+    rule, draws = random_rule(rng, sizes.experts), np.random.default_rng(rng.randrange(2**32))
+    ids = [
+        torch.tensor(draw_ids(draws, rule, (n, sizes.topk), sizes.experts, sizes.local))
+        for n in random_counts(rng, sizes.world, sizes.most)
+    ]
     repeats = rng.choice(earlier) if earlier and rng.random() < 0.3 else None
     if repeats is not None:
         ids = repeats.ids
@@ -178,6 +183,8 @@ def test_random_programs(seed):
         "copy_out": rng.random() < 0.6, "capacity": rng.choice((1, 2)),
         "enable_local_combine": rng.random() < 0.4,
     }  # fmt: skip
+    if options["fixed_rows"] is not None:
+        del options["capacity"]
     ranks = run_threads(
         sizes.world, lambda world: run_program(world, sizes, steps, order, options),
         ranks_per_node=sizes.per_node,

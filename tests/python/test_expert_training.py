@@ -20,7 +20,8 @@ from waybill.torch.moe import EPAll2AllLayer, ExpertParallel, presets  # noqa: E
 def module_on(world, experts=None, **options):
     if experts is None:
         experts = one_process.own_experts(world.rank, world.device)
-    return ExpertParallel(experts, group=world, dtype=torch.float32, **{**SIZES, **options})
+    given = {**SIZES, "dtype": torch.float32, "gradients": "mean", **options}
+    return ExpertParallel(experts, group=world, **given)
 
 
 def step(module, rank, seed=0):
@@ -158,7 +159,8 @@ def test_autocast(operations):
     def body(world):
         module = ExpertParallel(
             one_process.own_experts(world.rank, world.device).to(torch.bfloat16), group=world,
-            dtype=torch.bfloat16, fixed_rows=WORLD * MOST * TOPK, operations=operations, **SIZES,
+            dtype=torch.bfloat16, fixed_rows=WORLD * MOST * TOPK, operations=operations,
+            gradients="mean", **SIZES,
         )  # fmt: skip
         x, scores, ids, gradient = one_process.batch(world.rank)
         x = x.requires_grad_()
@@ -211,8 +213,9 @@ def test_multiprocessors(monkeypatch, most, per_node, multiprocessors, want):
     assert presets.suggested_sms(world, most) == want
 
 
-@pytest.mark.parametrize("operations", [None, True])
-@pytest.mark.parametrize("windows", ["shared", "own"])
+@pytest.mark.parametrize(
+    ("windows", "operations"), [("shared", None), ("own", None), ("shared", True)]
+)
 def test_rows_behind_the_last_are_poison(windows, operations):
     """As torch._grouped_mm leaves them: nothing reaches sums or gradients, wherever weights are."""
 
@@ -275,6 +278,29 @@ def test_too_little_room_is_seen_by_all_and_the_step_is_taken_again():
     waybill.run_threads(WORLD, body)
 
 
+@pytest.mark.parametrize("operations", [False, True])
+@pytest.mark.parametrize("needs", [["x"], ["x", "scores"], []], ids=str)
+def test_backward_after_resize_says_so(operations, needs):
+    """The forward's rows went with the layer that brought them."""
+
+    def body(world):
+        module = module_on(world, fixed_rows=WORLD * MOST * TOPK, operations=operations)
+        x, scores, ids, _ = one_process.batch(world.rank)
+        for name, tensor in (("x", x), ("scores", scores)):
+            tensor.requires_grad_(name in needs)
+        loss = module(x, scores, ids).sum()
+        module.resize(WORLD * MOST * TOPK + 1)
+        with pytest.raises(
+            waybill.InvalidArgument, match="the layer was resized since its forward"
+        ):
+            loss.backward()
+        module(x, scores, ids).sum().backward()
+        assert module.experts.gate.grad is not None
+        module.finalize()
+
+    waybill.run_threads(WORLD, body)
+
+
 WRAPPED = """
     import sys
 
@@ -303,7 +329,7 @@ WRAPPED = """
     own = one_process.own_experts(place, "cpu")
     module = ExpertParallel(
         wrapped(own), group=mesh["experts"], dtype=torch.float32, shared=one_process.shared_expert,
-        **one_process.SIZES,
+        gradients="mean", **one_process.SIZES,
     )
     # Two microbatches: gradients are means over the four ranks' losses, and add up.
     for micro in range(2):

@@ -34,7 +34,9 @@ WRAPPED = """
             self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
             self.gate.weight.data.copy_(torch.randn(EXPERTS, HIDDEN, generator=draws))
             own = one_process.own_experts(me, "cpu")
-            self.experts = ExpertParallel(own, dtype=torch.float32, **one_process.SIZES)
+            self.experts = ExpertParallel(
+                own, dtype=torch.float32, gradients="mean", **one_process.SIZES
+            )
 
         def forward(self, x):
             return self.experts(x, *self.gate(x).softmax(-1).topk(TOPK))

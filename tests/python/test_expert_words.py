@@ -24,7 +24,8 @@ def plain(rows, ends):
 
 
 def module(world, experts=plain, **options):
-    return ExpertParallel(experts, group=world, **{**SIZES, "dtype": torch.float32, **options})
+    given = {**SIZES, "dtype": torch.float32, "gradients": "sum", **options}
+    return ExpertParallel(experts, group=world, **given)
 
 
 def call(count=3, **other):
@@ -60,6 +61,23 @@ def test_sizes_and_options(options, text):
     def body(world):
         with pytest.raises(waybill.InvalidArgument, match=r"^ExpertParallel: " + text):
             module(world, **options)
+        module(world)(**call())  # nothing was sent, and ranks are in step
+
+    waybill.run_threads(WORLD, body, timeout_s=10.0)
+
+
+def test_gradients_are_chosen_by_the_caller():
+    """A default would be wrong, in silence, for half of the programs."""
+
+    def body(world):
+        with pytest.raises(waybill.InvalidArgument) as error:
+            ExpertParallel(plain, group=world, dtype=torch.float32, **SIZES)
+        said = str(error.value)
+        assert said.startswith('ExpertParallel: gradients = None, expected "sum" or "mean"')
+        for reason in ("add gradients over the ranks", "average them (DDP, FSDP)"):
+            assert reason in said
+        with pytest.raises(waybill.InvalidArgument, match=r"^ExpertParallel: .*gradients"):
+            module(world, gradients=None if world.rank == 1 else "sum")
         module(world)(**call())  # nothing was sent, and ranks are in step
 
     waybill.run_threads(WORLD, body, timeout_s=10.0)
@@ -224,7 +242,14 @@ def test_a_choice_made_twice_is_beyond_the_worst_case():
 
 @pytest.mark.parametrize(
     "differs",
-    [{"gradients": "sum"}, {"weights": "experts"}, {"windows": "own"}, {"chunks": 2}, {"topk": 1}],
+    [
+        {"gradients": "mean"},
+        {"weights": "experts"},
+        {"windows": "own"},
+        {"chunks": 2},
+        {"topk": 1},
+        {"weight_dtype": torch.bfloat16},
+    ],
     ids=lambda differs: next(iter(differs)),
 )
 def test_what_ranks_have_otherwise_is_told(differs):

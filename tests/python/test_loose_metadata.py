@@ -114,13 +114,24 @@ def test_no_counts(face):
     assert (other.traffic() == forward.traffic()).all()
     assert other == other and other != forward
     rows = [payload(face)[0][rank] for rank in range(2)]
-    for needs in (
-        lambda: face.module.simulate_communication(rows, other),
-        lambda: face.module.validate(other),
-        other.to_json,
-    ):
-        with pytest.raises(waybill.InvalidArgument, match="num_recv_tokens"):
+    for needs in (lambda: face.module.simulate_communication(rows, other), other.to_json):
+        with pytest.raises(waybill.InvalidArgument, match="num_recv_tokens is missing, expected"):
             needs()
+    # All the rest is checked.
+    assert [found.text for found in face.module.validate(other)] == [
+        "metadata.num_recv_tokens: got none, expected counts of shape [2, 3] (shape)"
+    ]
+    wrong = changed(face, other, dst_offset=face.array(face.host(other.dst_offset) + 1))
+    assert len(face.module.validate(wrong)) > 1
+
+
+def test_no_tables(face):
+    forward, _ = tables(face)
+    for name in ("dst_rank", "dst_offset", "seq_len"):
+        other = changed(face, forward, **{name: None})
+        for needs in (other.to_json, lambda other=other: face.module.validate(other)):
+            with pytest.raises(waybill.InvalidArgument, match=f"Metadata: {name} is missing"):
+                needs()
 
 
 def test_only_what_is_read_is_looked_at(face):

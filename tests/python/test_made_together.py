@@ -18,7 +18,7 @@ SIZES = {"num_experts": 4, "topk": 2, "hidden": 8, "max_tokens": 6}
 
 def module_on(world, **options):
     experts = options.pop("experts", SwiGLUExperts(2, 8, 8))
-    return ExpertParallel(experts, group=world, **{**SIZES, **options})
+    return ExpertParallel(experts, group=world, **{**SIZES, "gradients": "sum", **options})
 
 
 def layer_on(world, **options):

@@ -12,6 +12,7 @@ import waybill.moe
 
 torch = pytest.importorskip("torch")
 import waybill.torch as wt  # noqa: E402
+from waybill.integrations.deep_ep.events import EventHandle  # noqa: E402
 from waybill.torch.moe import EPAll2AllLayer, ExpertParallel, SwiGLUExperts  # noqa: E402
 
 MATRIX = np.ones((2, 3))
@@ -239,9 +240,12 @@ def test_modules():
     routing = waybill.plan(DOCUMENTS, 1, 400).to_routing()
 
     def body(world):
-        given = {"num_experts": 2, "topk": 1, "hidden": 8, "max_tokens": 8, "group": world}
+        given = {
+            "num_experts": 2, "topk": 1, "hidden": 8, "max_tokens": 8, "group": world,
+            "gradients": "sum",
+        }  # fmt: skip
         experts = SwiGLUExperts(2, 8, 8)
-        for name in (*given, "gradients", "weights", "windows", "chunks", "preset", "operations"):
+        for name in (*given, "weights", "windows", "chunks", "preset", "operations"):
             for odd in ODD:
                 refusal(
                     lambda name=name, odd=odd: ExpertParallel(experts, **{**given, name: odd}),
@@ -274,3 +278,19 @@ def test_modules():
             refusal(lambda odd=odd: step.return_outputs(odd), "return_outputs: out")
 
     wt.run_threads(1, body)
+
+
+@pytest.mark.parametrize("stream", ["x", 1, [], object()])
+def test_streams(stream):
+    def body(world):
+        layer = EPAll2AllLayer(world, 4, 8, 1, 0, 2, 1, 1, torch.float32)
+        for call in (layer.ep_barrier_all, layer.synchronize):
+            with pytest.raises(waybill.InvalidArgument) as caught:
+                call(stream)
+            text = str(caught.value)
+            assert text.startswith(f"{call.__name__}: stream = "), text
+            assert text.endswith(", expected a torch.cuda.Stream or None"), text
+
+    wt.run_threads(1, body)
+    with pytest.raises(waybill.InvalidArgument, match=r"^EventHandle\.stream_wait: stream = "):
+        EventHandle().stream_wait(stream)

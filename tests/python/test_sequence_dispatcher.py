@@ -5,7 +5,15 @@ import pickle
 
 import numpy as np
 import pytest
-from ways import random_bits, random_plan, rows_of, simulated, simulated_sums
+from ways import (
+    PLAN_EDGES,
+    edge_plan,
+    random_bits,
+    random_plan,
+    rows_of,
+    simulated,
+    simulated_sums,
+)  # fmt: skip
 
 import waybill
 from waybill import TensorFormat
@@ -36,7 +44,18 @@ def numbers(plan, dtype, shape, seed):
 def test_q_and_kv_in_one_call_and_q_home_again(way, world_size, dtype, kv_layout):
     size = np.dtype({"bfloat16": "int16", "float8_e4m3fn": "int8"}.get(dtype, dtype)).itemsize
     seed = 10 * world_size
-    plan = random_plan(world_size, seed, kv_layout)
+    check_q_and_kv(way, random_plan(world_size, seed, kv_layout), seed, dtype, size)
+
+
+@pytest.mark.parametrize("kv_layout", LAYOUTS)
+@pytest.mark.parametrize("edge", PLAN_EDGES)
+def test_q_and_kv_of_plans_that_break_things(way, edge, kv_layout):
+    for world_size, seed in ((1, 0), (2, 1), (3, 2), (3, 3)):
+        check_q_and_kv(way, edge_plan(world_size, edge, seed, kv_layout), seed, "float32", 4)
+
+
+def check_q_and_kv(way, plan, seed, dtype, size):
+    world_size = len(rows_of(plan))
     metadata, routing = plan.to_metadata(), plan.to_routing()
     q, k, v = (payloads(plan, size, n, seed) for n in (24, 8, 5))
     expected = [simulated(q, metadata.fwd_q)]
@@ -279,18 +298,6 @@ def test_wrong_arguments_move_nothing(way):
         return True
 
     assert way.run(1, body) == [True]
-
-
-def test_plans_of_another_world_size_are_refused():
-    routing = random_plan(3, 2, "per_rank").to_routing()
-
-    def body(world):
-        dispatcher = waybill.SequenceDispatcher(world)
-        with pytest.raises(waybill.InvalidArgument, match=r"rank 0 of 3, expected rank 0 of 1"):
-            plan = dispatcher.plan_dispatch((routing.fwd_q, TensorFormat("float32", (2,))))
-            dispatcher.dispatch(plan, np.zeros((500, 2), np.float32))
-
-    waybill.run_threads(1, body)
 
 
 def test_a_rank_that_never_calls_is_named_by_the_others():

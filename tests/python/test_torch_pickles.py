@@ -131,8 +131,9 @@ def test_what_cannot_says_why():
         assert torch.equal(other.recv_tags, layout.recv_tags)
         layer.combine(rows, other)
         experts = ExpertParallel(
-            SwiGLUExperts(1, 8, 4), num_experts=2, topk=1, hidden=8, max_tokens=4, group=world
-        )
+            SwiGLUExperts(1, 8, 4), num_experts=2, topk=1, hidden=8, max_tokens=4, group=world,
+            gradients="sum",
+        )  # fmt: skip
         refuses(experts, "load its state_dict")
         experts.finalize()
         config = EPConfig(4, 8, 1, 2, world.rank, 2, 2, torch.float32)

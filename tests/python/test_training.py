@@ -1,14 +1,18 @@
-"""examples/python/training.py as docs/training.md starts it; it checks its own gradients."""
+"""examples/python/training.py as docs/training.md starts it; it checks its own gradients. And the
+loop of train_moe.py, which has attention and experts, against one process.
+"""
 
+import ast
 import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+from test_process_worlds import expect_all_well, run_ranks
 from wrapping import needs_fully_shard
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 PROGRAM = pathlib.Path(__file__).resolve().parent.parent.parent / "examples/python/training.py"
 STEPS = ("--steps", "8")
@@ -41,3 +45,136 @@ def test_processes(ranks, options):
     shown = run(*launcher, PROGRAM, *STEPS, *options)
     assert f"{ranks} ranks as processes on cpu" in shown
     assert "all gradients, as of one process" in shown
+
+
+ROOT = PROGRAM.parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from check_python_docs import blocks_of  # noqa: E402
+from extract_doc_examples import pages  # noqa: E402
+
+
+def programs_with_threads():
+    """(name, source) of the blocks of pages, and of the examples, whose ranks may be threads."""
+    for page in pages():
+        for block in blocks_of(page) if page.is_file() else ():
+            if block.info == ["python"]:
+                yield block.place(), block.text
+    for example in sorted(PROGRAM.parent.glob("*.py")):
+        yield example.name, example.read_text(encoding="utf-8")
+
+
+def draws_in_ranks(source):
+    """Lines in functions of a rank's world that draw parameters, or seed, from torch's generator,
+    which threads share: each rank would get others.
+    """
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        if "world" not in [argument.arg for argument in function.args.args]:
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                if name == "torch.manual_seed" or name.endswith((".Linear", ".Embedding")):
+                    yield node.lineno, name
+
+
+def test_no_page_builds_a_model_in_ranks_that_are_threads():
+    found = [
+        f"{name}, line {line}: {call}"
+        for name, source in programs_with_threads()
+        if "run_threads" in source
+        for line, call in draws_in_ranks(source)
+    ]
+    assert not found, found
+    seeded = "def rank_main(world):\n    torch.manual_seed(0)\n    return nn.Linear(2, 2)\n"
+    assert [line for line, _ in draws_in_ranks(seeded)] == [2, 3]
+
+
+BOTH = """
+    import sys
+
+    sys.path.insert(0, "{examples}")
+    import copy
+    import torch
+    import train_moe
+    from torch import distributed, nn
+    from torch.nn import functional as F
+    import waybill.torch as waybill
+
+    torch.set_num_threads(1)
+    me, W = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    distributed.init_process_group(
+        "gloo", init_method="file://{folder}/group", rank=me, world_size=W
+    )
+    world = waybill.World.from_process_group(device="cpu")
+
+    def everyone(tensor):
+        parts = [torch.empty_like(tensor) for _ in range(W)]
+        distributed.all_gather(parts, tensor)
+        return torch.cat(parts)
+
+    class Alone(nn.Module):
+        \"\"\"All experts, and the shared one, without Waybill.\"\"\"
+
+        def __init__(self, layer):
+            super().__init__()
+            self.experts, self.shared = copy.deepcopy(layer.experts), copy.deepcopy(layer.shared)
+            for name, weight in layer.experts.named_parameters():
+                setattr(self.experts, name, nn.Parameter(everyone(weight.data)))
+
+        def forward(self, x, scores, ids):
+            out = self.shared(x)
+            for k in range(train_moe.TOPK):
+                gate, up, down = (weight[ids[:, k]] for weight in self.experts.parameters())
+                inner = F.silu(torch.einsum("th,thi->ti", x, gate))
+                inner = inner * torch.einsum("th,thi->ti", x, up)
+                out = out + scores[:, k, None] * torch.einsum("ti,tih->th", inner, down)
+            return out
+
+    def plain_attention(pieces, q, k, v):
+        heads = []
+        for document in zip(*(waybill.unpack(t, pieces) for t in (q, k, v))):
+            given = (t.transpose(0, 1) for t in document)
+            heads.append(F.scaled_dot_product_attention(*given, is_causal=True).transpose(0, 1))
+        return torch.cat(heads)
+
+    attention, model = train_moe.make_model(world, torch.float32)
+    alone = train_moe.Model(plain_attention, lambda: nn.Identity())
+    for block, its in zip(alone.blocks, model.blocks):
+        block.experts = Alone(its.experts)
+    own = {name: p.data for name, p in model.named_parameters() if "experts.experts" not in name}
+    alone.load_state_dict(own, strict=False)
+
+    every = [train_moe.documents(0, rank) for rank in range(W)]
+    got = train_moe.gradients(world, attention, model, torch.float32, every[me])
+
+    whole = waybill.pack([document for documents in every for document in documents])
+    logits = alone(whole.pieces, whole.tokens, whole.positions)
+    want = F.cross_entropy(logits, whole.labels)
+    want.backward()
+    close = {"rtol": 1e-3, "atol": 1e-6}
+    torch.testing.assert_close(got, float(want), **close)
+    theirs = dict(alone.named_parameters())
+    assert theirs.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        wanted = theirs[name].grad
+        if "experts.experts" in name:
+            wanted = wanted.chunk(W)[me]
+        assert wanted.any(), name
+        torch.testing.assert_close(parameter.grad, wanted, msg=lambda m: name + ": " + m, **close)
+    distributed.destroy_process_group()
+    print("rank", me, "of", W, "is well")
+"""
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_attention_and_experts_in_one_loop(tmp_path, world_size):
+    """Loss and all gradients of a step are those of one process: one convention for both modules,
+    of which an optimizer such as AdamW would hide another.
+    """
+    if not hasattr(torch, "_grouped_mm"):
+        pytest.skip("this torch has no _grouped_mm")
+    program = BOTH.replace("{folder}", str(tmp_path)).replace("{examples}", str(PROGRAM.parent))
+    expect_all_well(run_ranks(tmp_path, program, world_size))

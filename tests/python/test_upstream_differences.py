@@ -307,6 +307,35 @@ def weights_after_growth(face):
     assert [weights.shape for weights in there.recv_weights] == [(5,), (3,)]
 
 
+@line("`full_scatter_indices`")
+def positions_of_all_ranks(face):
+    """The order of all rows turned around: one rank's own positions are too few."""
+    ids, tokens = [np.array([[0], [1]])] * 2, [np.arange(8.0, dtype=np.float32).reshape(2, 4)] * 2
+    of_all = np.array([[3], [2], [1], [0]])
+    config = waybill.moe.EPConfig(2, 4, 1, 4, 0, 2, 2, "float32")
+    simulate = waybill.moe.simulate_dispatch
+    there = simulate(config, tokens, ids, full_scatter_indices=of_all)
+    wanted = r"full_scatter_indices has shape \[2, 1\], expected \[4, 1\]"
+    refuses(wanted, simulate, config, tokens, ids, full_scatter_indices=of_all[:2])
+    if face.name == "numpy":
+        return
+
+    def body(world):
+        layer = waybill.torch.moe.EPAll2AllLayer(
+            world, 2, 4, 1, world.rank, 4, 2, 2, face.torch.float32
+        )
+        give = [face.torch.from_numpy(part[world.rank]) for part in (tokens, ids)]
+        positions = face.torch.from_numpy(of_all)
+        own = positions[2 * world.rank :][:2]
+        text = "has 2 tokens, expected 4: those of all ranks, one rank after another"
+        refuses(text, layer.dispatch, *give, None, own)
+        rows, _, _ = layer.dispatch(*give, None, positions)
+        assert (rows.numpy() == there.recv_tokens[world.rank]).all()
+        layer.finalize()
+
+    waybill.torch.run_threads(2, body)
+
+
 @pytest.mark.parametrize("begin", TESTED)
 def test_line(face, begin):
     if face.name == "torch":

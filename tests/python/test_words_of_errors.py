@@ -38,7 +38,7 @@ def on_two_ranks(body):
 def experts_of(world, **options):
     return moe.ExpertParallel(
         moe.SwiGLUExperts(2, 8, 8), num_experts=4, topk=2, hidden=8, max_tokens=6, group=world,
-        dtype=torch.float32, **options,
+        dtype=torch.float32, gradients="sum", **options,
     )  # fmt: skip
 
 

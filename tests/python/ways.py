@@ -164,6 +164,51 @@ def random_plan(world_size, seed, kv_layout, scale=40):
     )  # fmt: skip
 
 
+#: What plans break at.
+PLAN_EDGES = (
+    "no tokens", "rank without tokens", "one rank has all", "one token", "one document",
+    "documents of one token", "exactly the maximum", "empty documents",
+)  # fmt: skip
+
+
+def edge_plan(world_size, edge, seed, kv_layout, scale=24):
+    """A plan that has one of PLAN_EDGES."""
+    rng = np.random.default_rng((seed, PLAN_EDGES.index(edge)))
+    if edge == "empty documents":
+        return _plan_of_empty_documents(world_size, rng, kv_layout)
+    chosen, tokens_per_rank = int(rng.integers(world_size)), 0
+    homes = [rng.integers(1, scale, int(rng.integers(1, 4))).tolist() for _ in range(world_size)]
+    if edge == "rank without tokens":
+        homes[chosen] = []
+    elif edge in ("no tokens", "one rank has all", "one token"):
+        held = {"no tokens": [], "one rank has all": homes[chosen], "one token": [1]}[edge]
+        homes = [held if rank == chosen else [] for rank in range(world_size)]
+    elif edge == "one document":
+        homes = [scale * world_size - int(rng.integers(3))]  # whose rows lie on all ranks
+    elif edge == "documents of one token":
+        homes = [[1] * int(rng.integers(0, 9)) for _ in range(world_size)]
+    elif edge == "exactly the maximum":
+        homes, tokens_per_rank = [[scale - 5, 5] for _ in range(world_size)], scale
+    return waybill.plan(
+        homes, world_size, tokens_per_rank, kv_layout=kv_layout,
+        block_tokens=int(rng.integers(1, 9)),
+    )  # fmt: skip
+
+
+def _plan_of_empty_documents(world_size, rng, kv_layout):
+    """More documents than rows: most have no shards, most shards no tokens."""
+    counts = rng.integers(0, 4, world_size)
+    shards = int(counts.sum())
+    ends = np.sort(rng.integers(0, shards + 1, 2 * shards + 3))
+    return waybill.QkvPlan(
+        world_size=world_size, rank_shard_offsets=[0, *np.cumsum(counts).tolist()],
+        shard_len=(rng.integers(0, 3, shards) * rng.integers(0, 2, shards)).tolist(),
+        q_dst=rng.integers(0, world_size, shards).tolist(),
+        doc_shard_offsets=[0, *ends.tolist(), shards], doc_shards=rng.permutation(shards).tolist(),
+        kv_layout=kv_layout,
+    )  # fmt: skip
+
+
 def rows_of(plan):
     """Rows of each rank in the MLP layout."""
     plan = plan.to_qkv_plan() if isinstance(plan, waybill.AttentionPlan) else plan

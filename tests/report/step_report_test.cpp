@@ -7,6 +7,7 @@
 #include <set>
 
 #include "waybill/core/error.h"
+#include "waybill/core/random.h"
 #include "waybill/planner/planner.h"
 #include "waybill/report/html_report.h"
 
@@ -43,7 +44,7 @@ TEST(StepTable, HasALineAFigureAndAColumnAPrediction) {
 TEST(PhaseTable, NamesRankLinkAndDocument) {
   const StepPrediction step = predict_step(small_plan());
   const std::string table = phase_table(step);
-  EXPECT_EQ(std::count(table.begin(), table.end(), '\n'), 1 + num_step_phases);
+  EXPECT_EQ(std::count(table.begin(), table.end(), '\n'), 1 + num_step_phases + 1);
   EXPECT_NE(table.find("document 0, "), std::string::npos) << table;
   EXPECT_NE(table.find(" pairs"), std::string::npos) << table;
   const std::string rank = rank_table(step, 5);
@@ -75,6 +76,71 @@ TEST(ExplainStep, SaysWhatIsSlowAndWhatWouldHelp) {
   EXPECT_NE(all.find("relay schedule says would save"), std::string::npos) << all;
   EXPECT_NE(all.find("Twice the network speed would save"), std::string::npos) << all;
   EXPECT_NE(all.find("less than 1%"), std::string::npos) << all;
+}
+
+/// The line of a table that begins with this label.
+std::string line_of(const std::string& table, std::string_view label) {
+  std::istringstream lines(table);
+  for (std::string line; std::getline(lines, line);) {
+    if (line.starts_with("  " + std::string(label) + "  ")) return line;
+  }
+  ADD_FAILURE() << "no line " << label << " in\n" << table;
+  return {};
+}
+
+/// What lies between two parts of a text.
+std::string between(const std::string& text, std::string_view before, std::string_view after) {
+  const std::size_t begin = text.find(before);
+  const std::size_t end = text.find(after, begin + before.size());
+  if (begin == text.npos || end == text.npos) {
+    ADD_FAILURE() << before << " ... " << after << " is not in: " << text;
+    return {};
+  }
+  return text.substr(begin + before.size(), end - begin - before.size());
+}
+
+/// A sentence about a phase names the time, the rank and the document's share of its line.
+void expect_same(const std::string& sentence, const StepPrediction& step, std::string_view before,
+                 std::string_view after) {
+  const std::string phase = between(sentence, "is \"", "\": ");
+  const std::string line = line_of(phase_table(step), phase);
+  const std::string time = between(sentence, before, after);
+  EXPECT_NE(line.find(" " + time + " "), line.npos) << sentence << "\n" << line;
+  std::string rank = sentence.substr(sentence.find("rank ", sentence.find("\": ")) + 5);
+  rank = rank.substr(0, rank.find_first_not_of("0123456789"));
+  EXPECT_NE(line.find("  " + rank + "  "), line.npos) << sentence << "\n" << line;
+  if (sentence.find("because of") == sentence.npos) return;
+  const std::string share = between(sentence, ", ", "% of it because of");
+  EXPECT_TRUE(line.ends_with(", " + share.substr(share.rfind(' ') + 1) + "%")) << sentence << "\n"
+                                                                               << line;
+}
+
+TEST(ExplainStep, SaysWhatTheTablesSay) {
+  for (std::uint64_t seed = 0; seed < 12; ++seed) {
+    Random random(seed);
+    std::vector<std::int64_t> lengths = {20000 + random.below(80000)};
+    for (int i = 0; i < 30; ++i) lengths.push_back(1 + random.below(6000));
+    PlannerOptions planner{.world_size = 8};
+    planner.hardware.ranks_per_node = seed % 2 == 0 ? 8 : 4;
+    const AttentionPlan plan = plan_attention(lengths, planner);
+    const StepPredictor predictor(plan);
+    const auto steps = compare_transfers(predictor, StepOptions::of(plan), plan.plan.num_shards());
+    for (const NamedStep& named : steps) {
+      const StepPrediction& step = named.step;
+      const auto sentences = explain_step(step);
+      expect_same(sentences[1], step, "The longest part, ", " (");
+      expect_same(sentences[2], step, "the longest of these phases, ", ", is");
+      const std::string table = step_table(std::span(&named, 1));
+      double seconds = 0;
+      for (const StepCause& cause : step.path) {
+        const std::string_view phase = to_string(cause.phase);
+        const std::string time = line_of(phase_table(step), phase).substr(22, 9);
+        EXPECT_TRUE(line_of(table, phase).ends_with(time)) << table << phase_table(step);
+        seconds += cause.seconds;
+      }
+      EXPECT_NEAR(seconds, step.seconds, 1e-9);
+    }
+  }
 }
 
 TEST(ExplainStep, AnEmptyPlanIsNoTrouble) {

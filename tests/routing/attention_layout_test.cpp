@@ -77,6 +77,12 @@ TEST(AttnLayoutTest, NothingAnywhere) {
   EXPECT_EQ(bare.cu_seqlens_q, std::vector{IndexArray(Shape{2, 0})});
 }
 
+TEST(AttnLayoutTest, TablesOfAnyIntegerType) {
+  EXPECT_EQ(compute_attn_layout_seqlens(len.to(DType::uint32), context.to(DType::uint64),
+                                        dispatch.to(DType::int32)),
+            compute_attn_layout_seqlens(len, context, dispatch));
+}
+
 TEST(AttnLayoutTest, Errors) {
   const auto call = [](const IndexArray& a, const IndexArray& b, const IndexArray& c) {
     return [&] { (void)compute_attn_layout_seqlens(a, b, c); };
@@ -87,7 +93,8 @@ TEST(AttnLayoutTest, Errors) {
   EXPECT_TRUE(rejects(call(len, small, dispatch), {"seq_shard_cumsum", "[3, 2]", "[3, 3]"}));
   EXPECT_TRUE(rejects(call(len, context, small), {"dispatch", "[3, 2]", "[3, 3]"}));
   EXPECT_TRUE(rejects(call(len, context, dispatch.reshaped({3, 3, 1})), {"dispatch", "[3, 3, 1]"}));
-  EXPECT_TRUE(rejects(call(len, context, dispatch.to(DType::int32)), {"dispatch", "int32"}));
+  EXPECT_TRUE(rejects(call(IndexArray(len.shape(), DType::boolean), context, dispatch),
+                      {"seq_shard_len", "bool", "integers"}));
   IndexArray bad = dispatch;
   test::element(bad, {1, 2}) = 3;
   EXPECT_TRUE(rejects(call(len, context, bad), {"dispatch", "rank 1", " = 3"}));

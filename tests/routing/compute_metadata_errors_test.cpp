@@ -5,6 +5,7 @@
 
 #include "support/expect_error.h"
 #include "waybill/routing/compute_metadata.h"
+#include "waybill/routing/generators.h"
 
 namespace waybill {
 namespace {
@@ -50,11 +51,30 @@ TEST(ComputeMetadataErrors, WorldTooLarge) {
   EXPECT_TRUE(fails(IndexArray(shape), IndexArray(shape), {"world_size", "1048577", "1048576"}));
 }
 
+TEST(ComputeMetadata, TablesOfAnyIntegerType) {
+  const DispatchMetadata expected = compute_metadata(good_len, good_dispatch, true);
+  const auto is_expected = [&](const IndexArray& len, const IndexArray& dispatch) {
+    const DispatchMetadata got = compute_metadata(len, dispatch, true);
+    return got.fwd == expected.fwd && got.rev == expected.rev &&
+           got.intermediates == expected.intermediates;
+  };
+  for (const DType type : {DType::int32, DType::uint32, DType::uint64}) {
+    EXPECT_TRUE(is_expected(good_len.to(type), good_dispatch)) << type;
+  }
+  EXPECT_TRUE(is_expected(good_len, good_dispatch.to(DType::int32)));
+  const IndexArray lens = gen_seq_lens(4, 3, 100);
+  EXPECT_NO_THROW((void)compute_metadata(lens, IndexArray({4, 3})));
+}
+
 TEST(ComputeMetadataErrors, Dtypes) {
-  EXPECT_TRUE(fails(good_len.to(DType::int32), good_dispatch, {"seq_len", "int32", "int64"}));
+  EXPECT_TRUE(fails(IndexArray({2, 3}, DType::boolean), good_dispatch,
+                    {"seq_len has dtype bool, expected integers"}));
+  EXPECT_TRUE(fails(good_len, IndexArray({2, 3}, DType::boolean),
+                    {"global_dispatch has dtype bool, expected integers"}));
+  IndexArray huge = good_len.to(DType::uint64);
+  static_cast<std::uint64_t*>(huge.data())[4] = ~std::uint64_t{0};
   EXPECT_TRUE(
-      fails(good_len, good_dispatch.to(DType::int32), {"global_dispatch", "int32", "int64"}));
-  EXPECT_TRUE(fails(good_len.to(DType::uint64), good_dispatch, {"seq_len", "uint64", "int64"}));
+      fails(huge, good_dispatch, {"seq_len[1, 1] = 18446744073709551615 does not fit int64"}));
 }
 
 TEST(ComputeMetadataErrors, RanksOutsideTheWorld) {

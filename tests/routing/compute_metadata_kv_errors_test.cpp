@@ -83,16 +83,43 @@ TEST(ComputeMetadataKvErrors, WorldOfZeroRanks) {
   EXPECT_TRUE(rejected([](Call& c) { c.seq_len = IndexArray(Shape{0, 2}); }, {"world_size", "0"}));
 }
 
+/// Whether the call gives what the undamaged one does.
+bool gives_the_same(const Call& call) {
+  const auto run = [](const Call& c) {
+    return compute_metadata_kv(c.mapping, c.seq_len, c.num_seqs, c.q_dispatch, true);
+  };
+  const KvMetadata got = run(call);
+  const KvMetadata expected = run(Call{});
+  return got.fwd == expected.fwd && got.rev == expected.rev &&
+         got.kv_dst_global_seq_id == expected.kv_dst_global_seq_id;
+}
+
+TEST(ComputeMetadataKv, TablesOfAnyIntegerType) {
+  Call narrow;
+  for (IndexArray KvMapping::*table :
+       {&KvMapping::kv_to_q_mapping, &KvMapping::kv_to_q_rank, &KvMapping::kv_context_size,
+        &KvMapping::q_to_num_kv_seq, &KvMapping::q_to_num_kv_token}) {
+    narrow.mapping.*table = (narrow.mapping.*table).to(DType::int32);
+    EXPECT_TRUE(gives_the_same(narrow));
+  }
+  narrow.seq_len = narrow.seq_len.to(DType::uint32);
+  narrow.num_seqs = narrow.num_seqs.to(DType::uint64);
+  narrow.q_dispatch = narrow.q_dispatch.to(DType::int32);
+  EXPECT_TRUE(gives_the_same(narrow));
+}
+
+TEST(ComputeMetadataKv, NumSeqsMayBeAColumn) {
+  Call column;
+  column.num_seqs = column.num_seqs.reshaped({2, 1});
+  EXPECT_TRUE(gives_the_same(column));
+}
+
 TEST(ComputeMetadataKvErrors, Dtypes) {
-  EXPECT_TRUE(rejected([](Call& c) { c.seq_len = c.seq_len.to(DType::int32); },
-                       {"seq_len", "int32", "int64"}));
-  EXPECT_TRUE(rejected([](Call& c) { c.q_dispatch = c.q_dispatch.to(DType::int32); },
-                       {"q_dispatch", "int32", "int64"}));
-  EXPECT_TRUE(rejected([](Call& c) { c.num_seqs = c.num_seqs.to(DType::uint32); },
-                       {"num_seqs", "uint32", "int64"}));
-  EXPECT_TRUE(
-      rejected([](Call& c) { c.mapping.kv_to_q_rank = c.mapping.kv_to_q_rank.to(DType::int32); },
-               {"kv_to_q_rank", "int32", "int64"}));
+  const IndexArray flags({2, 2}, DType::boolean);
+  EXPECT_TRUE(rejected([&](Call& c) { c.seq_len = flags; }, {"seq_len", "bool", "integers"}));
+  EXPECT_TRUE(rejected([&](Call& c) { c.q_dispatch = flags; }, {"q_dispatch", "bool"}));
+  EXPECT_TRUE(rejected([&](Call& c) { c.mapping.kv_context_size = flags; },
+                       {"kv_context_size", "bool", "integers"}));
 }
 
 TEST(ComputeMetadataKvErrors, QueriesOutsideTheWorld) {

@@ -164,7 +164,9 @@ TEST(CreateQkvDispatch, IsTheRawPlanWithItsMetadata) {
   EXPECT_FALSE(bare.metadata.q_intermediates.has_value());
   EXPECT_FALSE(bare.metadata.kv_dst_global_seq_id.has_value());
   EXPECT_TRUE(rejects([] { (void)create_qkv_dispatch(2, 12, 2, 4); },
-                      {"max_cp_degree = 4", "world_size = 2"}));
+                      {"create_qkv_dispatch: max_cp_degree = 4", "world_size = 2"}));
+  EXPECT_TRUE(rejects([] { (void)create_qkv_dispatch(4, 10, 2, 4); },
+                      {"create_qkv_dispatch: total_seq_len = 10"}));
 }
 
 std::vector<std::int32_t> destinations_of_rank(const QkvPlan& plan, std::size_t rank) {
@@ -200,6 +202,17 @@ TEST(CreateRawQkvDispatch, GivenDrawsSayEverything) {
   EXPECT_EQ(made.raw.num_cp_shards, IndexArray::vector({3, 3}));
   EXPECT_EQ(made.raw.kv.kv_to_q_rank.dim(2), 2);
   EXPECT_EQ(made.seq_lens, IndexArray::matrix({{8, 0}, {5, 3}}));
+}
+
+TEST(CreateRawQkvDispatch, DrawsOfAnyIntegerType) {
+  const IndexArray lens = IndexArray::matrix({{8, 0}, {5, 3}});
+  const IndexArray cp = IndexArray::matrix({{2, 1}, {1, 2}});
+  const IndexArray dst = IndexArray::cube({{{1, 0}, {0, 9}}, {{0, -5}, {1, 1}}});
+  const auto made =
+      create_raw_qkv_dispatch(lens.to(DType::uint32), cp.to(DType::uint64), dst.to(DType::int32));
+  const auto expected = create_raw_qkv_dispatch(lens, cp, dst);
+  EXPECT_EQ(made.raw, expected.raw);
+  EXPECT_EQ(made.seq_lens, lens);
 }
 
 TEST(CreateRawQkvDispatch, RefusesDrawsThatAreNoPlan) {

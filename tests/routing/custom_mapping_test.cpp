@@ -54,6 +54,17 @@ TEST(CustomMapping, UnevenShardsByHand) {
   EXPECT_TRUE(made.metadata.q_intermediates.has_value());
 }
 
+TEST(CustomMapping, TablesOfAnyIntegerType) {
+  MappingCall narrow;
+  narrow.seq_lens = narrow.seq_lens.to(DType::int32);
+  narrow.cp_num = narrow.cp_num.to(DType::uint32);
+  narrow.cp_dst = narrow.cp_dst.to(DType::int32);
+  narrow.shard_lens = narrow.shard_lens.to(DType::uint64);
+  const QkvDispatch made = make(narrow);
+  EXPECT_EQ(made.plan, make(MappingCall{}).plan);
+  EXPECT_EQ(made.seq_lens, MappingCall{}.seq_lens);
+}
+
 TEST(CustomMappingProperty, EqualsItsDenseForm) {
   for_seeds([](Dice& dice) {
     MappingCall call;

@@ -5,9 +5,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
+#include <limits>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "support/difference.h"
 #include "support/expect_error.h"
@@ -15,6 +19,7 @@
 #include "support/seeded.h"
 #include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/qkv_routing.h"
+#include "waybill/routing/validate.h"
 
 namespace waybill {
 namespace {
@@ -205,6 +210,144 @@ TEST(MetadataText, NamesEveryShardRankByRank) {
     EXPECT_NE(text.find(value), std::string::npos) << text;
   EXPECT_FALSE(to_string(fwd.get_slice(Rank{2})).empty());
   EXPECT_FALSE(to_string(with_copies().rev).empty());
+}
+
+std::string printed(const Metadata& metadata) {
+  std::ostringstream stream;
+  stream << metadata;
+  return stream.str();
+}
+
+::testing::AssertionResult holds(const std::string& text,
+                                 std::initializer_list<std::string_view> parts) {
+  for (const std::string_view part : parts) {
+    if (text.find(part) == std::string::npos) {
+      return ::testing::AssertionFailure() << '"' << part << "\" is not in:\n" << text;
+    }
+  }
+  return ::testing::AssertionSuccess();
+}
+
+// Who prints wants to see what is odd: an error would hide it.
+TEST(MetadataText, WhatIsOddIsShownAndNamed) {
+  Metadata rev = with_copies().rev;
+  rev.num_recv_tokens = IndexArray::matrix({{7, 8}, {9, 10}});
+  EXPECT_TRUE(holds(printed(rev), {"rank 0 at", "receives [7, 8] rows\n",
+                                   "odd: num_recv_tokens has shape [2, 2], expected [2, 3]\n"}));
+  rev.dst_offset = IndexArray::vector({4, 77});
+  rev.world_size = 5;
+  EXPECT_TRUE(holds(printed(rev),
+                    {"dst_rank: [[", "dst_offset: [4, 77]", "seq_len: [[",
+                     "odd: dst_offset has shape [2], expected ",
+                     "odd: num_recv_tokens has shape [2, 2]", "odd: world_size = 5, expected 2"}));
+  EXPECT_TRUE(holds(printed(Metadata{}), {"Metadata of one rank, 0 entries"}));
+  Metadata far = documented().fwd;
+  far.dst_rank.i64()[0] = -2;
+  far.dst_rank.i64()[1] = 9;
+  far.seq_len.i64()[3] = -4;
+  EXPECT_TRUE(holds(printed(far), {"rows 0..10 -> rank -2 at 0", "-> rank 9 at", "rows 0..-4"}));
+}
+
+TEST(MetadataText, AnyShapeAndDtypeOfAnyFieldPrints) {
+  const std::vector<IndexArray> odd = {
+      IndexArray(Shape{}),
+      IndexArray(Shape{0}),
+      IndexArray(Shape{7}),
+      IndexArray(Shape{0, 3}),
+      IndexArray(Shape{2, 0}),
+      IndexArray(Shape{2, 1}),
+      IndexArray(Shape{5, 9}),
+      IndexArray(Shape{2, 3, 0}),
+      IndexArray(Shape{1, 2, 3, 4}),
+      IndexArray(Shape{2, 3}, DType::boolean),
+      IndexArray::full({2, 3, 2}, std::numeric_limits<std::int64_t>::max()).to(DType::uint64),
+      IndexArray::full({2, 3}, std::numeric_limits<std::int64_t>::min())};
+  for (const Metadata& table :
+       {with_copies().fwd, with_copies().rev, documented().fwd.get_slice(Rank{2}), Metadata{}}) {
+    for (const IndexArray& array : odd) {
+      for (IndexArray Metadata::*field : {&Metadata::dst_rank, &Metadata::dst_offset,
+                                          &Metadata::seq_len, &Metadata::num_recv_tokens}) {
+        Metadata changed = table;
+        changed.*field = array;
+        EXPECT_FALSE(printed(changed).empty());
+      }
+      for (std::optional<IndexArray> Metadata::*field :
+           {&Metadata::seq_recv_mask, &Metadata::recv_seq_lens, &Metadata::num_seqs}) {
+        Metadata changed = table;
+        changed.*field = array;
+        EXPECT_FALSE(printed(changed).empty());
+      }
+    }
+  }
+}
+
+TEST(MetadataText, ValuesThatNoInt64HasArePrintedInFull) {
+  Metadata fwd = documented().fwd.normalize_dtype();
+  const std::vector<std::uint64_t> huge(fwd.num_recv_tokens.to_vector().size(), ~std::uint64_t{0});
+  fwd.num_recv_tokens =
+      IndexArray::copy_of(huge.data(), fwd.num_recv_tokens.shape(), DType::uint64);
+  EXPECT_TRUE(holds(printed(fwd), {"18446744073709551615"}));
+  fwd.dst_offset = IndexArray::copy_of(huge.data(), fwd.dst_rank.shape(), DType::uint64);
+  fwd.seq_len = fwd.dst_offset;
+  EXPECT_TRUE(holds(printed(fwd), {"rank 1 at 18446744073709551615"}));
+}
+
+/// The three tables that say where rows go, alone.
+Metadata bare(const Metadata& table) {
+  Metadata result;
+  result.dst_rank = table.dst_rank;
+  result.dst_offset = table.dst_offset;
+  result.seq_len = table.seq_len;
+  return result;
+}
+
+TEST(MetadataWithoutCounts, PrintsAndSlicesAndNormalises) {
+  const Metadata fwd = bare(with_copies().fwd);
+  EXPECT_FALSE(fwd.has_counts());
+  EXPECT_NO_THROW(fwd.check_shapes("reader"));
+  const std::string text = printed(fwd);
+  EXPECT_TRUE(holds(text, {"rows 0..3 -> rank 0 at 0, rank 1 at 0"}));
+  EXPECT_EQ(text.find("receives"), std::string::npos) << text;
+  EXPECT_EQ(text.find("odd"), std::string::npos) << text;
+  const Metadata slice = fwd.get_slice(Rank{0});
+  EXPECT_EQ(difference(slice, bare(with_copies().fwd.get_slice(Rank{0}))), "");
+  EXPECT_FALSE(slice.has_counts());
+  EXPECT_NO_THROW(slice.check_shapes("reader"));
+  EXPECT_EQ(printed(slice).find("odd"), std::string::npos);
+  EXPECT_FALSE(fwd.normalize_dtype().has_counts());
+}
+
+TEST(MetadataWithoutCounts, OneSumPerRankIsEnough) {
+  Metadata fwd = documented().fwd;
+  fwd.num_recv_tokens = IndexArray::matrix({{18}, {14}, {22}});
+  EXPECT_NO_THROW(fwd.check_shapes("reader"));
+  EXPECT_TRUE(holds(printed(fwd), {"  receives [18] rows\n"}));
+  EXPECT_EQ(fwd.get_slice(Rank{1}).num_recv_tokens, IndexArray::vector({14}));
+  EXPECT_TRUE(rejects([&] { fwd.check_counts("reader"); },
+                      {"reader: num_recv_tokens has shape [3, 1], expected [3, 4]"}));
+}
+
+TEST(MetadataWithoutCounts, WhatNeedsThemNamesThem) {
+  const Metadata fwd = bare(documented().fwd);
+  EXPECT_TRUE(rejects([&] { fwd.check_counts("reader"); },
+                      {"reader: num_recv_tokens is missing, expected counts of shape [3, 4]"}));
+  EXPECT_TRUE(rejects([&] { (void)to_sparse(fwd); }, {"num_recv_tokens is missing"}));
+  const std::vector<Finding> found = validate(fwd);
+  ASSERT_EQ(found.size(), 1U);
+  EXPECT_EQ(found[0].kind, FindingKind::shape);
+  EXPECT_EQ(to_string(found[0]),
+            "metadata.num_recv_tokens: got none, expected counts of shape [3, 4] (shape)");
+}
+
+TEST(MetadataShapes, NumSeqsMayBeAColumn) {
+  Metadata fwd = documented().fwd;
+  fwd.num_seqs = fwd.num_seqs->reshaped({3, 1});
+  EXPECT_NO_THROW(fwd.check_shapes("reader"));
+  EXPECT_EQ(printed(fwd), printed(documented().fwd));
+  EXPECT_EQ(difference(fwd.get_slice(Rank{2}), documented().fwd.get_slice(Rank{2})), "");
+  EXPECT_TRUE(validate(fwd).empty());
+  (*fwd.num_seqs).i64()[1] = 7;
+  EXPECT_EQ(validate(fwd).size(), 1U);
 }
 
 TEST(MetadataShapes, EveryFieldIsNamed) {

@@ -4,7 +4,11 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
+#include <numeric>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "support/expect_error.h"
 #include "support/random_plan.h"
@@ -148,6 +152,55 @@ TEST(RandomPlanProperty, IsAlwaysGood) {
         seed, {.world_size = plan.world_size, .documents_stay_on_rank = stay, .windows = windows});
     EXPECT_TRUE(plan == again);
   });
+}
+
+/// What a plan has of the edges, as names.
+std::vector<std::string> edges_of(const QkvPlan& plan, const test::RandomPlanOptions& options) {
+  std::vector<std::string> edges;
+  std::int64_t ranks_with_tokens = 0;
+  std::int64_t full_ranks = 0;
+  for (std::size_t w = 0; w < static_cast<std::size_t>(plan.world_size); ++w) {
+    const auto first = plan.shard_len.begin() + plan.rank_shard_offsets[w];
+    const auto last = plan.shard_len.begin() + plan.rank_shard_offsets[w + 1];
+    const std::int64_t rows = std::accumulate(first, last, std::int64_t{0});
+    ranks_with_tokens += rows > 0 ? 1 : 0;
+    full_ranks += rows == options.max_shards_per_rank * options.max_shard_len ? 1 : 0;
+    if (rows == 0) edges.push_back(concat("rank ", w, " without tokens"));
+  }
+  const std::int64_t rows =
+      std::accumulate(plan.shard_len.begin(), plan.shard_len.end(), std::int64_t{0});
+  if (ranks_with_tokens == 1 && rows > 1) edges.emplace_back("one rank has all");
+  if (rows == 1) edges.emplace_back("one token");
+  if (full_ranks == plan.world_size) edges.emplace_back("exactly the maximum");
+  std::int64_t empty = 0;
+  bool whole = false;
+  for (std::size_t d = 0; d + 1 < plan.doc_shard_offsets.size(); ++d) {
+    const std::int64_t shards = plan.doc_shard_offsets[d + 1] - plan.doc_shard_offsets[d];
+    empty += shards == 0 ? 1 : 0;
+    whole = whole || (shards > 1 && shards == plan.num_shards());
+  }
+  if (empty >= 3) edges.emplace_back("empty documents");
+  if (whole) edges.emplace_back("one document");
+  if (rows > 1 && plan.num_documents() > rows) edges.emplace_back("more documents than rows");
+  return edges;
+}
+
+// A plan that breaks something is drawn often, not once in a hundred.
+TEST(RandomPlanProperty, DrawsTheEdges) {
+  for (const bool stay : {false, true}) {
+    const test::RandomPlanOptions options{.world_size = 4, .documents_stay_on_rank = stay};
+    std::map<std::string, int> found;
+    for (std::uint64_t seed = 0; seed < 400; ++seed) {
+      for (const std::string& edge : edges_of(test::random_plan(seed, options), options)) {
+        ++found[edge];
+      }
+    }
+    std::vector<std::string> expected = {"one rank has all",    "one token",
+                                         "exactly the maximum", "empty documents",
+                                         "one document",        "more documents than rows"};
+    for (int w = 0; w < 4; ++w) expected.push_back(concat("rank ", w, " without tokens"));
+    for (const std::string& edge : expected) EXPECT_GE(found[edge], 12) << edge;
+  }
 }
 
 }  // namespace

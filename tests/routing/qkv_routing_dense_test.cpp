@@ -98,7 +98,7 @@ TEST(QkvRoutingDenseProperty, QIsTheSameInBothLayouts) {
 }
 
 TEST(ComputeE2eMetadata, IsTheThreeFunctionsInOneCall) {
-  const QkvPlan plan = test::random_plan(5, {.kv_layout = KvLayout::per_query});
+  const QkvPlan plan = test::random_plan(5, {.kv_layout = KvLayout::per_query, .edge_share = 0});
   const RawQkvDispatch raw = to_raw_dispatch(plan);
   const E2eMetadata all =
       compute_e2e_metadata(raw.cp_seq_lens, raw.num_cp_shards, raw.cp_query_dst, raw.kv, true);

@@ -20,7 +20,8 @@ QkvPlan large_plan(KvLayout layout, bool windows) {
                                 .max_shards_per_rank = 60,
                                 .max_document_shards = 25,
                                 .windows = windows,
-                                .kv_layout = layout});
+                                .kv_layout = layout,
+                                .edge_share = 0});
 }
 
 TEST(QkvRoutingThreads, AnyNumberGivesTheSame) {
@@ -62,7 +63,7 @@ TEST(QkvRoutingReuse, UsedMemoryGivesTheSame) {
 }
 
 TEST(QkvRoutingReuse, AnErrorLeavesTheResultAsItWas) {
-  QkvPlan plan = test::random_plan(3);
+  QkvPlan plan = test::random_plan(3, {.edge_share = 0});
   QkvRouter router;
   const QkvRouting& routing = router.compute(plan);
   const QkvRouting before = routing;
@@ -96,8 +97,10 @@ TEST(QkvRoutingMemory, CountsAreOnlyPairsThatExchangeRows) {
 }
 
 TEST(ToDenseReverse, NeedsOneWorld) {
-  const QkvRouting two = compute_qkv_routing(test::random_plan(3, {.world_size = 2}));
-  const QkvRouting three = compute_qkv_routing(test::random_plan(3, {.world_size = 3}));
+  const QkvRouting two =
+      compute_qkv_routing(test::random_plan(3, {.world_size = 2, .edge_share = 0}));
+  const QkvRouting three =
+      compute_qkv_routing(test::random_plan(3, {.world_size = 3, .edge_share = 0}));
   EXPECT_TRUE(rejects([&] { (void)to_dense_reverse(three.rev_kv, two.fwd_kv); },
                       {"to_dense_reverse", "world_size", "3", "2"}));
 }

@@ -25,7 +25,8 @@ TEST(ToSparse, IsTheInverseOfToDense) {
 }
 
 TEST(ToSparse, ReadsTheNormalisedForm) {
-  const QkvRouting routing = compute_qkv_routing(test::random_plan(3, {.world_size = 4}));
+  const QkvRouting routing =
+      compute_qkv_routing(test::random_plan(3, {.world_size = 4, .edge_share = 0}));
   EXPECT_EQ(to_sparse(to_dense(routing.fwd_kv).normalize_dtype()), routing.fwd_kv);
 }
 
@@ -51,7 +52,7 @@ TEST(ToSparse, KeepsRowsThatStayBehind) {
 }
 
 TEST(ToSparse, RefusesWhatItCannotRead) {
-  const QkvPlan plan = test::random_plan(1, {.world_size = 3});
+  const QkvPlan plan = test::random_plan(1, {.world_size = 3, .edge_share = 0});
   const E2eMetadata dense = to_dense(compute_qkv_routing(plan));
   EXPECT_TRUE(rejects([&] { return to_sparse(dense.fwd_q.get_slice(Rank{0})); }, {"to_sparse"}));
   Metadata bad = dense.fwd_q;

@@ -60,7 +60,7 @@ TEST(check_dispatch, tells_what_it_did) {
 }
 
 TEST(check_dispatch, does_not_depend_on_threads_or_row_size) {
-  const QkvPlan plan = random_plan(11, {.world_size = 6});
+  const QkvPlan plan = random_plan(11, {.world_size = 6, .edge_share = 0});
   const QkvRouting routing = compute_qkv_routing(plan);
   for (int threads = 0; threads <= 8; ++threads) {
     for (const std::int64_t row_bytes : {8, 13, 4096}) {

@@ -115,7 +115,8 @@ TEST_P(orchestrate_errors, destination_outside_of_the_world) {
     Job job(GetParam());
     job.rank(2, 2) = rank;
     job.expect_rejected({concat("destination rank = ", rank, ", expected -1 (none) or 0..2"),
-                         "source rank 2", "shard 2", "offset", "length 5", "rows consumed 2"});
+                         concat("(source rank 2, destination rank ", rank, ", shard 2"), "offset",
+                         "length 5", "rows consumed 2"});
   }
 }
 

@@ -145,7 +145,8 @@ inline QkvPlan plain_plan(std::int32_t world_size,
   return plan;
 }
 
-/// The plans that break things, and random ones.
+/// The plans that break things, and random ones. Every second one of these has a PlanEdge, but not
+/// the last: tests of a single case take it.
 inline std::vector<SequenceCase> sequence_cases(std::int32_t world, int num_random,
                                                 std::int64_t scale = 1) {
   std::vector<SequenceCase> cases;
@@ -175,6 +176,7 @@ inline std::vector<SequenceCase> sequence_cases(std::int32_t world, int num_rand
     options.max_shard_len = 20 * scale;
     options.kv_layout = i % 2 == 0 ? KvLayout::per_rank : KvLayout::per_query;
     options.windows = i % 3 == 0;
+    options.edge_share = i % 2 == 1 && i + 1 < num_random ? 1 : 0;
     SequenceCase& random = add(concat("random ", i), random_plan(to_size(i + 1), options));
     random.q = {dtypes[i % 4], hiddens[i % 8]};
     random.k = {dtypes[(i / 2) % 4], hiddens[(i + 1) % 8]};

@@ -2,8 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <string_view>
+#include <vector>
+
+#include "support/expect_error.h"
 #include "support/run_ranks.h"
 #include "transport/transport.h"
+#include "waybill/transport/bootstraps.h"
 
 namespace waybill {
 namespace {
@@ -50,6 +55,21 @@ TEST(Settings, WorldsSayWhichRankHasOtherNodes) {
               "world: rank 3 with ranks_per_node = 1, the others 2, expected the same on all "
               "ranks");
   }
+}
+
+TEST(Settings, WorldsSayWhichRankHasAnotherRelease) {
+  constexpr std::string_view name("waybill version\0", 16);
+  // Rank 1 says what rank 0 says, but for the first digit of its version.
+  const auto gather = [&](const Bootstrap::Bytes& mine) {
+    const std::string_view text(reinterpret_cast<const char*>(mine.data()), mine.size());
+    const std::size_t at = text.find(name);
+    Bootstrap::Bytes theirs = mine;
+    if (at != std::string_view::npos) theirs[at + name.size()] = std::byte{'9'};
+    return std::vector<Bootstrap::Bytes>{mine, theirs};
+  };
+  EXPECT_TRUE(
+      test::rejects([&] { (void)make_thread_transport(make_callable_bootstrap(0, 2, gather)); },
+                    {"world: rank 1 with waybill version = 9.", ", the others 0."}));
 }
 
 }  // namespace

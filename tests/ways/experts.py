@@ -87,11 +87,12 @@ class LayerWay(ExpertWay):
         """The layer of this way."""
         s = case.sizes
         rows = s.worst_rows + s.local * (self.alignment - 1)
+        room = {"fixed_rows": rows} if self.fixed or self.graph else {"capacity": 1}
         return EPAll2AllLayer(
             world, s.max_tokens, s.hidden, s.topk, world.rank, s.experts, s.per_node, s.world,
             torch.bfloat16, num_sm=4, enable_local_combine=self.local_combine, dropped_id=-1,
-            rows=self.rows, expert_alignment=self.alignment, payload=self.payload, capacity=1,
-            fixed_rows=rows if self.fixed or self.graph else None, copy_out=not self.views,
+            rows=self.rows, expert_alignment=self.alignment, payload=self.payload,
+            copy_out=not self.views, **room,
         )  # fmt: skip
 
     def rank(self, world: Any, case: ExpertCase) -> list[list[Arrays]]:

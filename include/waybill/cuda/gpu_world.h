@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "waybill/cuda/cuda_error.h"
 #include "waybill/runtime/world.h"
@@ -11,6 +13,18 @@ namespace waybill {
 
 /// GPUs that this process sees. 0 also where there is no driver.
 [[nodiscard]] int num_gpus();
+
+/// What a kernel of a rank of this process has reported: the wait that missed its deadline, or the
+/// input that was wrong. Its device is lost then, and errors of CUDA that follow say no more.
+struct DeviceFault {
+  std::int32_t rank = 0;
+  int device = 0;
+  std::int32_t num_ranks = 0;  ///< of this process on the device
+  std::string text;            ///< call, rank, peer, wanted and seen value; or the input
+};
+
+/// Of the ranks whose worlds are there. On any thread, also when a device is lost.
+[[nodiscard]] std::vector<DeviceFault> device_faults();
 
 /// A rank of the world whose ranks are threads of this process, in the memory of GPUs that reach
 /// each other's, or else in pinned memory of the host (WAYBILL_PEER_ACCESS refuses or forces that).

@@ -16,11 +16,11 @@ namespace waybill {
 /// ranks compare what does not depend on their tokens: whether weights and full_scatter_indices are
 /// given, and the last four.
 struct ExpertDispatchInput {
-  ConstTensorView tokens;   ///< [T, hidden]
-  ConstTensorView ids;      ///< [T, K], int32 or int64, unchecked where the host cannot read them
-  ConstTensorView weights;  ///< [T, K], or not given
-  ConstTensorView scales;   ///< [T, num_scales] float32, or not given
-  ConstTensorView full_scatter_indices;  ///< [sum of T, K], int32 or int64, or not given
+  ConstTensorView tokens{};   ///< [T, hidden]
+  ConstTensorView ids{};      ///< [T, K], int32 or int64, unchecked where the host cannot read them
+  ConstTensorView weights{};  ///< [T, K], or not given
+  ConstTensorView scales{};   ///< [T, num_scales] float32, or not given
+  ConstTensorView full_scatter_indices{};  ///< [sum of T, K], int32 or int64, or not given
   /// The caller will run the call's backward, a combine, if it runs that of the others of the step.
   bool needs_gradients = false;
   bool weights_need_gradients = false;  ///< the same of what brings the weights' gradients home
@@ -31,10 +31,10 @@ struct ExpertDispatchInput {
 };
 
 struct ExpertCombineInput {
-  ConstTensorView rows;  ///< [R, hidden]; may be its place in the combine window already
-  EPCombineOptions options;
-  std::span<const ConstTensorView> biases;  ///< up to two, [T, hidden]
-  TensorView output;                        ///< [T, hidden]
+  ConstTensorView rows{};  ///< [R, hidden]; may be its place in the combine window already
+  EPCombineOptions options{};
+  std::span<const ConstTensorView> biases{};  ///< up to two, [T, hidden]
+  TensorView output{};                        ///< [T, hidden]
   bool needs_gradients = false;  ///< the caller will run its backward, a dispatch; ranks compare it
   bool of_backward = false;      ///< the call is part of a backward pass; ranks compare it
   /// The layout may be of another layer of this world, which differs in hidden, dtypes and payload
@@ -50,34 +50,34 @@ struct ExpertCombineInput {
 /// float64), nothing fused: for each j below 256 the products of elements j, j + 256, ... are
 /// added up from +0 on one by one, then partial sums that are 1, 2, 4, ... 128 apart.
 struct ExpertGradientInput {
-  ConstTensorView gradients;    ///< [R, hidden]
-  ConstTensorView weights;      ///< [R], as the dispatch gave; given with row_gradients
-  ConstTensorView rows;         ///< [R, hidden] that were combined; given with weight_gradients
-  TensorView row_gradients;     ///< [R, hidden]: gradients times weights; may be not given
-  TensorView weight_gradients;  ///< [R] float32, float64 if weights are that; may be not given
+  ConstTensorView gradients{};    ///< [R, hidden]
+  ConstTensorView weights{};      ///< [R], as the dispatch gave; given with row_gradients
+  ConstTensorView rows{};         ///< [R, hidden] that were combined; given with weight_gradients
+  TensorView row_gradients{};     ///< [R, hidden]: gradients times weights; may be not given
+  TensorView weight_gradients{};  ///< [R] float32, float64 if weights are that; may be not given
 };
 
 /// What a rank knows of one dispatch, as views of the memory of its world (on a GPU: of the
 /// device). All int32 unless said. T tokens of this rank, M = max_tokens, N nodes, K topk slots, W
 /// ranks, P experts per rank. Sizes that depend on counts are those of `capacity_rows`.
 struct ExpertTableViews {
-  ConstTensorView ids;       ///< one node [T, K], else [N, M, K]; a dropped topk slot: num_experts
-  ConstTensorView dst_rows;  ///< [N, M, K]: row on the expert's rank; -1
-  ConstTensorView weights;   ///< as ids, weight_dtype; not given without weights
-  ConstTensorView num_input_tokens;    ///< [W]
-  ConstTensorView splits;              ///< [W, E + 1]
-  ConstTensorView segment_offsets;     ///< [W, P, W], see ExpertRows
-  ConstTensorView expert_counts;       ///< [P], of this rank
-  ConstTensorView expert_offsets;      ///< [P + 1], of this rank
-  ConstTensorView num_recv_rows;       ///< [W]
-  ConstTensorView required_rows;       ///< [1]: the most of them, also where fewer fit
-  ConstTensorView primary_rows;        ///< [capacity_rows]: see skipped_token_mapping_indices
-  ConstTensorView topk_slot_rows;      ///< [capacity_rows, K]: skipped_token_topk_mapping_indices
-  ConstTensorView send_reqs;           ///< several nodes: [N, 2, M], see send_reqs_recv_tensor
-  ConstTensorView compact_to_grouped;  ///< compact rows: [capacity_rows, K]
-  ConstTensorView grouped_to_compact;  ///< compact rows: [most grouped rows]
-  ConstTensorView recv_topk;           ///< compact rows: [capacity_rows, K]
-  ConstTensorView recv_tags;           ///< [capacity_rows, 4]: RowTag, kept beyond the window
+  ConstTensorView ids{};  ///< one node [T, K], else [N, M, K]; a dropped topk slot: num_experts
+  ConstTensorView dst_rows{};            ///< [N, M, K]: row on the expert's rank; -1
+  ConstTensorView weights{};             ///< as ids, weight_dtype; not given without weights
+  ConstTensorView num_input_tokens{};    ///< [W]
+  ConstTensorView splits{};              ///< [W, E + 1]
+  ConstTensorView segment_offsets{};     ///< [W, P, W], see ExpertRows
+  ConstTensorView expert_counts{};       ///< [P], of this rank
+  ConstTensorView expert_offsets{};      ///< [P + 1], of this rank
+  ConstTensorView num_recv_rows{};       ///< [W]
+  ConstTensorView required_rows{};       ///< [1]: the most of them, also where fewer fit
+  ConstTensorView primary_rows{};        ///< [capacity_rows]: see skipped_token_mapping_indices
+  ConstTensorView topk_slot_rows{};      ///< [capacity_rows, K]: skipped_token_topk_mapping_indices
+  ConstTensorView send_reqs{};           ///< several nodes: [N, 2, M], see send_reqs_recv_tensor
+  ConstTensorView compact_to_grouped{};  ///< compact rows: [capacity_rows, K]
+  ConstTensorView grouped_to_compact{};  ///< compact rows: [most grouped rows]
+  ConstTensorView recv_topk{};           ///< compact rows: [capacity_rows, K]
+  ConstTensorView recv_tags{};           ///< [capacity_rows, 4]: RowTag, kept beyond the window
 };
 
 /// Rows that windows of fixed size had no room for. All ranks are told the same.

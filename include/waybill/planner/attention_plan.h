@@ -21,7 +21,9 @@ struct AttentionPlan {
   PlannerOptions options;  ///< as planned; tokens_per_rank decided
   QkvPlan plan;
 
-  std::vector<std::int64_t> work;              ///< [W] (query, key) pairs of the mask, exact
+  /// [W] what is balanced: (query, key) pairs of the mask, exact, and the pairs that
+  /// hardware.row_pairs and shard_pairs add for each row of queries and each shard; see kernel_work
+  std::vector<std::int64_t> work;
   std::vector<std::int64_t> home_tokens;       ///< [W] rows in the MLP layout
   std::vector<std::int64_t> attention_tokens;  ///< [W] rows of Q in the attention layout
   std::vector<std::int64_t> kv_tokens;         ///< [W] rows of KV in the attention layout

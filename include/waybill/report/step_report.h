@@ -10,12 +10,13 @@
 
 namespace waybill {
 
-/// Predictions side by side, a column each: largest over mean work, bytes in and out, the slowest
-/// rank's time of each phase, forward, and the step. 80 columns wide for four predictions.
+/// Predictions side by side, a column each: largest over mean work, bytes in and out, what the
+/// step's path spends in each phase, forward, and the step. 80 columns wide for four predictions.
 [[nodiscard]] std::string step_table(std::span<const NamedStep> steps);
 
-/// The phases of one prediction, a line each: time, rank, what of it is busy with how much, and the
-/// document behind most of that. For a terminal 80 columns wide.
+/// The path of one prediction, a line each phase: time, the rank that the others waited for, what
+/// of it is busy with how much, and the document behind most of that. The times add up to the
+/// step, which is the last line. For a terminal 80 columns wide.
 [[nodiscard]] std::string phase_table(const StepPrediction& step);
 
 /// The phases of one rank: begin, end, its own time, and for whom it waits.

@@ -37,8 +37,9 @@ enum class Undispatched {
 /// begin the shard's first row there (so copies land in planes of T rows).
 ///
 /// The arguments become part of the result: move them in where they are not needed any more.
-/// @param seq_len [W, S] int64, rows of each shard in the MLP layout
-/// @param global_dispatch [W, S] or [W, S, C] int64, destination rank of the shard (copy), -1 none
+/// Tables of any type of integers are taken; those of the result are int64.
+/// @param seq_len [W, S], rows of each shard in the MLP layout
+/// @param global_dispatch [W, S] or [W, S, C], destination rank of the shard (copy), -1 none
 /// @throws InvalidArgument for wrong shapes, a rank outside -1..W-1, a negative length, more than
 ///   2^40 rows in all, and for a shard with rows but without destination unless `undispatched` is
 ///   keep.

@@ -36,7 +36,8 @@ struct KvMetadata {
 /// Counts are kept by the KV shard's own rank, which also holds when a document's shards and its
 /// queries live on different ranks (DistCA attributes them to the query's rank).
 ///
-/// @param seq_len [W, S] int64; @param num_seqs [W]; @param q_dispatch [W, S], -1 none
+/// Tables of any type of integers are taken; those of the result are int64.
+/// @param seq_len [W, S]; @param num_seqs [W] or [W, 1]; @param q_dispatch [W, S], -1 none
 /// @throws InvalidArgument for wrong shapes, ranks and query indices out of range, negative
 ///   values, a copy whose query has no destination, and for KV shards that do not tile the context
 ///   of their query without gap or overlap.

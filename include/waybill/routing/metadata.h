@@ -19,13 +19,15 @@ namespace waybill {
 /// seq_len[w][0] + ... + seq_len[w][j-1]. Padding: dst_rank -1, dst_offset 0, seq_len 0; it may
 /// stand anywhere. The slice of one rank drops the first axis.
 struct Metadata {
-  IndexArray dst_rank;         ///< [W, S] or [W, S, C]: destination rank, -1 none
-  IndexArray dst_offset;       ///< as dst_rank: first row in the destination's buffer
-  IndexArray seq_len;          ///< [W, S]: rows of the shard
-  IndexArray num_recv_tokens;  ///< [W, W + 1]: [r][i] rows that r gets from i; last column the sum
+  IndexArray dst_rank;    ///< [W, S] or [W, S, C]: destination rank, -1 none
+  IndexArray dst_offset;  ///< as dst_rank: first row in the destination's buffer
+  IndexArray seq_len;     ///< [W, S]: rows of the shard
+  /// [W, W + 1]: [r][i] rows that r gets from i; last column the sum. [W, 1] of sums alone, or [0],
+  /// as it is at first: not known.
+  IndexArray num_recv_tokens;
   std::optional<IndexArray> seq_recv_mask;  ///< [W, S, C] bool: which copies come back (reverse)
   std::optional<IndexArray> recv_seq_lens;  ///< [W, S]: lengths of the shards that come back
-  std::optional<IndexArray> num_seqs;       ///< [W]: shards with rows; none in a slice
+  std::optional<IndexArray> num_seqs;       ///< [W], or [W, 1]: shards with rows; none in a slice
   std::optional<std::int64_t> world_size;   ///< none in a slice
   bool normalized = false;                  ///< dtypes are those of the device form
   std::vector<std::int64_t> num_total_recv_tokens;  ///< [W]; one value in a slice; empty: unknown
@@ -35,6 +37,9 @@ struct Metadata {
 
   /// True when a shard may have several destinations (dst_rank has a copy axis).
   [[nodiscard]] bool has_copies() const { return dst_rank.ndim() == seq_len.ndim() + 1; }
+
+  /// True unless num_recv_tokens is [0].
+  [[nodiscard]] bool has_counts() const { return num_recv_tokens.shape() != Shape{0}; }
 
   /// The entries of one rank. Entries that move nothing (no destination and no rows) are dropped
   /// wherever they stand, so interior padding and shards of length 0 lose nothing. seq_recv_mask
@@ -51,10 +56,15 @@ struct Metadata {
   /// @throws InvalidArgument naming the field, its shape and the expected one; `who` begins it.
   void check_shapes(const char* who) const;
 
+  /// Throws unless num_recv_tokens has a count per pair of ranks, as JSON and sparse tables need.
+  /// @throws InvalidArgument naming what is missing; `who` begins it.
+  void check_counts(const char* who) const;
+
   friend bool operator==(const Metadata&, const Metadata&) = default;
 };
 
-/// Readable text: rank by rank, one entry per shard.
+/// Readable text: rank by rank, one entry per shard. Never throws for what the fields hold: arrays
+/// that do not fit each other are shown as they are, and what is odd is named at the end.
 [[nodiscard]] std::string to_string(const Metadata& metadata);
 std::ostream& operator<<(std::ostream& out, const Metadata& metadata);
 

@@ -95,7 +95,8 @@ class PlanHandle {
 class SequenceDispatcher {
  public:
   /// Collective. The dispatcher holds the world.
-  /// @throws InvalidArgument for options out of range; on all ranks when max_window_bytes or the
+  /// @throws InvalidArgument for options out of range, and RelayUse::always with copy engines
+  ///   (num_sms = 0 on GPUs), which forward nothing; on all ranks when max_window_bytes or the
   ///   plan's relay, batch_bytes or speeds differ, naming the rank; Timeout
   explicit SequenceDispatcher(const World& world, SequenceDispatcherOptions options = {});
   ~SequenceDispatcher();

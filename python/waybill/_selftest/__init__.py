@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import os
 import sys
 import time
 import traceback
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Optional, Tuple
 
 from .. import _core
+from ..errors import Error
 from . import checks, golden
 from .parts import Check, Skipped, describe
 
@@ -24,6 +26,32 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the checks; 0 when none failed, 1 when some did, 130 after Ctrl-C."""
+    parser = _parser()
+    options = parser.parse_args(list(arguments))
+    repeats = options.repeat is not None
+    stray = [name for name in _OF_REPEAT if getattr(options, name) is not None]
+    if stray and not repeats:
+        parser.error(f"--{stray[0]} needs --repeat")
+    if repeats and importlib.util.find_spec("torch") is None:
+        parser.error("--repeat needs torch, which is not installed")
+    if repeats:  # before CUDA starts: what a rank queues or loads must not wait for another rank
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    print(describe(), flush=True)
+    try:
+        return (
+            _repeat(options) if repeats else _run(_checks(not options.no_gpus), options.traceback)
+        )
+    except KeyboardInterrupt:
+        print("\nselftest: interrupted", flush=True)
+        return 130
+
+
+#: Options that say how --repeat repeats.
+_OF_REPEAT = ("device", "ranks", "tokens", "hidden", "only")
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m waybill selftest",
         description="Checks this installation of Waybill: recorded cases, simulations, ranks that"
@@ -31,13 +59,51 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--no-gpus", action="store_true", help="leave the GPUs alone")
     parser.add_argument("--traceback", action="store_true", help="show where a check failed")
-    options = parser.parse_args(list(arguments))
-    print(describe(), flush=True)
+    repeat = parser.add_argument_group(
+        "the same bits",
+        "With --repeat, instead of the checks: calls of each kind (dispatch, combine, sequences,"
+        " gradients of K and V) again and again with the same inputs. The first results must be"
+        " those of the simulation, all later ones have the same bits; they are compared on the"
+        " device. On GPUs a tenth of the calls is eager, the rest is in CUDA graphs. With"
+        " WAYBILL_COMBINE=push in the environment combines push.",
+    )
+    repeat.add_argument(
+        "--repeat", type=_count(10**9), metavar="N", help="calls of each kind; needs torch"
+    )
+    repeat.add_argument(
+        "--device", choices=("cpu", "cuda"), help="cuda where there is a GPU, which ranks may share"
+    )
+    repeat.add_argument(
+        "--ranks", type=_count(64), help="threads; as many as there are GPUs, and at least 2"
+    )
+    repeat.add_argument("--tokens", type=_count(2**20), help="tokens of each rank in a call; 128")
+    repeat.add_argument(
+        "--hidden", type=_count(2**16), help="elements of a row, a multiple of 128; 1024"
+    )
+    repeat.add_argument("--only", metavar="TEXT", help="kinds of call with this in their name")
+    return parser
+
+
+def _count(most: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if not (text.isdecimal() and 1 <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"{text}, expected 1 to {most}")
+        return int(text)
+
+    return count
+
+
+def _repeat(options: argparse.Namespace) -> int:
+    found = importlib.import_module("waybill.torch._repeat")
+    device = options.device or ("cpu" if _why_no_gpus(not options.no_gpus) else "cuda")
     try:
-        return _run(_checks(not options.no_gpus), options.traceback)
-    except KeyboardInterrupt:
-        print("\nselftest: interrupted", flush=True)
-        return 130
+        return found.run(  # type: ignore[no-any-return]
+            options.repeat, options.ranks, options.tokens or 128, options.hidden or 1024, device,
+            options.only,
+        )  # fmt: skip
+    except Error as error:
+        print(f"selftest: {error}", file=sys.stderr)
+        return 2
 
 
 def _checks(with_gpus: bool) -> list[Tuple[str, Check]]:

@@ -81,10 +81,11 @@ def expected_gradients(received: list[AnyArray], metadata: QkvMetadata, rows: li
     assert reverse.seq_recv_mask is not None
     copies = reverse.seq_recv_mask.shape[2]
     world, most = len(received), max(len(r) for r in received)
-    given = np.zeros((world, most, HIDDEN), np.float32)
+    hidden = received[0].shape[1]
+    given = np.zeros((world, most, hidden), np.float32)
     for rank, values in enumerate(received):
         given[rank, : len(values)] = values
-    planes = np.zeros((world, copies * max(rows), HIDDEN), np.float32)
+    planes = np.zeros((world, copies * max(rows), hidden), np.float32)
     orchestrate_simulate(given, planes, reverse)
     return [
         sum_kv_copies(planes[rank, : copies * rows[rank]], reverse, rank) for rank in range(world)

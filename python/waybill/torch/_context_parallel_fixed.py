@@ -243,6 +243,7 @@ class FixedStep(RankStep):
 
     def replace(self, plan: BatchPlan) -> None:
         check_fits(plan, self.capacities)
+        self.planner, self.pieces = plan.planner, plan._pieces
         rank, routing = self.dispatcher.world.rank, plan.routing()
         home, came, q_rows, kv_rows = routing.rank(rank)
         self._home.replace(home.reshape(-1, 4))

@@ -18,6 +18,7 @@ import torch
 from ..errors import InvalidArgument, Unsupported
 from ._autocast import without_autocast
 from ._context_parallel_step import RankStep, Saved
+from ._first_order import first_order
 from ._operations import has_operations, operation
 
 _KEPT = 256  # tickets; with more in flight than that, backward would not find its plan
@@ -207,6 +208,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.mark_non_differentiable(lse, dispatch, *saved)
 
 
+@first_order
 def _backward(ctx: Any, *grads: Any) -> Any:
     number, dispatch, q, k, v, out, *saved = ctx.saved_tensors
     needs = ctx.needs_input_grad

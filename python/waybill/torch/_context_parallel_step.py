@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple, Optional, Tuple, TypeVar, cast
 
 import torch
 
 from .._said_by import said_by
 from .._wrong_call import shown
-from ..errors import InvalidArgument, TransportError
+from ..errors import Disagreement, InvalidArgument, TransportError
 from ._autocast import Autocast
 from ._context_parallel_latent import Latent, Project, Projector
 from ._context_parallel_moves import WHO, Moves
 from ._context_parallel_streams import Beside, Uploads
 from ._context_parallel_tables import Rows, calls_of
+from ._piece_exchange import first_difference
 from ._ranges import named
-from ._tensors import require_tensor
+from ._tensors import require_moved
 from .batch_plan import BatchPlan
 from .kernels import AttentionKernel
 from .kernels._checks import attention, gradients
 from .sequence_dispatcher import SequenceDispatcher
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # What ranks must have in common, as errors say it.
 ORDER = "calls are for the same plans in the same order"
@@ -46,6 +50,26 @@ class StepMemory(NamedTuple):
     windows: int  #: of the module, for all layers and plans
 
 
+def names_difference(call: _F) -> _F:
+    """A call of RankStep. Where ranks see that they disagree in it, in memory of the host, all of
+    them do, and go on to compare what they planned; a GPU has lost its calls then.
+    """
+
+    @functools.wraps(call)
+    def told(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return call(self, *args, **options)
+        except Disagreement as error:
+            if self.device.type == "cpu" and "ranks disagree in call " in str(error):
+                found = first_difference(self.dispatcher.world, self.pieces, self.planner.facts())
+                if found:
+                    told_by = f"{WHO}.gather tells all ranks what each holds"
+                    error.args = (f"{error}: {found} ({told_by})", *error.args[1:])
+            raise
+
+    return cast(_F, told)
+
+
 class RankStep:
     """The tables of one plan on one rank. Collective where the windows must grow. Does not hold the
     plan, with which it goes.
@@ -62,6 +86,7 @@ class RankStep:
         self.dispatcher, self.kernel, self.beside = dispatcher, kernel, beside
         self.shape = shape = plan.planner.shape
         self.latent_dim = plan.planner.latent_dim
+        self.planner, self.pieces = plan.planner, plan._pieces
         rank = dispatcher.world.rank
         self.device = torch.device(dispatcher.world.device)
         routing = plan.routing()
@@ -88,7 +113,10 @@ class RankStep:
             )
 
     def check_open(self) -> None:
-        """Backward of a call that was made before the module was closed comes too late."""
+        """Backward of a call that was made before the module was closed comes too late. Where no
+        rows travel, no other call looks whether the user or another rank has ended the program.
+        """
+        self.dispatcher.world._world.check_ended(WHO)
         if self.dispatcher._closed:
             raise TransportError(f"{WHO}: the module was closed {self.at}")
 
@@ -129,7 +157,7 @@ class RankStep:
             raise InvalidArgument(f"{WHO}: got latent rows, expected k and v: latent_dim is None")
         rows = self._checked("rows", rows, (self.rows, self.latent_dim), casts)
         for i, weight in enumerate(weights):
-            require_tensor(weight, f"{WHO}: weights[{i}]")
+            require_moved(weight, f"{WHO}: weights[{i}]")
         if not callable(project):
             raise InvalidArgument(f"{WHO}: project = {shown(project)}, expected a function")
         autocast = Autocast.now(self.device.type)
@@ -142,7 +170,7 @@ class RankStep:
         self, name: str, tensor: torch.Tensor, expected: Tuple[int, ...], casts: Callable[[], bool]
     ) -> torch.Tensor:
         at = self.at
-        require_tensor(tensor, f"{WHO}: {name}")
+        require_moved(tensor, f"{WHO}: {name}")
         if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):
             raise InvalidArgument(
                 f"{WHO}: {name} is a {type(tensor).__name__} {at}, expected this rank's part:"
@@ -187,6 +215,7 @@ class RankStep:
         return StepMemory(came + self.rows * lse, gradients + (sums if self.moves else 0), 0)
 
     @said_by(f"{WHO}: forward", ORDER)
+    @names_difference
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool, want_lse: bool,
         latent: Optional[Latent] = None,
@@ -295,6 +324,7 @@ class RankStep:
         return out, lses
 
     @said_by(f"{WHO}: backward", GRADIENTS)
+    @names_difference
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         out: torch.Tensor, saved: Saved, number: int, needs: Tuple[bool, bool],

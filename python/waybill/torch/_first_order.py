@@ -1,4 +1,4 @@
-"""Backward passes whose results have no gradients themselves."""
+"""First derivatives backward are all that calls have: others are refused, never lost."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ import torch
 from ..errors import Unsupported
 
 
+def refuse_tangent(value: torch.Tensor, name: str) -> None:
+    """A tensor of forward-mode AD, whose tangent would be lost where rows are read as bytes."""
+    if torch.compiler.is_compiling():  # there are none in compiled programs
+        return
+    unpacked = torch.autograd.forward_ad.unpack_dual(value)  # type: ignore[no-untyped-call]
+    if unpacked.tangent is not None:
+        raise Unsupported(
+            f"{name} has a tangent, expected none: calls of Waybill have no derivatives in forward"
+            " mode"
+        )
+
+
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Who differentiates the gradients again gets an error. (torch's once_differentiable does so
     only where the gradient that comes in is differentiated, too: of a loss that is linear in the
@@ -19,6 +31,9 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def call(ctx: Any, *gradients: Any) -> Any:
+        for gradient in gradients:
+            if isinstance(gradient, torch.Tensor):
+                refuse_tangent(gradient, "a gradient")
         again = torch.is_grad_enabled()  # create_graph=True
         with torch.no_grad():
             found = backward(ctx, *gradients)

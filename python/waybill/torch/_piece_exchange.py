@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -12,7 +14,7 @@ from .._arrays import IntArray
 from .._dispatcher import PlanHandle
 from .._graphs import outside_graphs
 from .._said_by import said_by
-from ..errors import Error
+from ..errors import Disagreement, Error, InvalidArgument, Timeout, TransportError
 from ..routing import compute_metadata
 from ..world import World
 from ._context_parallel_tables import on_device
@@ -20,7 +22,46 @@ from .batch_plan import RankPieces, check_table, piece_table
 from .sequence_dispatcher import SequenceDispatcher
 
 _WHO = "ContextParallelAttention.gather"
+_PLANS = "ContextParallelAttention: plans"
+_MOST_NAMED = 2**16  # documents by which plans are compared, beyond that ranks
 _FIRST_ROWS = 256  # a message has as many rows; a batch with more pieces makes them more
+
+
+def first_difference(world: World, pieces: Sequence[IntArray], facts: dict[str, Any]) -> str:
+    """Collective, where ranks have seen that their plans differ: in which document, or which option
+    of the planner, first; "" where that is not it, or not all ranks came.
+    """
+    most = max(len(table) for table in pieces) + 1  # the last one of each rank is "none"
+    if most * len(pieces) <= _MOST_NAMED:
+        says = [
+            (f"document {i} of rank {rank}", _text_of(table, i))
+            for i in range(most)
+            for rank, table in enumerate(pieces)
+        ]
+    else:
+        says = [
+            (
+                f"the documents of rank {rank}",
+                f"{len(table)} with hash {zlib.crc32(table.tobytes()):x}",
+            )
+            for rank, table in enumerate(pieces)
+        ]
+    try:
+        world._world.require_same(_PLANS, [*says, *((n, str(v)) for n, v in facts.items())])
+    except (Disagreement, Timeout, TransportError):  # a rank makes another call, or none
+        return ""
+    except InvalidArgument as error:
+        return str(error).removeprefix(f"{_PLANS}: ")
+    return ""
+
+
+def _text_of(table: IntArray, place: int) -> str:
+    if place >= len(table):
+        return "none"
+    document, offset, length = table[place].tolist()
+    if document < 0:  # whole, and without a number
+        return f"{length} tokens"
+    return f"{length} tokens from {offset} of number {document}"
 
 
 class PieceExchange:

@@ -16,6 +16,7 @@ from torch.utils.dlpack import from_dlpack
 from .._arrays import AnyArray, as_numpy
 from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
+from ._first_order import refuse_tangent
 
 _INSIDE = (
     os.path.dirname(os.path.dirname(__file__)),
@@ -108,6 +109,15 @@ def require_tensor(value: Any, name: str) -> torch.Tensor:
     return value
 
 
+def require_moved(value: Any, name: str) -> torch.Tensor:
+    """A tensor that a call reads by itself, outside of torch: its derivatives in forward mode would
+    be lost.
+    """
+    found = require_tensor(value, name)
+    refuse_tangent(found, name)
+    return found
+
+
 def require_rows(value: Any, name: str) -> torch.Tensor:
     """A tensor that has a first axis."""
     found = require_tensor(value, name)
@@ -118,7 +128,7 @@ def require_rows(value: Any, name: str) -> torch.Tensor:
 
 def require_memory(value: Any, name: str) -> torch.Tensor:
     """A tensor whose elements lie in memory as they are."""
-    found = require_tensor(value, name)
+    found = require_moved(value, name)
     if found.is_meta:
         raise InvalidArgument(f"{name} lies on meta, expected a tensor with elements")
     if found.is_neg() or found.is_conj():
@@ -136,6 +146,16 @@ def shown_memory(bits: Any, dtype: torch.dtype) -> torch.Tensor:
 def stream_of(device: torch.device) -> int:
     """torch's current stream of a GPU; 0 for host memory."""
     return 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
+
+
+def stream_given(stream: Any, device: torch.device, name: str) -> int:
+    """The same of a stream that the caller gave; None is the current one."""
+    if stream is None:
+        return stream_of(device)
+    handle = getattr(stream, "cuda_stream", None)
+    if not isinstance(handle, int):
+        raise InvalidArgument(f"{name} = {shown(stream)}, expected a torch.cuda.Stream or None")
+    return handle
 
 
 def say_no_gradients(who: str, instead: str, *values: Any) -> None:

@@ -14,7 +14,7 @@ from .._tensor_checks import of_qkv
 from ..errors import InvalidArgument
 from ..sparse import QkvRouting, RankAttention
 from ._first_order import first_order
-from ._tensors import meet_mark, require_rows, require_tensor, save_mark
+from ._tensors import meet_mark, require_moved, require_rows, save_mark
 from .kernels import Sequences
 from .sequence_dispatcher import SequenceDispatcher
 
@@ -123,7 +123,8 @@ class AttentionStep(OfThisProcess):
         ranks.
         """
         for i, tensor in enumerate((q, *kv)):
-            require_rows(tensor, f"dispatch_qkv: {of_qkv(i)}")
+            name = f"dispatch_qkv: {of_qkv(i)}"
+            require_moved(require_rows(tensor, name), name)
         *there, token = _QkvDispatch.apply(self, q, *kv)
         self._token, self._needs_gradients = token, token.requires_grad
         return tuple(there)
@@ -133,7 +134,7 @@ class AttentionStep(OfThisProcess):
         """Collective: attention's output, in the rows of this rank's q, which the loss must depend
         on. Backward sends its gradient to where the output came from.
         """
-        require_rows(out, "return_outputs: out")
+        require_moved(require_rows(out, "return_outputs: out"), "return_outputs: out")
         token, self._token = self._token, None
         if token is None and self._needs_gradients:  # again, as of a checkpoint: on all ranks alike
             token = torch.empty(0, device=out.device, requires_grad=True)
@@ -266,7 +267,7 @@ def recomputed_attention(
                 f"{who}: {name} is a {type(step).__name__}, expected an AttentionStep"
             )
     for i, tensor in enumerate((q, *kv)):
-        require_tensor(tensor, f"{who}: {of_qkv(i)}")
+        require_moved(tensor, f"{who}: {of_qkv(i)}")
     out: torch.Tensor = _Recomputed.apply(attend, forward, backward, q, *kv)
     return out
 

@@ -11,7 +11,8 @@ import torch
 
 from .. import _core
 from .._arrays import IntArray, choice, int64, number, sequence
-from .._copies import Unchanging
+from .._copies import Unchanging, WrittenOnce
+from .._said_by import said_by
 from .._wrong_call import shown
 from ..attention_costs import AttentionCosts, planned
 from ..errors import InvalidArgument
@@ -48,7 +49,7 @@ class Piece(NamedTuple):
 RankPieces = Sequence[Union[int, Piece, Tuple[int, int, int]]]
 
 
-class BatchPlanner(Unchanging):
+class BatchPlanner(WrittenOnce, Unchanging):
     """Makes plans of one module's shape and mask. Needs no ranks and no device: it can be pickled,
     and a worker of a DataLoader may plan ahead of time.
 
@@ -60,7 +61,7 @@ class BatchPlanner(Unchanging):
             InPlaceRule(): True but for batches of few rows, or where more than half of the
             work travels. Another InPlaceRule draws these lines elsewhere.
         block_tokens: documents are cut at multiples of it.
-        imbalance_target: largest work of a rank over the mean that is aimed at.
+        imbalance_target: largest work of a rank over the mean that is aimed at, > 1.
         latent_dim: of rows of which K and V are projected where they arrive; None: K and V travel.
         costs: what the kernel takes beside (query, key) pairs, as calibrate_attention measures it;
             the same on all ranks.
@@ -117,6 +118,8 @@ class BatchPlanner(Unchanging):
             "byte_weight": 0.0, "message_seconds": 0.4e-6, "pairs_per_second": 0.0,
             "tails": True, **LinkSpeeds().rates, **planned(costs, who),
         }  # fmt: skip
+        with said_by(who):
+            _core.check_planner_options(self._options, who)
 
     def plan(self, pieces: Sequence[Any]) -> BatchPlan:
         """The plan of what the ranks hold: one entry per rank, as
@@ -177,19 +180,19 @@ def _planner(world_size: int, given: Tuple[Any, ...], options: dict[str, Any]) -
     return BatchPlanner(world_size, *given, **options)
 
 
-class BatchPlan:
+class BatchPlan(WrittenOnce):
     """Which rank attends to which queries of one batch, and where its rows are from.
 
-    Plain data, from ``BatchPlanner.plan``; it can be pickled, and is the same on all ranks. A
+    Plain data, from ``BatchPlanner.plan``: read-only, can be pickled, the same on all ranks. A
     module makes its tables of it the first time that it is used there.
     """
 
-    __slots__ = ("__weakref__", "_pieces", "_routing", "in_place", "planner", "qkv_plan")
+    __slots__ = ("__weakref__", "_pieces", "_routings", "in_place", "planner", "qkv_plan")
     planner: BatchPlanner
     qkv_plan: QkvPlan
     in_place: bool  #: whether rows that stay are attended to where they are
     _pieces: list[IntArray]
-    _routing: Any
+    _routings: list[Any]  #: one, once it was asked for
 
     def __init__(self) -> None:
         raise InvalidArgument("BatchPlan: got a constructor call, expected BatchPlanner.plan(...)")
@@ -197,14 +200,16 @@ class BatchPlan:
     @classmethod
     def _make(cls, planner: BatchPlanner, pieces: list[IntArray], plan: QkvPlan) -> BatchPlan:
         self = cls.__new__(cls)
-        self.planner, self.qkv_plan, self._pieces = planner, plan, pieces
-        self.in_place, self._routing = planner.in_place is not False, None
+        in_place, routing = planner.in_place is not False, None
         rule = InPlaceRule() if planner.in_place == "auto" else planner.in_place
         if isinstance(rule, InPlaceRule) and planner.world_size > 1:
             rows = sum(int(table[:, 2].sum()) for table in pieces)
-            few = rows < rule.min_rows * planner.world_size
-            if few or self.routing().in_place_share() < rule.min_share:
-                self.in_place, self._routing = False, None
+            if rows >= rule.min_rows * planner.world_size:
+                routing = _core.compute_varlen_routing(plan._plan, True)
+            if routing is None or routing.in_place_share() < rule.min_share:
+                in_place, routing = False, None
+        self.planner, self.qkv_plan, self._pieces = planner, plan, pieces
+        self.in_place, self._routings = in_place, [] if routing is None else [routing]
         return self
 
     @property
@@ -214,12 +219,14 @@ class BatchPlan:
 
     @property
     def work(self) -> IntArray:
-        """(W,): (query, key) pairs by rank, whole blocks where shards are cut at a window."""
+        """(W,): (query, key) pairs by rank, whole blocks where shards are cut at a window; without
+        what ``costs`` add, which plans even out too.
+        """
         return self.qkv_plan.work
 
     @property
     def imbalance(self) -> float:
-        """Largest work of a rank over the mean."""
+        """Largest work of a rank over the mean: of pairs, also where plans are made by costs."""
         return self.qkv_plan.imbalance
 
     @property
@@ -269,9 +276,9 @@ class BatchPlan:
 
     def routing(self) -> Any:
         """The compiled part's routing, made when it is first asked for."""
-        if self._routing is None:
-            self._routing = _core.compute_varlen_routing(self.qkv_plan._plan, self.in_place)
-        return self._routing
+        if not self._routings:
+            self._routings.append(_core.compute_varlen_routing(self.qkv_plan._plan, self.in_place))
+        return self._routings[0]
 
     def _table(self, rank: int, who: str) -> IntArray:
         number = int64(rank, f"BatchPlan.{who}: rank")

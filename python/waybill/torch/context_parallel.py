@@ -34,7 +34,7 @@ from ._context_parallel_ops import PlanTicket, attend, ticket_of
 from ._context_parallel_step import RankStep, StepMemory
 from ._context_parallel_streams import Beside
 from ._piece_exchange import PieceExchange
-from ._tensors import require_tensor
+from ._tensors import require_moved
 from .batch_plan import BatchPlan, BatchPlanner, InPlaceRule, RankPieces
 from .kernels import Kernel as _Kernel
 from .kernels import Sequences, choose_kernel
@@ -76,8 +76,9 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         in_place, block_tokens, imbalance_target, costs, latent_dim: as of BatchPlanner.
         overlap: on GPUs, rows that travel are moved and attended to on a second stream.
         num_sms: multiprocessors that a dispatch may use.
-        device, timeout_s: of the World, if one is made from a group: as of
-            ``World.from_process_group``.
+        device, timeout_s: of the World that is made from a group, as of
+            ``World.from_process_group`` (None: 60 seconds). A World has its own: others are
+            refused.
     """
 
     _why_not_copied = "windows that other ranks write to: make one on each rank"
@@ -104,13 +105,14 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         overlap: bool = True,
         num_sms: int = 16,
         device: Any = None,
-        timeout_s: float = 60.0,
+        timeout_s: Optional[float] = None,
     ) -> None:
         super().__init__()
         if isinstance(group, World):
-            self.world: World = world_of(group, None, device, _WHO)
+            self.world: World = world_of(group, None, device, _WHO, timeout_s=timeout_s)
         else:
-            self.world = World.from_process_group(group, device=device, timeout_s=timeout_s)
+            seconds = 60.0 if timeout_s is None else timeout_s
+            self.world = World._of_group(_WHO, group, device, False, None, seconds)
         self.device = torch.device(self.world.device)
         planner = functools.partial(
             BatchPlanner, self.world.world_size, heads, kv_heads, head_dim, v_head_dim, dtype=dtype,
@@ -281,7 +283,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         plan: Union[BatchPlan, FixedPlan, PlanTicket],
         q: torch.Tensor,
         k: torch.Tensor,
-        v: torch.Tensor,
+        v: Optional[torch.Tensor] = None,
         return_lse: bool = False,
         token: Optional[torch.Tensor] = None,
     ) -> Any:
@@ -297,6 +299,11 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             token: with a ticket, of an earlier call: this one comes after it, also in a graph and
                 backward, where neither needs the other's results. Returned too, last.
         """
+        if v is None:
+            raise InvalidArgument(
+                f"{_WHO}: got {type(plan).__name__}, q, k and no v, expected (plan, q, k, v), with"
+                " the plan of plan(pieces)"
+            )
         if not isinstance(return_lse, bool):
             return_lse = flag(return_lse, f"{_WHO}: return_lse")
         if isinstance(plan, PlanTicket):
@@ -324,7 +331,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
 
     def _check_tensor(self, tensor: Any, name: str) -> None:
         """Of what a compiled program may look at, and the operation would call by other names."""
-        require_tensor(tensor, f"{_WHO}: {name}")
+        require_moved(tensor, f"{_WHO}: {name}")
         if name == "token":
             if tensor.dtype != torch.float32 or tensor.numel() != 0 or tensor.ndim != 1:
                 raise InvalidArgument(
@@ -374,7 +381,9 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
 
     @said_by(f"{_WHO}.close")
     def close(self) -> None:
-        """Collective: gives the windows back. Without it their memory goes with the world."""
+        """Collective: gives the windows back. Without it their memory goes with the world; so it
+        does when an error of this rank is in flight, and nobody is waited for.
+        """
         self._dispatcher.close()
         if self._fixed_dispatcher is not None:
             self._fixed_dispatcher.close()

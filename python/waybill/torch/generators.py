@@ -13,7 +13,6 @@ import torch
 from .. import _core, generators
 from .._arrays import flag, int64
 from .._graphs import outside_graphs
-from ..errors import InvalidArgument
 from ..layouts import RawQkvDispatch
 from ._tensors import host_array, on_host, tensor, tensors
 from .metadata import metadata_of
@@ -63,12 +62,15 @@ def create_raw_qkv_dispatch(
     seed: Optional[int] = None,
 ) -> RawQkvDispatch:
     """A random plan: each sequence is cut into a power of two of shards for different ranks."""
-    asked = flag(
-        return_mlp_no_shard_seq_lens, "create_raw_qkv_dispatch: return_mlp_no_shard_seq_lens"
-    )
-    raw, seq_lens = _raw(world_size, total_seq_len, num_seqs, max_cp_degree, seed)
-    extra = (seq_lens,) if asked else ()
-    result: RawQkvDispatch = tensors(RawQkvDispatch._make((*raw, extra)))
+    who = "create_raw_qkv_dispatch"
+    sizes = (world_size, total_seq_len, num_seqs, max_cp_degree)
+    if seed is not None:
+        raw = generators.create_raw_qkv_dispatch(*sizes, return_mlp_no_shard_seq_lens, seed)
+    else:
+        asked = flag(return_mlp_no_shard_seq_lens, f"{who}: return_mlp_no_shard_seq_lens")
+        tables, seq_lens = _drawn(who, *sizes)
+        raw = RawQkvDispatch._make((*tables, (seq_lens,) if asked else ()))
+    result: RawQkvDispatch = tensors(raw)
     return result
 
 
@@ -83,13 +85,15 @@ def create_qkv_dispatch(
     seed: Optional[int] = None,
 ) -> Tuple[Any, ...]:
     """A random plan with all its metadata: (fwd_q, rev_q, fwd_k, rev_k, attention layout, ...)."""
-    more = generators.asked_for(
-        "create_qkv_dispatch", return_intermediate, return_mlp_no_shard_seq_lens
-    )
-    raw, seq_lens = _raw(world_size, total_seq_len, num_seqs, max_cp_degree, seed)
+    who = "create_qkv_dispatch"
+    sizes = (world_size, total_seq_len, num_seqs, max_cp_degree)
+    asked = (return_intermediate, return_mlp_no_shard_seq_lens)
+    if seed is not None:
+        return _with_tensors(generators.create_qkv_dispatch(*sizes, *asked, seed))
+    more = generators.asked_for(who, *asked)
+    raw, seq_lens = _drawn(who, *sizes)
     result = generators.dispatch_of_raw(raw, more[0])
-    extra = (tensor(seq_lens),) if more[1] else ()
-    return (*_with_tensors(result), *extra)
+    return _with_tensors((*result, *((seq_lens,) if more[1] else ())))
 
 
 @outside_graphs
@@ -122,28 +126,22 @@ def _with_tensors(result: Tuple[Any, ...]) -> Tuple[Any, ...]:
     return (*(metadata_of(m) for m in result[:4]), *tensors(result[4:]))
 
 
-def _raw(
-    world_size: int, total_seq_len: int, num_seqs: int, max_cp_degree: int, seed: Optional[int]
+def _drawn(
+    who: str, world_size: int, total_seq_len: int, num_seqs: int, max_cp_degree: int
 ) -> Tuple[Any, Any]:
-    """The eight tables and the lengths before sharding."""
-    if seed is not None:
-        number = generators.checked_seed(seed, "create_raw_qkv_dispatch")
-        raw, seq_lens, _ = _core.create_raw_qkv_dispatch(
-            world_size, total_seq_len, num_seqs, max_cp_degree, number
-        )
-        return raw, seq_lens
+    """The eight tables and the lengths before sharding, drawn for the function ``who``."""
     names = ("world_size", "total_seq_len", "num_seqs", "max_cp_degree")
     world_size, total_seq_len, num_seqs, max_cp_degree = (
-        int64(value, f"create_raw_qkv_dispatch: {name}")
+        int64(value, f"{who}: {name}")
         for name, value in zip(names, (world_size, total_seq_len, num_seqs, max_cp_degree))
     )
-    if min(world_size, num_seqs, max_cp_degree) < 1 or total_seq_len % max_cp_degree:
-        _core.create_raw_qkv_dispatch(world_size, total_seq_len, num_seqs, max_cp_degree, 0)
-    if max_cp_degree > world_size:
-        raise InvalidArgument(
-            f"create_raw_qkv_dispatch: max_cp_degree = {max_cp_degree}, expected 1..world_size ="
-            f" {world_size}: the shards of a sequence go to different ranks"
-        )
+    in_range = (
+        1 <= max_cp_degree <= world_size <= 2**20
+        and 0 <= total_seq_len // max_cp_degree < 2**31
+        and 1 <= num_seqs < 2**31 // world_size
+    )
+    if not in_range or total_seq_len % max_cp_degree:  # an error, before anything is drawn
+        getattr(generators, who)(world_size, total_seq_len, num_seqs, max_cp_degree)
     seq_lens = gen_seq_lens(world_size, num_seqs, total_seq_len // max_cp_degree).long()
     seq_lens *= max_cp_degree
     log_degree = torch.randint(0, max_cp_degree.bit_length(), (world_size, num_seqs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Optional, Tuple, Type, TypeVar
 
+import numpy as np
 import torch
 
 from .. import metadata as numpy_metadata
@@ -85,12 +86,11 @@ class Metadata(numpy_metadata.Metadata):
 
     @classmethod
     def _from_fields(cls: Type[_M], fields: Tuple[Any, ...]) -> _M:
-        return cls(*(tensor(f) if hasattr(f, "dtype") else f for f in fields))
+        return cls(*[tensor(f) if isinstance(f, np.ndarray) else f for f in fields])
 
 
 def metadata_of(
     metadata: numpy_metadata.Metadata, device: Optional[torch.device] = None
 ) -> Metadata:
     """A function's result, whose fields are arrays already, on the device of its inputs."""
-    fields = tuple(getattr(metadata, field.name) for field in dataclasses.fields(metadata))
-    return Metadata._from_fields(fields)._placed(device)
+    return Metadata._from_fields(tuple(vars(metadata).values()))._placed(device)

@@ -38,8 +38,8 @@ def compute_metadata(
 ) -> Any:
     """Routing of Q, or of any tensor whose shards go to one or several ranks.
 
-    seq_len (W, S), global_dispatch (W, S) or (W, S, C), int64. The forward metadata holds these
-    very tensors.
+    seq_len (W, S), global_dispatch (W, S) or (W, S, C), integers. The forward metadata holds these
+    very tensors where they are int64.
     """
     device = device_of(global_dispatch, seq_len)
     fwd, rev, *rest = routing.compute_metadata(
@@ -47,12 +47,16 @@ def compute_metadata(
         host_array(global_dispatch, "compute_metadata: global_dispatch"),
         return_intermediate, undispatched=undispatched,
     )  # fmt: skip
+    copies = rev.recv_seq_lens is not None
+    if _is_int64(seq_len):
+        fwd.seq_len = rev.recv_seq_lens = None
+    if _is_int64(global_dispatch):
+        fwd.dst_rank = None
     forward, reverse = metadata_of(fwd, device), metadata_of(rev, device)
-    if isinstance(seq_len, torch.Tensor):
+    if _is_int64(seq_len):
         forward.seq_len = seq_len
-        if reverse.recv_seq_lens is not None:
-            reverse.recv_seq_lens = seq_len
-    if isinstance(global_dispatch, torch.Tensor):
+        reverse.recv_seq_lens = seq_len if copies else None
+    if _is_int64(global_dispatch):
         forward.dst_rank = global_dispatch
     return (forward, reverse, *tensors(tuple(rest), device))
 
@@ -154,3 +158,7 @@ def plan_metadata(plan: Union[QkvPlan, AttentionPlan], device: Any = None) -> Qk
     *four, layout = plan.to_metadata()
     fwd_q, rev_q, fwd_kv, rev_kv = (metadata_of(m, where) for m in four)
     return QkvMetadata(fwd_q, rev_q, fwd_kv, rev_kv, tensors(layout, where))
+
+
+def _is_int64(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.int64

@@ -13,7 +13,14 @@ from .._tensor_checks import row_layout, row_shape
 from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
 from ..world import World
-from ._tensors import dtype_name, require_tensor, say_no_gradients, shown_memory, stream_of
+from ._tensors import (
+    dtype_name,
+    require_moved,
+    require_tensor,
+    say_no_gradients,
+    shown_memory,
+    stream_of,
+)
 
 __all__ = ["SequenceDispatcher"]
 
@@ -62,7 +69,7 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
         return format_, _library_name(format_.dtype, name)
 
     def _rows(self, value: Any, name: str, writable: bool) -> Tuple[Rows, Any]:
-        tensor = require_tensor(value, name)
+        tensor = require_moved(value, name)
         if tensor.device != self._device:
             raise InvalidArgument(
                 f"{name} lies on {tensor.device}, expected {self._device}, that of the world"

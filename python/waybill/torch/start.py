@@ -32,14 +32,15 @@ def initialize_distributed(
     """Collective: this process's rank and the number of ranks, as torchrun, Open MPI, Slurm or PMI
     say, alone without any of them; torch's default process group, and its current device.
 
-    ``torch.distributed.destroy_process_group()`` ends it. A group that is there already stays.
+    ``torch.distributed.destroy_process_group()`` ends it. A group that is there already stays;
+    another backend or timeout than it has is refused.
 
     :param backend: None is "cpu:gloo,cuda:nccl" on GPUs, else "gloo"
     :param device: "cpu"; "cuda" for the GPU of the rank on its host; None is "cuda" where Waybill
         was built with CUDA and there are GPUs, else "cpu"
     :param timeout_s: of the group; None is torch's
-    :raises InvalidArgument: naming the variable that is missing or wrong, and where a host has more
-        ranks than GPUs
+    :raises InvalidArgument: naming the variable that is missing or wrong, or the option that the
+        group which is there has otherwise, and where a host has more ranks than GPUs
     """
     who = "initialize_distributed"
     if timeout_s is not None:
@@ -50,6 +51,8 @@ def initialize_distributed(
         str(device) if isinstance(device, torch.device) else device, f"{who}: device", "cpu", "cuda"
     )
     rank, world_size, local_rank = _launched(who)
+    if distributed.is_initialized():
+        _require_same(backend, timeout_s, who)
     if device == "cuda":
         gpus = torch.cuda.device_count()
         if local_rank >= gpus:
@@ -74,6 +77,30 @@ def initialize_distributed(
             backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         distributed.init_process_group(backend, **options)
     return distributed.get_rank(), distributed.get_world_size()
+
+
+def _require_same(backend: Optional[str], timeout_s: Optional[float], who: str) -> None:
+    """Nothing can be changed of the default group that is there."""
+    from torch.distributed import distributed_c10d  # not every torch has torch.distributed
+
+    group = distributed.group.WORLD
+    its = distributed_c10d._world.pg_backend_config.get(group, "")
+    if backend is not None and backend not in (its, distributed.get_backend(group)):
+        raise InvalidArgument(
+            f"{who}: backend = {backend!r}, expected {its!r}, that of the process group that is"
+            " there"
+        )
+    if timeout_s is None:
+        return
+    kind = its.partition(":")[0] or "cpu"
+    options = getattr(group._get_backend(torch.device(kind)), "options", None)
+    has = getattr(options, "_timeout", None)  # not every backend says it
+    if has is None or seconds_of(timeout_s, who) != has.total_seconds():
+        expected = "None" if has is None else f"{has.total_seconds():g}"
+        raise InvalidArgument(
+            f"{who}: timeout_s = {timeout_s:g}, expected {expected}, that of the process group"
+            " that is there"
+        )
 
 
 def _launched(who: str) -> Tuple[int, int, int]:

@@ -38,13 +38,12 @@ def run_threads(
     """
     if not callable(body):
         raise InvalidArgument(f"run_threads: body = {shown(body)}, expected a function")
-    is_name = isinstance(device, (str, torch.device))
-    gpus = world.num_gpus() if is_name and str(device) == "cuda" else 0
 
     def on_device(rank: World) -> _T:
-        if rank.device != "cpu":
-            torch.cuda.set_device(rank.device)
-        if not 0 < gpus < rank.world_size:  # each has one of its own
+        if rank.device == "cpu":
+            return body(rank)
+        torch.cuda.set_device(rank.device)
+        if rank.world_size <= world.num_gpus():  # each has one of its own
             return body(rank)
         own: Any = torch.cuda.Stream
         with torch.cuda.stream(own(rank.device)):

@@ -77,8 +77,9 @@ __device__ inline bool barrier_has_ended(std::uint64_t* barrier, std::uint32_t p
   return done != 0;
 }
 
-__device__ inline void bulk_load(void* shared, const void* global, std::uint32_t bytes,
-                                 std::uint64_t* barrier) {
+/// Loads what only the copy engine reads again: bulk_store() takes it from there.
+__device__ inline void bulk_load_to_copy(void* shared, const void* global, std::uint32_t bytes,
+                                         std::uint64_t* barrier) {
 #ifdef WAYBILL_HAS_BULK
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
@@ -86,6 +87,23 @@ __device__ inline void bulk_load(void* shared, const void* global, std::uint32_t
       "l"(global), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 #endif
+}
+
+/// Loads what lanes read. Before shared memory that they have read is filled again they call
+/// release_stage(); scripts/check_bulk_fences.py looks for it.
+__device__ inline void bulk_load_to_read(void* shared, const void* global, std::uint32_t bytes,
+                                         std::uint64_t* barrier) {
+  bulk_load_to_copy(shared, global, bytes, barrier);
+}
+
+/// A warp has read shared memory that a bulk copy fills next. The reads of lanes and the writes of
+/// the copy engine have no order without the fence, which each lane needs for its own reads: a
+/// fence of the lane that issues the copy, after the lanes have synchronized, is too late.
+__device__ inline void release_stage() {
+#ifdef WAYBILL_HAS_BULK
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+  __syncwarp();
 }
 
 __device__ inline void bulk_store(void* global, const void* shared, std::uint32_t bytes) {

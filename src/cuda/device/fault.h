@@ -16,7 +16,7 @@ enum class FaultKind : std::uint32_t {
   moe_combine,
   barrier,
   disagreement,
-  // What a dispatch or combine of experts was given, see experts/input_fault.cuh.
+  // What a dispatch or combine of experts was given, see report_input() of experts/call.cuh.
   expert_id,
   scatter_size,
   scatter_position,

@@ -1,11 +1,11 @@
 #include "../device/peers.cuh"
 #include "../device/signal.cuh"
-#include "barrier_launch.h"
+#include "launch.h"
 
 namespace waybill::cuda {
 namespace {
 
-/// One warp. The epoch is counted here, so that a graph may replay it.
+/// One warp. The kernel counts the epoch, so that a graph may replay it.
 __global__ void __launch_bounds__(32) barrier_kernel(const __grid_constant__ BarrierParams p) {
   const std::uint64_t epoch = *p.epoch + 1;
   __syncwarp();
@@ -25,10 +25,7 @@ __global__ void __launch_bounds__(32) barrier_kernel(const __grid_constant__ Bar
 
 }  // namespace
 
-cudaError_t prepare_barrier() {
-  cudaFuncAttributes unused{};
-  return cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(barrier_kernel));
-}
+cudaError_t prepare_barrier() { return load_kernels(barrier_kernel); }
 
 cudaError_t launch_barrier(const BarrierParams& params, cudaStream_t stream) {
   barrier_kernel<<<1, 32, 0, stream>>>(params);

@@ -1,31 +1,30 @@
 #include "../device/bulk.cuh"
 #include "../device/number.cuh"
 #include "../device/peers.cuh"
-#include "early.h"
-#include "expert_arrive.cuh"
-#include "expert_launch.h"
-#include "lanes.cuh"
+#include "call.cuh"
+#include "launch.h"
 
 namespace waybill::cuda {
 namespace {
 
-/// A warp's work on a piece is a chain of waits, so many warps that hold few rows sum more than few
-/// that hold many.
-constexpr int most_warps = 16;
-/// Where no block has more than a piece, its rows come at once.
-constexpr int few_warps = 6;
+/// A warp that works on a piece mostly waits. Many warps with few rows each are therefore faster
+/// than few warps with many rows.
+constexpr int max_warps = 16;
+/// If no block has more than one piece, all rows of it are loaded at once.
+constexpr int single_piece_warps = 6;
 constexpr int stages = 2;
-constexpr int ring_rows = 96;  ///< that a block holds, in the stages of all its warps
+constexpr int ring_rows = 96;  ///< rows that a block holds in the stages of all its warps
 constexpr int piece_bytes = 2048;
-constexpr int words_a_lane = piece_bytes / widest_word / 32;
+constexpr int words_per_lane = piece_bytes / widest_word / 32;
 
-/// Where the rows of one token lie; a lane a topk slot.
+/// Where the rows of one token lie. Each lane has one topk slot.
 struct TokenRows {
   std::int64_t address;
   float weight;
 };
 
-/// Loaded, but not waited for. A row that did not fit is told apart when they are used.
+/// Loads the addresses and weights of a token, without waiting for them. lanes_summed() later finds
+/// rows that did not fit.
 template <class Weight>
 __device__ TokenRows read_token(const CombineParams& p, std::int32_t token) {
   TokenRows rows{-1, 0};
@@ -37,7 +36,7 @@ __device__ TokenRows read_token(const CombineParams& p, std::int32_t token) {
   return rows;
 }
 
-/// Lanes whose row is part of the sum. A row that did not fit was lost: NaN stands for it.
+/// The lanes whose row is part of the sum. A row that did not fit was lost, and NaN stands for it.
 __device__ unsigned lanes_summed(const CombineParams& p, TokenRows& rows) {
   if (rows.address >= 0 && (rows.address & 0xFFFFFFFF) >= p.shape.capacity_rows)
     rows.address = lost_address;
@@ -48,7 +47,8 @@ __device__ unsigned lanes_summed(const CombineParams& p, TokenRows& rows) {
 
 using Windows = WarpPeers<const std::byte>;
 
-/// All lanes, each its own row. @param address as lanes_summed() leaves it; below 0: of no use
+/// The address of each lane's own row. All lanes call it.
+/// @param address as lanes_summed() leaves it; if it is negative, the result is not used
 __device__ const std::byte* row_at(const CombineParams& p, const Windows& windows,
                                    std::int64_t address) {
   const bool is_there = address >= 0 && address != lost_address;
@@ -57,31 +57,32 @@ __device__ const std::byte* row_at(const CombineParams& p, const Windows& window
   return (is_there ? window : p.lost_row) + (address & 0xFFFFFFFF) * p.row_bytes;
 }
 
-/// Each product and each sum is rounded.
+/// Adds a value to a sum. Each product and each sum is rounded.
 template <class Number, bool Weighted>
 __device__ float sum_with(float sum, typename Number::Stored value, float weight) {
   const float x = Number::load(value);
   return __fadd_rn(sum, Weighted ? __fmul_rn(weight, x) : x);
 }
 
-/// One lane's share of a piece: words lane, lane + 32, ...
+/// One lane's part of a piece: words lane, lane + 32, ...
 template <class Number>
 struct Sums {
-  float sums[words_a_lane][WidePack<Number>::count];
+  float sums[words_per_lane][WidePack<Number>::count];
 
   __device__ void clear() {
 #pragma unroll
-    for (int w = 0; w < words_a_lane; ++w) {
+    for (int w = 0; w < words_per_lane; ++w) {
 #pragma unroll
       for (int e = 0; e < WidePack<Number>::count; ++e) sums[w][e] = 0;
     }
   }
 
-  /// @tparam Full a whole piece, not the last of a row
+  /// Adds a row.
+  /// @tparam Full the piece is a whole one, not the last of a row
   template <bool Weighted, bool Full>
   __device__ void add(const std::byte* from, int bytes, float weight) {
 #pragma unroll
-    for (int w = 0; w < words_a_lane; ++w) {
+    for (int w = 0; w < words_per_lane; ++w) {
       const int offset = (w * 32 + lane_id()) * widest_word;
       if (!Full && offset >= bytes) continue;
       const auto in = *reinterpret_cast<const WidePack<Number>*>(from + offset);
@@ -94,7 +95,7 @@ struct Sums {
 
   __device__ void write(std::byte* to, int bytes) const {
 #pragma unroll
-    for (int w = 0; w < words_a_lane; ++w) {
+    for (int w = 0; w < words_per_lane; ++w) {
       const int offset = (w * 32 + lane_id()) * widest_word;
       if (offset >= bytes) continue;
       WidePack<Number> out;
@@ -107,19 +108,19 @@ struct Sums {
 
 struct BulkMemory {
   alignas(128) std::byte ring[ring_rows][piece_bytes];
-  std::uint64_t loaded[most_warps][stages];
+  std::uint64_t loaded[max_warps][stages];
 };
 
-/// A piece of a token's sum.
+/// A piece of the sum of a token.
 struct Piece {
   std::int32_t token;
   std::int32_t piece;
 };
 
-/// The pieces of one warp, in turn, without divisions on the way.
+/// Steps through the pieces of one warp without divisions.
 struct PieceSteps {
-  std::int32_t pieces;  ///< of a row
-  std::int32_t tokens;  ///< that a step goes on, and pieces beyond them
+  std::int32_t pieces;  ///< pieces per row
+  std::int32_t tokens;  ///< tokens per step, and pieces in addition
   std::int32_t beyond;
 
   __device__ PieceSteps(const CombineParams& p, int warps)
@@ -142,16 +143,16 @@ struct PieceSteps {
 };
 
 /// Rows of a piece that fill one stage.
-struct Turn {
+struct Batch {
   Piece at;
-  const std::byte* row;  ///< of each lane
+  const std::byte* row;  ///< each lane's row
   float weight;
   unsigned left;  ///< lanes of these rows and of those that are loaded later
   bool is_first;
 };
 
-/// Pulls the rows of tokens, piece by piece, through shared memory: rows of the next piece are on
-/// their way, and places of the one after it.
+/// Pulls the rows of tokens through shared memory, piece by piece. While it sums a piece, the rows
+/// of the next piece and the addresses of the one after that are in flight.
 template <class Number, class Weight>
 class BulkSum {
  public:
@@ -167,7 +168,7 @@ class BulkSum {
       for (int s = 0; s < stages; ++s) barrier_init(&loaded_[s]);
       fence_barrier_init();
     }
-    fence_async_global();  // what the ranks wrote before they came here
+    fence_async_global();  // orders what the ranks wrote before they came here
     __syncwarp();
   }
 
@@ -175,20 +176,20 @@ class BulkSum {
   __device__ void run() {
     coming_ = steps_.first();
     coming_rows_ = read_token<Weight>(p_, coming_.token);
-    Turn ahead = begin_piece();
-    if (ahead.at.token < p_.shape.num_tokens) ask(ahead, 0);
-    for (unsigned turn = 0; ahead.at.token < p_.shape.num_tokens; ++turn) {
-      const Turn here = ahead;
+    Batch next = begin_piece();
+    if (next.at.token < p_.shape.num_tokens) ask(next, 0);
+    for (unsigned number = 0; next.at.token < p_.shape.num_tokens; ++number) {
+      const Batch here = next;
       const bool is_last = __popc(here.left) <= slots_;
       if (is_last) {
-        ahead = begin_piece();
+        next = begin_piece();
       } else {
-        for (int i = 0; i < slots_; ++i) ahead.left &= ahead.left - 1;
-        ahead.is_first = false;
+        for (int i = 0; i < slots_; ++i) next.left &= next.left - 1;
+        next.is_first = false;
       }
-      if (ahead.at.token < p_.shape.num_tokens) ask(ahead, (turn + 1) % stages);
-      add<Weighted>(here, turn, is_last);
-      __syncwarp();  // all lanes have read the stage before it is filled again
+      if (next.at.token < p_.shape.num_tokens) ask(next, (number + 1) % stages);
+      add<Weighted>(here, number, is_last);
+      release_stage();
     }
   }
 
@@ -201,34 +202,35 @@ class BulkSum {
     return at.piece + 1 < steps_.pieces ? piece_bytes : last_bytes_;
   }
 
-  /// The piece whose places have come; asks for those of the next.
-  __device__ Turn begin_piece() {
+  /// Begins the piece whose addresses have arrived, and loads the addresses of the next one.
+  __device__ Batch begin_piece() {
     const unsigned summed = lanes_summed(p_, coming_rows_);
     const std::byte* const row = row_at(p_, windows_, coming_rows_.address);
-    const Turn turn{coming_, row, coming_rows_.weight, summed, true};
+    const Batch batch{coming_, row, coming_rows_.weight, summed, true};
     steps_.advance(coming_);
     coming_rows_ = read_token<Weight>(p_, coming_.token);
-    return turn;
+    return batch;
   }
 
-  __device__ void ask(const Turn& turn, unsigned stage) {
-    const auto bytes = static_cast<std::uint32_t>(bytes_of(turn.at));
-    const auto count = static_cast<std::uint32_t>(__popc(turn.left));
+  __device__ void ask(const Batch& batch, unsigned stage) {
+    const auto bytes = static_cast<std::uint32_t>(bytes_of(batch.at));
+    const auto count = static_cast<std::uint32_t>(__popc(batch.left));
     if (lane_id() == 0) {
       barrier_expect(&loaded_[stage], bytes * min(count, static_cast<unsigned>(slots_)));
     }
     __syncwarp();
-    const int slot = __popc(turn.left & ((1U << lane_id()) - 1));
-    if ((turn.left >> lane_id() & 1U) != 0 && slot < slots_) {
-      bulk_load(place(stage, slot), turn.row + turn.at.piece * piece_bytes, bytes, &loaded_[stage]);
+    const int slot = __popc(batch.left & ((1U << lane_id()) - 1));
+    if ((batch.left >> lane_id() & 1U) != 0 && slot < slots_) {
+      bulk_load_to_read(place(stage, slot), batch.row + batch.at.piece * piece_bytes, bytes,
+                        &loaded_[stage]);
     }
   }
 
   template <bool Weighted>
-  __device__ void add(const Turn& turn, unsigned number, bool is_last) {
-    const int bytes = bytes_of(turn.at);
-    const std::int64_t offset = turn.at.token * p_.row_bytes + turn.at.piece * piece_bytes;
-    if (turn.is_first) {
+  __device__ void add(const Batch& batch, unsigned number, bool is_last) {
+    const int bytes = bytes_of(batch.at);
+    const std::int64_t offset = batch.at.token * p_.row_bytes + batch.at.piece * piece_bytes;
+    if (batch.is_first) {
       sums_.clear();
       for (const std::byte* bias : p_.biases) {
         if (bias != nullptr) sums_.template add<false, false>(bias + offset, bytes, 0);
@@ -237,20 +239,20 @@ class BulkSum {
     const unsigned stage = number % stages;
     barrier_wait(&loaded_[stage], number / stages % 2);
     if (bytes == piece_bytes) {
-      add_rows<Weighted, true>(turn, stage, bytes);
+      add_rows<Weighted, true>(batch, stage, bytes);
     } else {
-      add_rows<Weighted, false>(turn, stage, bytes);
+      add_rows<Weighted, false>(batch, stage, bytes);
     }
     if (is_last) sums_.write(p_.output + offset, bytes);
   }
 
   template <bool Weighted, bool Full>
-  __device__ void add_rows(const Turn& turn, unsigned stage, int bytes) {
-    unsigned left = turn.left;
+  __device__ void add_rows(const Batch& batch, unsigned stage, int bytes) {
+    unsigned left = batch.left;
     for (int slot = 0; slot < slots_ && left != 0; ++slot, left &= left - 1) {
       float weight = 0;
       if (Weighted) {
-        weight = __shfl_sync(all_lanes, turn.weight, __ffs(static_cast<int>(left)) - 1);
+        weight = __shfl_sync(all_lanes, batch.weight, __ffs(static_cast<int>(left)) - 1);
       }
       sums_.template add<Weighted, Full>(place(stage, slot), bytes, weight);
     }
@@ -258,7 +260,7 @@ class BulkSum {
 
   const CombineParams& p_;
   const Windows& windows_;
-  const int slots_;  ///< rows that a stage holds
+  const int slots_;  ///< rows per stage
   std::byte* const ring_;
   std::uint64_t* const loaded_;
   const PieceSteps steps_;
@@ -268,7 +270,8 @@ class BulkSum {
   Sums<Number> sums_;
 };
 
-/// Without bulk copies, or for addresses that do not suit them.
+/// Sums with loads of the lanes: for devices without bulk copies, and for addresses and sizes that
+/// bulk copies cannot take.
 template <class Number, class Weight>
 __device__ void sum_elements(const CombineParams& p, const Windows& windows) {
   using Stored = typename Number::Stored;
@@ -276,7 +279,7 @@ __device__ void sum_elements(const CombineParams& p, const Windows& windows) {
   constexpr int unroll = 4;
   const std::int64_t elements = p.row_bytes / size;
   const std::int64_t pieces = (elements + 32 * unroll - 1) / (32 * unroll);
-  const std::int64_t step = std::int64_t{gridDim.x} * most_warps;
+  const std::int64_t step = std::int64_t{gridDim.x} * max_warps;
   const bool weighted = p.weights != nullptr;
   for (std::int64_t item = blockIdx.x + std::int64_t{threadIdx.x / 32} * gridDim.x;
        item < p.shape.num_tokens * pieces; item += step) {
@@ -313,7 +316,7 @@ __device__ void sum_elements(const CombineParams& p, const Windows& windows) {
 }
 
 template <class Number, class Weight, bool Bulk>
-__global__ void __launch_bounds__(most_warps * 32, 1)
+__global__ void __launch_bounds__(max_warps * 32, 1)
     combine_kernel(const __grid_constant__ CombineParams p) {
   extern __shared__ __align__(128) std::byte shared[];
   std::uint64_t epoch = 0;
@@ -324,7 +327,7 @@ __global__ void __launch_bounds__(most_warps * 32, 1)
     arrive_and_wait(p.m.arrive, epoch);
   }
   const bool compares = !p.in_call && compares_calls();
-  CallComparison comparison(p.m.arrive, epoch, compares);  // looked at when the rows are summed
+  CallComparison comparison(p.m.arrive, epoch, compares);  // checked after the sums
   linger_block(p.m);
   if constexpr (Bulk) {
     BulkSum<Number, Weight> sum(p, windows, *reinterpret_cast<BulkMemory*>(shared));
@@ -337,7 +340,7 @@ __global__ void __launch_bounds__(most_warps * 32, 1)
     sum_elements<Number, Weight>(p, windows);
   }
   if (compares) comparison.settle(p.m.arrive);
-  if (!p.in_call && comes_last(p.m.state)) end_moe_call(p.m, 1, epoch);
+  if (!p.in_call && is_last_block(p.m.state)) end_moe_call(p.m, 1, epoch);
 }
 
 using Kernel = void (*)(CombineParams);
@@ -354,11 +357,8 @@ Kernel kernel_for(DType tokens, DType weights, bool bulk) {
 
 cudaError_t prepare_combine(DType tokens, DType weights, bool bulk) {
   const Kernel kernel = kernel_for(tokens, weights, bulk);
-  if (kernel == nullptr) return cudaErrorInvalidValue;
-  if (!bulk) {
-    cudaFuncAttributes unused{};
-    return cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(kernel));
-  }
+  const cudaError_t status = load_kernels(kernel);
+  if (status != cudaSuccess || !bulk) return status;
   return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                               cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(BulkMemory));
 }
@@ -369,7 +369,7 @@ cudaError_t launch_combine(const CombineParams& params, DType tokens, DType weig
   if (kernel == nullptr) return cudaErrorInvalidValue;
   const std::int64_t pieces =
       params.shape.num_tokens * ((params.row_bytes + piece_bytes - 1) / piece_bytes);
-  const int warps = bulk && pieces <= blocks ? few_warps : most_warps;
+  const int warps = bulk && pieces <= blocks ? single_piece_warps : max_warps;
   return launch_kernel(kernel, static_cast<unsigned>(blocks), warps * 32,
                        bulk ? sizeof(BulkMemory) : 0, early, stream, params);
 }

@@ -1,10 +1,8 @@
 #include <algorithm>
 
 #include "../device/peers.cuh"
-#include "early.h"
-#include "expert_arrive.cuh"
-#include "expert_launch.h"
-#include "input_fault.cuh"
+#include "call.cuh"
+#include "launch.h"
 #include "push_walk.cuh"
 
 namespace waybill::cuda {
@@ -13,7 +11,7 @@ namespace {
 using Pieces = WalkShape<16, 6, 2048>;
 using NoPieces = WalkShape<16, 1, 0>;
 
-/// One weight, of whatever dtype: the kernels are not made for each.
+/// Reads one weight of any dtype. The kernels are not compiled for each dtype of weights.
 __device__ float weight_at(const std::byte* weights, DType dtype, std::int64_t i) {
   switch (dtype) {
     case DType::bfloat16:
@@ -25,33 +23,34 @@ __device__ float weight_at(const std::byte* weights, DType dtype, std::int64_t i
   }
 }
 
-/// What all warps of a call know of its units.
+/// How a call is cut into units, as each lane sees it.
 struct Units {
   PushUnits cut;
-  std::int32_t groups;    ///< of the rank that has the most tokens
-  std::int32_t together;  ///< tokens whose topk slots a warp has in its lanes
-  std::int32_t mine;      ///< which of them a lane has
-  std::int32_t k;         ///< and which topk slot
-  std::int32_t tokens;    ///< of the rank of this lane's number
+  std::int32_t groups;    ///< groups of the rank that has most tokens
+  std::int32_t together;  ///< tokens that a warp handles at once, with one lane per topk slot
+  std::int32_t mine;      ///< index of this lane's token among them
+  std::int32_t k;         ///< this lane's topk slot of the token
+  std::int32_t tokens;    ///< tokens of the rank whose number is the lane's
 
-  /// All lanes, with the same rank.
+  /// Tokens of a rank. All lanes ask for the same rank.
   [[nodiscard]] __device__ std::int32_t tokens_of(const PushParams& p, std::int32_t rank) const {
     return rank < 32 ? __shfl_sync(all_lanes, tokens, rank) : p.num_input_tokens[rank];
   }
 };
 
-/// Asked for early. @return Units::tokens
+/// Loads Units::tokens early.
 __device__ std::int32_t tokens_of_lane(const PushParams& p) {
   return lane_id() < p.shape.world_size ? p.num_input_tokens[lane_id()] : 0;
 }
 
 __device__ Units units_of(const PushParams& p, std::int32_t tokens) {
-  std::int32_t most = tokens;
+  std::int32_t busiest_tokens = tokens;
   for (std::int32_t r = 32 + lane_id(); r < p.shape.world_size; r += 32)
-    most = max(most, p.num_input_tokens[r]);
-  most = __reduce_max_sync(all_lanes, most);
-  Units u{push_units(most, p.shape.topk, p.row_bytes), 0, 32 / p.shape.topk, 0, 0, tokens};
-  u.groups = (most + u.cut.group - 1) / u.cut.group;
+    busiest_tokens = max(busiest_tokens, p.num_input_tokens[r]);
+  busiest_tokens = __reduce_max_sync(all_lanes, busiest_tokens);
+  Units u{
+      push_units(busiest_tokens, p.shape.topk, p.row_bytes), 0, 32 / p.shape.topk, 0, 0, tokens};
+  u.groups = (busiest_tokens + u.cut.group - 1) / u.cut.group;
   u.mine = lane_id() / p.shape.topk;
   u.k = lane_id() - u.mine * p.shape.topk;
   return u;
@@ -72,13 +71,14 @@ struct Unit {
   }
 };
 
-/// Where a row of a token lies in a slab.
+/// Byte offset of a token's row in a slab.
 __device__ std::int64_t slab_offset(const PushParams& p, std::int32_t token, std::int32_t slot) {
   return (std::int64_t{token} * p.slots + slot) * p.row_bytes;
 }
 
-/// What a lane pushes of token t of rank `home`: the row of its topk slot, or of compact rows that
-/// of the token. @return lanes with something
+/// Finds what each lane pushes of token t of rank `home`: the row of its topk slot or, with compact
+/// rows, the token's row.
+/// @return lanes that have a row
 __device__ unsigned rows_to_push(const PushParams& p, const Units& u, std::int32_t home,
                                  std::int32_t t, std::int32_t tokens, std::int64_t end,
                                  WalkRows& rows) {
@@ -93,20 +93,20 @@ __device__ unsigned rows_to_push(const PushParams& p, const Units& u, std::int32
   if (row >= end) row = -1;
   const unsigned of_token = lanes_of_token(s.topk, u.k);
   unsigned here = __ballot_sync(all_lanes, row >= 0);
-  const bool leads = row >= 0 && is_first(here & of_token);
-  if (s.compact != 0) here = __ballot_sync(all_lanes, leads);
+  const bool is_primary = row >= 0 && is_first(here & of_token);
+  if (s.compact != 0) here = __ballot_sync(all_lanes, is_primary);
   if (row < 0) return here;
   rows.from = p.input + row * p.row_bytes;
-  rows.mates = p.sums ? of_token : 1U << lane_id();
+  rows.token_lanes = p.sums ? of_token : 1U << lane_id();
   if (p.sums && p.received_weights != nullptr)
     rows.weight = weight_at(p.received_weights, p.weight_dtype, row);
-  if (!p.once || leads) {
+  if (!p.once || is_primary) {
     rows.to = peer_at(p.slabs, home) + slab_offset(p, t, p.by_rank ? s.rank : u.k);
   }
   return here;
 }
 
-/// Pushes what this rank has of a unit of a rank's tokens, and tells that rank.
+/// Pushes this rank's rows of one unit of rank `home`, and signals that rank.
 template <class Walk>
 __device__ void push_unit(const PushParams& p, Walk& walk, const Units& u, std::int32_t home,
                           Unit unit, std::int64_t end, std::uint64_t epoch) {
@@ -114,9 +114,9 @@ __device__ void push_unit(const PushParams& p, Walk& walk, const Units& u, std::
   bool has_some = false;
   for (std::int32_t i = 0; i < u.cut.group; i += u.together) {
     const std::int32_t t = unit.group * u.cut.group + i + u.mine;
-    const std::int32_t most = min(tokens, (unit.group + 1) * u.cut.group);
+    const std::int32_t unit_end = min(tokens, (unit.group + 1) * u.cut.group);
     WalkRows rows;
-    const unsigned here = rows_to_push(p, u, home, t, most, end, rows);
+    const unsigned here = rows_to_push(p, u, home, t, unit_end, end, rows);
     if (here == 0) continue;
     has_some = true;
     if (p.sums && p.received_weights != nullptr) {
@@ -127,31 +127,31 @@ __device__ void push_unit(const PushParams& p, Walk& walk, const Units& u, std::
   }
   if (!has_some) return;
   walk.wait_stores();
-  __syncwarp();  // all lanes' stores go out before the flag
+  __syncwarp();  // all lanes' stores precede the flag
   if (lane_id() == 0) signal(peer_at(p.flags, home) + unit.flag(p, u, p.shape.rank), epoch);
 }
 
-/// The units that a warp pushes, those of the first tokens of all ranks first.
-class PushTurns {
+/// The units that a warp pushes. They begin with the first tokens of all ranks.
+class UnitsToPush {
  public:
-  __device__ PushTurns(const PushParams& p, const Units& u)
+  __device__ UnitsToPush(const PushParams& p, const Units& u)
       : all_(u.groups * p.shape.world_size * u.cut.parts),
         step_(static_cast<std::int32_t>(blockDim.x / 32 * gridDim.x)),
         next_(static_cast<std::int32_t>(blockIdx.x + threadIdx.x / 32 * gridDim.x)) {}
 
   [[nodiscard]] __device__ bool is_over() const { return next_ >= all_; }
 
-  /// What this rank has of the next one. All lanes.
+  /// Pushes the next unit. All lanes.
   template <class Walk>
   __device__ void push_next(const PushParams& p, Walk& walk, const Units& u, std::uint64_t epoch) {
     const std::int32_t world = p.shape.world_size;
     const std::int32_t of_group = next_ / u.cut.parts;
     const std::int32_t part = next_ - of_group * u.cut.parts;
     const std::int32_t group = of_group / world;
-    const std::int32_t k = of_group - group * world + 1;  // this rank's own tokens last
+    const std::int32_t k = of_group - group * world + 1;  // this rank's own tokens come last
     next_ += step_;
-    const std::int32_t home = rank_behind(p.shape, k == world ? 0 : k);
-    if (home == p.shape.rank && !p.sums) return;  // it reads the rows themselves
+    const std::int32_t home = rank_after(p.shape, k == world ? 0 : k);
+    if (home == p.shape.rank && !p.sums) return;  // its sums read these rows where they are
     push_unit(p, walk, u, home, {group, part}, min(p.shape.capacity_rows, p.num_rows), epoch);
   }
 
@@ -161,16 +161,16 @@ class PushTurns {
   std::int32_t next_;
 };
 
-/// A topk slot of one of this rank's tokens: what the sum takes, and when.
+/// One topk slot of this rank's tokens: which row the sum takes, and when it may.
 struct SumSlot {
-  const std::byte* from;      ///< null: nothing
-  const std::uint64_t* flag;  ///< null: it is there
+  const std::byte* from;      ///< null: no row
+  const std::uint64_t* flag;  ///< null: the row needs no wait
   std::int32_t rank;
   float weight;
-  bool active;  ///< there is such a token
+  bool active;  ///< the token exists
 };
 
-/// Of this lane, in the batch of a unit's tokens that begins with `first`.
+/// Reads this lane's topk slot of the unit's tokens from `first` on.
 __device__ SumSlot read_slot(const PushParams& p, const Units& u, Unit unit, std::int32_t first) {
   const MoeShape& s = p.shape;
   const std::int32_t t = unit.group * u.cut.group + first + u.mine;
@@ -195,7 +195,8 @@ __device__ SumSlot read_slot(const PushParams& p, const Units& u, Unit unit, std
   return slot;
 }
 
-/// What a lane adds to the sum of its token, when it has come. @return lanes that add
+/// Waits for the rows that the lanes add to the sums of their tokens.
+/// @return lanes that add a row
 __device__ unsigned rows_to_sum(const PushParams& p, const Units& u, Unit unit, std::int32_t first,
                                 std::uint64_t epoch, WalkRows& rows) {
   const SumSlot slot = read_slot(p, u, unit, first);
@@ -204,17 +205,18 @@ __device__ unsigned rows_to_sum(const PushParams& p, const Units& u, Unit unit, 
   const std::int32_t t = unit.group * u.cut.group + first + u.mine;
   if (slot.active) rows.to = p.biases.output + t * p.row_bytes;
   if (slot.flag != nullptr) wait_slot(p.m.arrive, slot.flag, epoch, slot.rank);
-  __syncwarp();  // what one lane was told of others read
+  __syncwarp();  // after it all lanes may read what one lane has waited for
   end_if_reported(p.m.arrive.sink);
   const unsigned here = __ballot_sync(all_lanes, slot.from != nullptr);
-  const bool has_none = slot.active && u.k == 0 && (here & of_token) == 0;  // sums are zeros
+  // the sum of such a token is zeros
+  const bool has_none = slot.active && u.k == 0 && (here & of_token) == 0;
   return here | __ballot_sync(all_lanes, has_none);
 }
 
-/// The units that a warp sums: one each, then in their order, whoever comes first.
-class SumTurns {
+/// The units that a warp sums: first one that is fixed, then the next one that no warp has taken.
+class UnitsToSum {
  public:
-  __device__ SumTurns(const PushParams& p, const Units& u)
+  __device__ UnitsToSum(const PushParams& p, const Units& u)
       : all_(static_cast<std::uint32_t>((p.shape.num_tokens + u.cut.group - 1) / u.cut.group *
                                         u.cut.parts)),
         unit_(blockIdx.x + threadIdx.x / 32 * gridDim.x),
@@ -222,7 +224,7 @@ class SumTurns {
 
   [[nodiscard]] __device__ bool is_over() const { return unit_ >= all_; }
 
-  /// When the next one has come. All lanes.
+  /// Waits for the next unit and sums it. All lanes.
   template <class Walk>
   __device__ void sum_next(const PushParams& p, Walk& walk, const Units& u, std::uint64_t epoch) {
     const Unit unit = at(u);
@@ -252,20 +254,20 @@ class SumTurns {
 
   std::uint32_t all_;
   std::uint32_t unit_;
-  std::uint32_t next_;  ///< lane 0
+  std::uint32_t next_;  ///< valid in lane 0
 };
 
-/// A warp's part of a call. All pushes first: to look for what has come between them takes longer
-/// than it saves (docs/performance/gpu_moe.md).
+/// Does a warp's part of a call: first all pushes, then sums. Looking for arrived units between
+/// pushes costs more time than it saves (docs/performance/gpu_moe.md).
 template <class Walk>
 __device__ void push_and_sum(const PushParams& p, Walk&& walk, const Units& u,
                              std::uint64_t epoch) {
-  for (PushTurns pushed(p, u); !pushed.is_over();) pushed.push_next(p, walk, u, epoch);
-  for (SumTurns summed(p, u); !summed.is_over();) summed.sum_next(p, walk, u, epoch);
+  for (UnitsToPush pushed(p, u); !pushed.is_over();) pushed.push_next(p, walk, u, epoch);
+  for (UnitsToSum summed(p, u); !summed.is_over();) summed.sum_next(p, walk, u, epoch);
 }
 
-/// No rank waits for others before it pushes: slabs take turns, and who is in combine n has seen
-/// all ranks come to the one before it, so that the slab of n - 2 has been read.
+/// Pushes and sums. No rank waits before it pushes, because two slabs alternate: a rank in combine
+/// n has seen all ranks come to combine n - 1, so they have read the slab of combine n - 2.
 template <class Number, int Count, class Shape>
 __global__ void __launch_bounds__(Shape::warps * 32, 1)
     push_combine_kernel(const __grid_constant__ PushParams p) {
@@ -300,7 +302,7 @@ __global__ void __launch_bounds__(Shape::warps * 32, 1)
     wait_arrivals(p.m.arrive, epoch);
     CallComparison(p.m.arrive, epoch, true).settle(p.m.arrive);
   }
-  if (comes_last(p.m.state)) {
+  if (is_last_block(p.m.state)) {
     p.m.state->next_sum = 0;
     end_moe_call(p.m, 1, epoch);
   }
@@ -310,12 +312,12 @@ using Kernel = void (*)(PushParams);
 
 Kernel kernel_for(DType tokens, PushWay way) {
   return for_number(tokens, [&]<class Number>(Number) -> Kernel {
-    constexpr int most = 16 / static_cast<int>(sizeof(typename Number::Stored));
+    constexpr int wide_count = 16 / static_cast<int>(sizeof(typename Number::Stored));
     switch (way) {
       case PushWay::bulk:
-        return push_combine_kernel<Number, most, Pieces>;
+        return push_combine_kernel<Number, wide_count, Pieces>;
       case PushWay::words:
-        return push_combine_kernel<Number, most, NoPieces>;
+        return push_combine_kernel<Number, wide_count, NoPieces>;
       default:
         return push_combine_kernel<Number, 1, NoPieces>;
     }

@@ -5,22 +5,23 @@
 
 #include "../device/bulk.cuh"
 #include "../device/number.cuh"
-#include "lanes.cuh"
-#include "push_params.h"
+#include "call.cuh"
+#include "params.h"
 
-// Sums of rows by one warp, with loads of several rows and pieces under way together.
+// Sums of rows by one warp, which keeps loads of several rows and pieces in flight.
 
 namespace waybill::cuda {
 
-/// Rows of some tokens, a lane each: those of a token are neighbours, summed in the order of lanes.
+/// Rows of some tokens, one per lane. The rows of a token are neighbours, and are summed in the
+/// order of lanes.
 struct WalkRows {
   const std::byte* from;  ///< null: zeros
-  std::byte* to;          ///< of the first lane of a token
+  std::byte* to;          ///< valid in the first lane of a token
   float weight;
-  unsigned mates;  ///< lanes that a token's rows may be in
+  unsigned token_lanes;  ///< lanes that may hold rows of the same token
 };
 
-/// A row's piece after the other: rows of a token and piece, pieces of a token, tokens.
+/// Walks through pieces of rows: over the rows of a token, then over its pieces, then over tokens.
 class RowWalk {
  public:
   /// @param here lanes with rows
@@ -48,28 +49,28 @@ class RowWalk {
  private:
   __device__ void begin_token(const WalkRows& rows) {
     const int first = lanes_ == 0 ? 0 : __ffs(static_cast<int>(lanes_)) - 1;
-    token_ = lanes_ & __shfl_sync(all_lanes, rows.mates, first);
+    token_ = lanes_ & __shfl_sync(all_lanes, rows.token_lanes, first);
     left_ = token_;
   }
 
-  unsigned lanes_;  ///< of this token and later ones
+  unsigned lanes_;  ///< lanes of this token and of later ones
   unsigned token_ = 0;
-  unsigned left_ = 0;  ///< of the token, of this piece
+  unsigned left_ = 0;  ///< lanes of the token whose rows of this piece are left
   int begin_;
   int end_;
   int step_;
 
  public:
-  int offset;  ///< of the piece in a row
+  int offset;  ///< byte offset of the piece in a row
 };
 
-/// The widest word that is loaded at once, of 16, 4 or 2 bytes.
+/// A word of 16, 4 or 2 bytes.
 template <int Bytes>
 using RawWord = std::conditional_t<Bytes == 16, uint4,
                                    std::conditional_t<Bytes == 4, unsigned, unsigned short>>;
 
-/// A lane's words of a piece of a row. Numbers are taken apart when they are used: as long as they
-/// are under way they take a register for each four bytes.
+/// One lane's words of a piece of a row. They are unpacked into numbers when they are used; in
+/// flight they take one register per four bytes.
 template <class Number, int Count, int Words>
 struct PieceWords {
   static constexpr int words = Words;
@@ -82,7 +83,7 @@ struct PieceWords {
     return (w * 32 + lane_id()) * static_cast<int>(sizeof(Raw));
   }
 
-  /// What other ranks may have written: not by L1.
+  /// Loads the words without L1, as other ranks may have written them.
   __device__ void load(const std::byte* from, int left) {
 #pragma unroll
     for (int w = 0; w < words; ++w) {
@@ -101,7 +102,7 @@ struct PieceWords {
   }
 };
 
-/// A lane's part of a sum. Each product and each sum is rounded.
+/// One lane's part of a sum. Each product and each sum is rounded.
 template <class Number, int Count, int NumWords>
 struct PieceSum {
   using Words = PieceWords<Number, Count, NumWords>;
@@ -115,7 +116,7 @@ struct PieceSum {
     }
   }
 
-  /// @param w number of the word, a constant
+  /// @param w index of the word, a constant
   template <bool Weighted>
   __device__ void add_word(int w, const typename Words::Raw& raw, float weight) {
     typename Words::Packed numbers;
@@ -132,7 +133,8 @@ struct PieceSum {
     for (int w = 0; w < Words::words; ++w) add_word<Weighted>(w, words.raw[w], weight);
   }
 
-  /// What sums begin with. @param at where the piece goes in the output
+  /// Starts the sums from the biases.
+  /// @param at where the piece goes in the output
   __device__ void begin(const PushBiases* biases, const std::byte* at, int left) {
     clear();
     if (biases == nullptr) return;
@@ -144,7 +146,7 @@ struct PieceSum {
     }
   }
 
-  /// @param left bytes from `to` on that there are
+  /// @param left bytes of the row from `to` on
   __device__ void write(std::byte* to, int left) const {
 #pragma unroll
     for (int w = 0; w < Words::words; ++w) {
@@ -159,36 +161,36 @@ struct PieceSum {
   }
 };
 
-/// Where a lane's pointer leads, for all lanes.
+/// One lane's pointer, in all lanes.
 template <class T>
 __device__ T* pointer_of(T* pointer, int lane) {
   return reinterpret_cast<T*>(
       __shfl_sync(all_lanes, reinterpret_cast<std::uint64_t>(pointer), lane));
 }
 
-/// Sums by loads and stores of the lanes, for any address and size.
+/// Sums with loads and stores of the lanes, for any address and size.
 template <class Number, int Count>
 class VectorWalk {
  public:
   __device__ void expect_arrived() const {}
   __device__ void wait_stores() const {}
 
-  /// Sums the rows of each token into its place. A row that is its token's only one keeps its bits
-  /// if it `may_copy`. All lanes.
-  /// @param begin, end of the rows' part, in bytes
+  /// Sums the rows of each token into its destination. With `MayCopy` a token's only row is copied,
+  /// so that it keeps its bits. All lanes.
+  /// @param begin, end bytes of the rows that are summed
   template <bool Weighted, bool MayCopy>
   __device__ void sum(const WalkRows& rows, unsigned here, int begin, int end,
                       const PushBiases* biases) {
     if (here == 0) return;
-    RowWalk ahead(rows, here, begin, end, Words::bytes);
-    RowWalk at = ahead;
+    RowWalk loading(rows, here, begin, end, Words::bytes);
+    RowWalk at = loading;
     Words under_way[depth];
     PieceSum<Number, Count, words> sums;
     const auto ask = [&](Words& into) {
-      if (ahead.is_over()) return;
-      const std::byte* const from = pointer_of(rows.from, ahead.lane());
-      into.load(from == nullptr ? nullptr : from + ahead.offset, end - ahead.offset);
-      ahead.advance(rows);
+      if (loading.is_over()) return;
+      const std::byte* const from = pointer_of(rows.from, loading.lane());
+      into.load(from == nullptr ? nullptr : from + loading.offset, end - loading.offset);
+      loading.advance(rows);
     };
     const auto use = [&](const Words& row) {
       std::byte* const to = pointer_of(rows.to, at.first_lane()) + at.offset;
@@ -221,41 +223,42 @@ class VectorWalk {
   using Words = PieceWords<Number, Count, words>;
 };
 
-/// How rows pass through shared memory: a block's warps, and of each the pieces under way.
+/// How rows pass through shared memory: warps per block, and pieces in flight per warp.
 template <int Warps, int Slots, int PieceBytes>
 struct WalkShape {
   static constexpr int warps = Warps;
   static constexpr int slots = Slots;
   static constexpr int piece_bytes = PieceBytes;
-  static constexpr int bytes = Slots * PieceBytes;  ///< of a warp
+  static constexpr int bytes = Slots * PieceBytes;  ///< per warp
 };
 
-/// A piece of a row on its way: what becomes of it.
+/// A piece of a row in flight, and what to do with it.
 struct alignas(16) WalkItem {
   std::byte* to;
   float weight;
-  unsigned how;  ///< its bytes, and the bits below
+  unsigned how;  ///< the number of bytes, and the bits below
 
-  static constexpr unsigned first = 1U << 16U;     ///< of a token's rows
-  static constexpr unsigned last = 1U << 17U;      ///< of them
-  static constexpr unsigned is_there = 1U << 18U;  ///< else zeros
+  static constexpr unsigned first = 1U << 16U;     ///< the first row of a token
+  static constexpr unsigned last = 1U << 17U;      ///< the last row of a token
+  static constexpr unsigned is_there = 1U << 18U;  ///< else the row is zeros
   [[nodiscard]] __device__ bool is(unsigned bits) const { return (how & bits) == bits; }
   [[nodiscard]] __device__ int bytes() const { return static_cast<int>(how & 0xFFFFU); }
 };
 
-/// Shared memory of a warp beside its slots.
+/// Shared memory of a warp in addition to its slots.
 template <class Shape>
 struct WalkState {
   WalkItem items[Shape::slots];
   std::uint64_t barriers[Shape::slots];
 };
 
-/// The same with bulk copies into shared memory, and out of it where a row is copied: more is under
-/// way than registers hold. Rows and parts are multiples of 16 bytes.
+/// Sums with bulk copies into shared memory, and also out of it if a row is copied. So more is in
+/// flight than registers could hold. Rows and parts are multiples of 16 bytes.
 template <class Number, class Shape>
 class BulkWalk {
  public:
-  /// @param slots, state shared, of this warp: Shape::bytes of slots
+  /// @param slots shared memory of this warp, Shape::bytes
+  /// @param state shared memory of this warp
   __device__ BulkWalk(std::byte* slots, WalkState<Shape>& state) : slots_(slots), state_(state) {
     if (lane_id() == 0) {
       for (int s = 0; s < Shape::slots; ++s) barrier_init(&state_.barriers[s]);
@@ -264,10 +267,10 @@ class BulkWalk {
     __syncwarp();
   }
 
-  /// Rows that were written before this warp was told so are read next.
+  /// Must be called between a wait for rows and the sum that reads them.
   __device__ void expect_arrived() const { fence_async_global(); }
 
-  /// Before others are told. One warp.
+  /// Waits for the stores, before they are signalled. One warp.
   __device__ void wait_stores() const {
     if (lane_id() == 0) bulk_wait_all();
     fence_async_global();
@@ -276,13 +279,13 @@ class BulkWalk {
   template <bool Weighted, bool MayCopy>
   __device__ void sum(const WalkRows& rows, unsigned here, int begin, int end,
                       const PushBiases* biases) {
-    RowWalk ahead(rows, here, begin, end, Shape::piece_bytes);
+    RowWalk loading(rows, here, begin, end, Shape::piece_bytes);
     PieceSum<Number, count, words> sums;
     int under_way = 0;
     while (true) {
-      for (; under_way < Shape::slots - 1 && !ahead.is_over(); ++under_way) {
-        ask<Weighted>(rows, ahead, end, MayCopy);
-        ahead.advance(rows);
+      for (; under_way < Shape::slots - 1 && !loading.is_over(); ++under_way) {
+        ask<Weighted>(rows, loading, end, MayCopy);
+        loading.advance(rows);
       }
       if (under_way == 0) return;
       __syncwarp();
@@ -300,29 +303,31 @@ class BulkWalk {
     return slot + 1 == Shape::slots ? 0 : slot + 1;
   }
 
-  /// Fills the slot behind those under way. What was stored from it went out before the last store.
+  /// Fills the slot after those in flight. Whatever was stored from it has left it before the last
+  /// store.
   template <bool Weighted>
-  __device__ void ask(const WalkRows& rows, const RowWalk& ahead, int end, bool may_copy) {
-    const std::byte* const from = pointer_of(rows.from, ahead.lane());
-    std::byte* const to = pointer_of(rows.to, ahead.first_lane());
-    const float weight = Weighted ? __shfl_sync(all_lanes, rows.weight, ahead.lane()) : 0;
+  __device__ void ask(const WalkRows& rows, const RowWalk& loading, int end, bool may_copy) {
+    const std::byte* const from = pointer_of(rows.from, loading.lane());
+    std::byte* const to = pointer_of(rows.to, loading.first_lane());
+    const float weight = Weighted ? __shfl_sync(all_lanes, rows.weight, loading.lane()) : 0;
     if (lane_id() == 0) {
-      const auto bytes = static_cast<unsigned>(min(end - ahead.offset, Shape::piece_bytes));
-      state_.items[newest_] = {to + ahead.offset, weight,
-                               bytes | (ahead.is_first() ? WalkItem::first : 0U) |
-                                   (ahead.is_last() ? WalkItem::last : 0U) |
+      const auto bytes = static_cast<unsigned>(min(end - loading.offset, Shape::piece_bytes));
+      state_.items[newest_] = {to + loading.offset, weight,
+                               bytes | (loading.is_first() ? WalkItem::first : 0U) |
+                                   (loading.is_last() ? WalkItem::last : 0U) |
                                    (from != nullptr ? WalkItem::is_there : 0U)};
       if (may_copy) bulk_wait_read_but_one();
       if (from != nullptr) {
         std::uint64_t* const barrier = &state_.barriers[newest_];
         barrier_expect(barrier, bytes);
-        bulk_load(slots_ + newest_ * Shape::piece_bytes, from + ahead.offset, bytes, barrier);
+        bulk_load_to_read(slots_ + newest_ * Shape::piece_bytes, from + loading.offset, bytes,
+                          barrier);
       }
     }
     newest_ = next(newest_);
   }
 
-  /// Takes the oldest piece under way.
+  /// Uses the oldest piece in flight.
   template <bool Weighted, bool MayCopy>
   __device__ void use(PieceSum<Number, count, words>& sums, const PushBiases* biases) {
     const WalkItem item = state_.items[oldest_];
@@ -339,7 +344,7 @@ class BulkWalk {
       if (item.is(WalkItem::last)) sums.write(item.to, item.bytes());
     }
     if (MayCopy && lane_id() == 0) bulk_commit();
-    __syncwarp();  // all lanes have read the slot before it is filled again
+    release_stage();
     oldest_ = next(oldest_);
   }
 

@@ -1,45 +1,229 @@
 #include <type_traits>
 
-#include "arrived.cuh"
-#include "early.h"
-#include "expert_launch.h"
-#include "forwarded_tokens.cuh"
-#include "receive_slots.cuh"
+#include "call.cuh"
+#include "channels.cuh"
+#include "launch.h"
+#include "tma_ring.cuh"
 
 namespace waybill::cuda {
 namespace {
 
-constexpr int vector_warps = 16;
-constexpr int taker_warps = 5;  // beside ring_warps
+// Receive slots: few tokens are sent before their rows are known, to slots on their destination
+// ranks. The receiver copies them to their rows when these are known.
 
-/// Sends the tokens channel, channel + channels, ..., each once to every rank that it goes to.
+/// The address of token t's receive slot on each rank that its ids name. Each lane has one topk
+/// slot; the first one of each rank gets the address. One warp.
+__device__ inline std::int64_t slot_address(const RowsParams& p, std::int32_t t) {
+  const MoeShape& s = p.shape;
+  std::int32_t dst = -1;
+  if (lane_id() < s.topk) {
+    const std::int64_t i = std::int64_t{t} * s.topk + lane_id();
+    const std::int64_t id = index_at(p.receive_slots.ids, p.receive_slots.wide_ids, i);
+    if (0 <= id && id < s.num_experts) dst = static_cast<std::int32_t>(id) / s.experts_per_rank;
+  }
+  const unsigned same = lanes_with(dst, bits_of(s.world_size)) & __ballot_sync(all_lanes, dst >= 0);
+  if (dst < 0 || !is_first(same)) return -1;
+  return (std::int64_t{dst} << address_dst_shift) + s.rank * p.receive_slots.tokens + t +
+         primary_row_bit;
+}
+
+/// A token of a source in the receive slots of this rank.
+__device__ inline RingSource row_in_slot(const RowsParams& p, std::int32_t source, std::int32_t t) {
+  const std::byte* const rows = p.receive_slots.own_rows;
+  const std::int64_t row = std::int64_t{source} * p.receive_slots.tokens + t;
+  return {rows + row * p.cuts.row_bytes,
+          p.cuts.scale_bytes == 0
+              ? nullptr
+              : rows + p.receive_slots.scales_offset + row * p.cuts.scale_bytes};
+}
+
+// Several nodes: a rank forwards tokens of other nodes as they arrive.
+
+/// Knows which tokens of a channel have arrived.
+class ForwardedTokens {
+ public:
+  __device__ explicit ForwardedTokens(std::int32_t channels) : channels_(channels) {}
+
+  /// Waits for token t, at `position`. At the same time each lane looks whether one of the
+  /// channel's next tokens has arrived. One warp.
+  template <class Rows, class Ring>
+  __device__ void wait(const Rows& p, const Ring& ring, std::int32_t position, std::int32_t t,
+                       std::uint64_t epoch) {
+    const std::int32_t idx = (position - first_) / channels_;
+    if (first_ >= 0 && idx < 32 && (here_ >> idx & 1U) != 0) return;
+    first_ = position;
+    const std::int32_t mine = position + lane_id() * channels_;
+    here_ = __ballot_sync(all_lanes, mine < p.shape.num_tokens && is_here(p, mine, epoch));
+    const std::int32_t node = node_of(p, t);
+    if ((here_ & 1U) == 0 && lane_id() == 0) {
+      wait_slot(p.m.arrive, slot_of_token(p.forwarded, node, t - node * tokens_of_node(p)), epoch,
+                node * p.shape.node_ranks + p.shape.rank);
+    }
+    here_ |= 1U;
+    __syncwarp();
+    ring.expect_arrived();
+  }
+
+ private:
+  template <class Rows>
+  static __device__ bool is_here(const Rows& p, std::int32_t position, std::uint64_t epoch) {
+    const std::int32_t t = token_at(p, position);
+    const std::int32_t node = node_of(p, t);
+    if (node == own_node(p.shape)) return true;
+    return load_acquire(slot_of_token(p.forwarded, node, t - node * tokens_of_node(p))) >= epoch;
+  }
+
+  const std::int32_t channels_;
+  std::int32_t first_ = -1;  ///< position of the token that bit 0 of here_ is about
+  unsigned here_ = 0;
+};
+
+/// The place from which this rank sends a token.
+template <class Rows>
+__device__ inline RingSource forwarded_source(const Rows& p, std::int32_t t) {
+  const bool own = node_of(p, t) == own_node(p.shape);
+  const std::byte* const rows = own ? p.own_tokens : p.tokens;
+  const std::byte* const scales = own ? p.own_scales : p.scales;
+  return {rows + std::int64_t{t} * p.cuts.row_bytes,
+          scales == nullptr ? nullptr : scales + std::int64_t{t} * p.cuts.scale_bytes};
+}
+
+// The receiver writes its tables and its window for the rows of an arrived token.
+
+/// Copies the weight of one topk slot from where its sender left it.
+__device__ inline void take_weight(const RowsParams& p, std::int64_t to, std::int64_t from) {
+  const std::uint32_t bits = load_weight(p.sent_weights, from, p.weight_bytes);
+  store_weight(p.weights, to, p.weight_bytes, bits);
+  if (p.kept_weights != nullptr) store_weight(p.kept_weights, to, p.weight_bytes, bits);
+}
+
+/// The local expert that has a row of the grouped order.
+__device__ inline std::int32_t expert_of(const RowsParams& p, std::int32_t row) {
+  std::int32_t low = 0;
+  std::int32_t high = p.shape.experts_per_rank;  // offsets[low] <= row < offsets[high]
+  while (high - low > 1) {
+    const std::int32_t middle = (low + high) / 2;
+    if (p.expert_offsets[middle] <= row) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+/// One topk slot of an arrived token, which may have no row here. Each lane has one.
+struct Arrived {
+  std::int32_t source;
+  std::int32_t token;
+  std::int32_t topk_slot;
+  std::int32_t row;          ///< grouped row, or position in the grouped order; -1: none here
+  unsigned here;             ///< lanes of this token's topk slots that have a row here
+  std::int32_t primary_row;  ///< the first of these rows
+};
+
+__device__ inline bool is_primary(const Arrived& a) { return a.row >= 0 && is_first(a.here); }
+
+template <class Rows>
+__device__ inline RowTag tag_of(const Rows& p, const Arrived& a, std::int32_t primary_row) {
+  const MoeShape& s = p.shape;
+  if (!p.spans_nodes()) return {a.source, a.token, a.topk_slot, primary_row};
+  const std::int32_t tokens = s.max_tokens / s.num_nodes;
+  return {a.token / tokens * s.node_ranks + a.source, a.token % tokens, a.topk_slot, primary_row};
+}
+
+/// Writes tables and window for grouped rows.
+template <class Rows>
+__device__ inline void note_grouped(const Rows& p, const Arrived& a) {
+  const MoeShape& s = p.shape;
+  const bool fits = a.row >= 0 && a.row < s.capacity_rows;
+  if (fits) {
+    const RowTag tag = tag_of(p, a, a.primary_row);
+    p.tags[a.row] = tag;
+    if (p.sent_weights != nullptr) {
+      take_weight(p, a.row,
+                  (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.topk_slot);
+    }
+    if (p.fills()) {
+      p.kept_tags[a.row] = tag;
+      if (!p.claims()) {
+        p.primary_rows[a.row] = a.primary_row;
+      } else if (atomicCAS(p.primary_rows + a.row, -1, a.primary_row) != -1) {
+        report_row_twice(p, a.row, tag);
+      }
+    }
+  }
+  if (!p.fills()) return;
+  const bool primary_row = is_primary(a);
+  for (std::int32_t k = 0; k < s.topk; ++k) {
+    const std::int32_t other = __shfl_sync(all_lanes, a.row, (lane_id() - a.topk_slot + k) & 31);
+    if (fits) p.topk_slot_rows[std::int64_t{a.row} * s.topk + k] = primary_row ? other : -1;
+  }
+}
+
+/// Writes tables and window for compact rows.
+/// @param row the token's row
+template <class Rows>
+__device__ inline void note_compact(const Rows& p, const Arrived& a, std::int32_t row) {
+  const MoeShape& s = p.shape;
+  if (a.here == 0 || row >= s.capacity_rows) return;
+  if (is_primary(a)) {
+    const RowTag tag = tag_of(p, a, row);
+    p.tags[row] = tag;
+    if (p.fills()) p.kept_tags[row] = tag;
+  }
+  const std::int64_t at = std::int64_t{row} * s.topk + a.topk_slot;
+  std::int32_t expert = -1;
+  if (!p.fills()) {
+    expert = p.known_topk[at];
+  } else if (a.row >= 0) {
+    expert = expert_of(p, a.row);
+  }
+  p.topk[at] = expert;
+  if (p.sent_weights != nullptr) {
+    if (a.row >= 0) {
+      take_weight(p, at, (std::int64_t{a.source} * s.max_tokens + a.token) * s.topk + a.topk_slot);
+    } else {
+      store_weight(p.weights, at, p.weight_bytes, 0);
+    }
+  }
+  if (!p.fills()) return;
+  p.kept_topk[at] = expert;
+  p.compact_to_grouped[at] = a.row;
+  if (a.row >= 0) p.grouped_to_compact[a.row] = row;
+}
+
+constexpr int vector_warps = 16;
+constexpr int table_warps = 5;  // in addition to ring_warps
+
+/// Sends tokens channel, channel + channels, ..., each once to every destination rank.
 template <class Rows, class Ring>
 __device__ void send_channel(const Rows& p, Ring& ring, std::int32_t channel, std::int32_t channels,
                              CallBegin& begin) {
   const MoeShape& s = p.shape;
-  const bool lands = Rows::lands;
+  const bool to_slots = Rows::to_slots;
   const auto address_of = [&](std::int32_t position) -> std::int64_t {
     if (position >= s.num_tokens) return -1;
-    if (lands) return slot_address(p, position);
+    if (to_slots) return slot_address(p, position);
     return lane_id() < s.topk
                ? p.addresses[std::int64_t{token_at(p, position)} * s.topk + lane_id()]
                : -1;
   };
   std::int32_t in_group = 0;
   std::int32_t groups = 0;
-  bool skipped = false;  // since groups were published
+  bool skipped = false;  // since the last signal
   ForwardedTokens forwarded(channels);
   std::int64_t next = address_of(channel);
   for (std::int32_t i = channel; i < s.num_tokens; i += channels) {
     const std::int32_t t = token_at(p, i);
     const bool sends = next >= 0 && (next & primary_row_bit) != 0 &&
-                       (lands || (next & 0xFFFFFFFF) < s.capacity_rows);
+                       (to_slots || (next & 0xFFFFFFFF) < s.capacity_rows);
     const std::int64_t address = sends ? next & ~primary_row_bit : -1;
     next = address_of(i + channels);
     RingSource from{
         p.tokens + std::int64_t{t} * p.cuts.row_bytes,
         p.scales == nullptr ? nullptr : p.scales + std::int64_t{t} * p.cuts.scale_bytes};
-    // On several nodes many a token has nothing here, or does not exist.
+    // With several nodes many tokens have no row here or do not exist.
     if (p.spans_nodes() && __ballot_sync(all_lanes, address >= 0) == 0) {
       skipped = true;
     } else {
@@ -52,7 +236,7 @@ __device__ void send_channel(const Rows& p, Ring& ring, std::int32_t channel, st
     if (++in_group < p.cuts.group) continue;
     in_group = 0;
     ++groups;
-    if (skipped) {  // too few pushes for what wait_earlier says
+    if (skipped) {  // wait_earlier() needs more pushes
       ring.wait_all();
       signal_groups(p, channel, begin.epoch(), groups);
       skipped = false;
@@ -66,19 +250,20 @@ __device__ void send_channel(const Rows& p, Ring& ring, std::int32_t channel, st
   signal_groups(p, channel, begin.epoch(), groups + (in_group > 0 ? 1 : 0));
 }
 
-/// Copies the tokens of the round to the rows where they are not yet: from the receive slot to all,
-/// from a token's first row to its further ones. @param row of the token, where rows are compact
+/// Copies the round's tokens to the rows that do not have them yet: from a receive slot to all
+/// rows, or from a token's first row to its other rows.
+/// @param row the token's row, if rows are compact
 template <class Rows, class Ring>
-__device__ void copy_rows(const Rows& p, Ring& ring, const Arrived& a, bool landed,
+__device__ void copy_rows(const Rows& p, Ring& ring, const Arrived& a, bool in_slots,
                           std::int32_t row) {
   const MoeShape& s = p.shape;
   const bool compact = s.compact != 0;
   const std::int64_t address = compact ? row : a.row;
   bool copies = a.row >= 0 && address < s.capacity_rows;
   if (compact) {
-    copies = copies && landed && leads(a);
-  } else if (!landed) {
-    copies = copies && !leads(a) && a.primary_row < s.capacity_rows;
+    copies = copies && in_slots && is_primary(a);
+  } else if (!in_slots) {
+    copies = copies && !is_primary(a) && a.primary_row < s.capacity_rows;
   }
   const std::int64_t to = (std::int64_t{s.rank} << address_dst_shift) + address;
   const std::byte* const window = p.own_window;
@@ -92,7 +277,7 @@ __device__ void copy_rows(const Rows& p, Ring& ring, const Arrived& a, bool land
                            p.cuts.scale_bytes == 0
                                ? nullptr
                                : window + p.scales_offset + primary_row * p.cuts.scale_bytes};
-    const RingSource from = landed ? row_in_slot(p, a.source, token) : first;
+    const RingSource from = in_slots ? row_in_slot(p, a.source, token) : first;
     const bool mine = copies && (of_token >> lane_id() & 1U) != 0;
     for (std::int32_t piece = 0; piece < p.cuts.pieces; ++piece) {
       ring.push(from, piece, mine ? to : -1);
@@ -101,7 +286,7 @@ __device__ void copy_rows(const Rows& p, Ring& ring, const Arrived& a, bool land
   }
 }
 
-/// Takes some tokens of a group: a lane a topk slot.
+/// Takes some tokens of a group. Each lane has one topk slot.
 template <class Rows, class Ring>
 __device__ void take_round(const Rows& p, Ring& ring, const Source& source, std::int32_t token,
                            bool active) {
@@ -121,7 +306,7 @@ __device__ void take_round(const Rows& p, Ring& ring, const Source& source, std:
   a.here = __ballot_sync(all_lanes, a.row >= 0) & lanes_of_token(s.topk, k);
   const int first = a.here == 0 ? lane_id() : __ffs(static_cast<int>(a.here)) - 1;
   a.primary_row = __shfl_sync(all_lanes, a.row, first);
-  if constexpr (Ring::copies) copy_rows(p, ring, a, source.lands, row);
+  if constexpr (Ring::copies) copy_rows(p, ring, a, source.in_slots, row);
   if (s.compact == 0) {
     note_grouped(p, a);
   } else if (active) {
@@ -129,7 +314,7 @@ __device__ void take_round(const Rows& p, Ring& ring, const Source& source, std:
   }
 }
 
-/// Takes a group of a channel of `source`, once it has arrived.
+/// Waits for a group of a channel of `source`, and takes it.
 template <class Rows, class Ring>
 __device__ void take_unit(const Rows& p, Ring& ring, const Source& source, std::int32_t unit,
                           std::uint64_t epoch) {
@@ -167,7 +352,8 @@ __device__ void clear_bytes(std::byte* at, std::int64_t bytes, int word_bytes) {
   }
 }
 
-/// Rows between the experts' are zeros, and come from nowhere. A warp each.
+/// Clears the padding rows after each expert's rows. They come from no token. Each warp clears
+/// some.
 template <class Rows>
 __device__ void clear_padding(const Rows& p, int warps) {
   const MoeShape& s = p.shape;
@@ -201,14 +387,15 @@ __device__ void clear_padding(const Rows& p, int warps) {
   }
 }
 
-/// Takes arrived rows piece by piece, whoever comes first: so senders help when they are done. Of
-/// few tokens each warp has a first piece of its own, from block to block and the warps first that
-/// send last: whoever comes first would take them all with a few blocks.
+/// Takes groups of arrived rows. Any warp takes the next group, so senders help when they are done.
+/// In low-latency calls each warp has a first group of its own, spread over the blocks and
+/// beginning with the warps that send last; otherwise a few blocks would take all groups.
 template <class Rows, class Ring>
 __device__ void receive(const Rows& p, Ring& ring, CallBegin& begin) {
   const auto world = static_cast<std::uint32_t>(p.shape.world_size);
-  const bool spreads = Rows::lands;
-  const std::uint32_t given = spreads ? gridDim.x * ring_warps : 0;  // to warps, see above
+  const bool spreads = Rows::to_slots;
+  // groups that belong to warps, see above
+  const std::uint32_t given = spreads ? gridDim.x * ring_warps : 0;
   const auto claim = [&] {
     std::uint32_t unit = 0;
     if (lane_id() == 0) unit = given + atomicAdd(&p.m.state->next_unit, 1U);
@@ -219,14 +406,14 @@ __device__ void receive(const Rows& p, Ring& ring, CallBegin& begin) {
   if (Ring::copies && spreads) {
     unit = (ring_warps - 1 - threadIdx.x / 32) * gridDim.x + blockIdx.x;
   } else if (Ring::copies) {
-    unit = claim();  // on its way while others are waited for
+    unit = claim();  // the atomic runs during the waits below
   }
   const Sources sources = learn_sources(p, begin);
   if constexpr (!Ring::copies) {
-    if (sources.some_land) return;
+    if (sources.some_in_slots) return;
     unit = claim();
   }
-  const std::uint32_t total = static_cast<std::uint32_t>(sources.most_units) * world;
+  const std::uint32_t total = static_cast<std::uint32_t>(sources.max_units) * world;
   unit = __shfl_sync(all_lanes, unit, 0);
   while (unit < total) {
     const std::uint32_t next = claim();
@@ -238,40 +425,41 @@ __device__ void receive(const Rows& p, Ring& ring, CallBegin& begin) {
   ring.wait_all();
 }
 
-/// For warps that only fill tables.
+/// Stands for the ring in warps that only fill tables.
 struct NoRing {
   static constexpr bool copies = false;
   __device__ void expect_arrived() const {}
   __device__ void wait_all() const {}
 };
 
-/// All ranks report the same.
+/// Reports windows that were too small. All ranks report the same.
 __device__ void report_overflow(const RowsParams& p, std::uint64_t epoch) {
-  const std::int32_t rows = __ldcg(p.most_recv_rows);
+  const std::int32_t rows = __ldcg(p.max_recv_rows);
   if (rows <= p.shape.capacity_rows || rows <= static_cast<std::int32_t>(p.faults->overflow))
     return;
   p.faults->overflow = epoch << overflow_epoch_shift | static_cast<std::uint32_t>(rows);
 }
 
-/// A block has `Movers` warps that send and copy rows. `Takers` more fill the tables of compact
-/// rows, which are not copied, while the others send.
-template <Ahead ahead, class Ring, int Movers, int Takers>
-__global__ void __launch_bounds__((Movers + Takers) * 32, 1)
-    rows_kernel(const __grid_constant__ RowsOf<ahead> p) {
+/// Moves rows. A block has `MoverWarps` warps that send and copy rows. `TableWarps` more warps fill
+/// the tables of compact rows meanwhile, as these are not copied.
+template <EarlyWork early_work, class Ring, int MoverWarps, int TableWarps>
+__global__ void __launch_bounds__((MoverWarps + TableWarps) * 32, 1)
+    rows_kernel(const __grid_constant__ RowsOf<early_work> p) {
   extern __shared__ __align__(128) std::byte shared[];
-  __shared__ std::uint64_t barriers[Movers][max_ring_stages];
+  __shared__ std::uint64_t barriers[MoverWarps][max_ring_stages];
   const auto warp = static_cast<int>(threadIdx.x / 32);
   const auto block = static_cast<std::int32_t>(blockIdx.x);
-  CallBegin begin(p);  // with an earlier kernel
+  CallBegin begin(p);  // begun by an earlier kernel
   linger_block(p.m);
-  const std::int32_t most = min(p.num_senders * Movers, max_channels);
-  const std::int32_t channels = max(1, min(most, p.shape.num_tokens));
-  // Who sends ahead must not wait here: only bulk copies do, and there a taker is the last.
-  if (ahead == Ahead::nothing) (void)begin.wait_ended();
-  if (block == 0 && warp == Movers + Takers - 1) {
+  const std::int32_t max_sending = min(p.num_senders * MoverWarps, max_channels);
+  const std::int32_t channels = max(1, min(max_sending, p.shape.num_tokens));
+  // Senders with early work must not wait here. They use bulk copies, and then the last warp of a
+  // block only fills tables.
+  if (early_work == EarlyWork::nothing) (void)begin.wait_ended();
+  if (block == 0 && warp == MoverWarps + TableWarps - 1) {
     send_configs(p, channels, begin.epoch());
   }
-  if (warp < Movers) {
+  if (warp < MoverWarps) {
     Ring ring(p, begin, shared + warp * p.cuts.stages * p.cuts.stage_bytes, barriers[warp]);
     // Neighbouring tokens go to different blocks.
     const std::int32_t channel = warp * p.num_senders + block;
@@ -285,11 +473,11 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
   }
   const std::uint64_t epoch = begin.wait_ended();
   if (p.compares() && block == static_cast<std::int32_t>(gridDim.x) - 1 &&
-      warp == Movers + Takers - 1) {
+      warp == MoverWarps + TableWarps - 1) {
     CallComparison(p.m.arrive, epoch, true).settle(p.m.arrive);
   }
-  clear_padding(p, Movers + Takers);
-  if (comes_last(p.m.state)) {
+  clear_padding(p, MoverWarps + TableWarps);
+  if (is_last_block(p.m.state)) {
     report_overflow(p, epoch);
     p.m.state->call.blocks = 0;
     p.m.state->next_unit = 0;
@@ -297,30 +485,30 @@ __global__ void __launch_bounds__((Movers + Takers) * 32, 1)
   }
 }
 
-template <Ahead ahead>
-constexpr auto bulk_kernel = rows_kernel<ahead, TmaRing, ring_warps, taker_warps>;
-constexpr auto vector_kernel = rows_kernel<Ahead::nothing, VectorRing, vector_warps, 0>;
+template <EarlyWork early_work>
+constexpr auto bulk_kernel = rows_kernel<early_work, TmaRing, ring_warps, table_warps>;
+constexpr auto vector_kernel = rows_kernel<EarlyWork::nothing, VectorRing, vector_warps, 0>;
 
-/// Calls with the constant of that value.
+/// Calls with the value as a constant.
 template <class Call>
-cudaError_t for_ahead(Ahead ahead, Call&& call) {
-  switch (ahead) {
-    case Ahead::loads:
-      return call(std::integral_constant<Ahead, Ahead::loads>{});
-    case Ahead::lands:
-      return call(std::integral_constant<Ahead, Ahead::lands>{});
+cudaError_t for_early_work(EarlyWork early_work, Call&& call) {
+  switch (early_work) {
+    case EarlyWork::loads:
+      return call(std::integral_constant<EarlyWork, EarlyWork::loads>{});
+    case EarlyWork::to_slots:
+      return call(std::integral_constant<EarlyWork, EarlyWork::to_slots>{});
     default:
-      return call(std::integral_constant<Ahead, Ahead::nothing>{});
+      return call(std::integral_constant<EarlyWork, EarlyWork::nothing>{});
   }
 }
 
-constexpr int most_shared_bytes = 227 * 1024 - 6 * 1024;
+constexpr int max_shared_bytes = 227 * 1024 - 6 * 1024;
 
 }  // namespace
 
 RowCuts cut_rows(std::int64_t row_bytes, std::int32_t scale_bytes, bool bulk, int word_bytes) {
-  constexpr int room = most_shared_bytes / ring_warps;
-  constexpr std::int64_t most_piece = 14336;
+  constexpr int room = max_shared_bytes / ring_warps;
+  constexpr std::int64_t max_piece = 14336;
   RowCuts cuts{};
   cuts.row_bytes = row_bytes;
   cuts.scale_bytes = scale_bytes;
@@ -331,7 +519,7 @@ RowCuts cut_rows(std::int64_t row_bytes, std::int32_t scale_bytes, bool bulk, in
   cuts.group = 4;
   if (!bulk) return cuts;
   const std::int64_t fits = std::int64_t{room} / 2 - 256 - scale_bytes - 128;
-  const std::int64_t piece = fits < most_piece ? fits / 128 * 128 : most_piece;
+  const std::int64_t piece = fits < max_piece ? fits / 128 * 128 : max_piece;
   cuts.pieces = static_cast<std::int32_t>((row_bytes + piece - 1) / piece);
   cuts.piece_bytes =
       static_cast<std::int32_t>((row_bytes + cuts.pieces - 1) / cuts.pieces + 15) / 16 * 16;
@@ -346,14 +534,11 @@ RowCuts cut_rows(std::int64_t row_bytes, std::int32_t scale_bytes, bool bulk, in
 }
 
 cudaError_t prepare_rows(bool bulk) {
-  if (!bulk) {
-    cudaFuncAttributes unused{};
-    return cudaFuncGetAttributes(&unused, vector_kernel);
-  }
-  for (const Ahead ahead : {Ahead::nothing, Ahead::loads, Ahead::lands}) {
-    const cudaError_t status = for_ahead(ahead, [](auto constant) {
+  if (!bulk) return load_kernels(vector_kernel);
+  for (const EarlyWork early_work : {EarlyWork::nothing, EarlyWork::loads, EarlyWork::to_slots}) {
+    const cudaError_t status = for_early_work(early_work, [](auto constant) {
       return cudaFuncSetAttribute(bulk_kernel<constant()>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared_bytes);
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, max_shared_bytes);
     });
     if (status != cudaSuccess) return status;
   }
@@ -364,13 +549,13 @@ cudaError_t launch_rows(const RowsParams& params, const RowsLaunch& how, cudaStr
   const auto blocks = static_cast<unsigned>(how.blocks);
   if (!how.bulk) {
     return launch_kernel(vector_kernel, blocks, vector_warps * 32, 0, false, stream,
-                         RowsOf<Ahead::nothing>{params});
+                         RowsOf<EarlyWork::nothing>{params});
   }
   const auto shared =
       static_cast<std::size_t>(ring_warps * params.cuts.stages * params.cuts.stage_bytes);
-  return for_ahead(params.ahead, [&](auto ahead) {
-    return launch_kernel(bulk_kernel<ahead()>, blocks, (ring_warps + taker_warps) * 32, shared,
-                         how.early, stream, RowsOf<ahead()>{params});
+  return for_early_work(params.early_work, [&](auto work) {
+    return launch_kernel(bulk_kernel<work()>, blocks, (ring_warps + table_warps) * 32, shared,
+                         how.early, stream, RowsOf<work()>{params});
   });
 }
 

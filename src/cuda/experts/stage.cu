@@ -1,13 +1,11 @@
-// What happens to rows on their own rank before they travel: staging, sums of a token's rows,
-// quantisation.
+// Work on rows on their own rank before they travel: staging, sums of a token's rows, quantisation.
 
 #include <type_traits>
 
 #include "../device/number.cuh"
 #include "../device/word_copy.cuh"
-#include "expert_launch.h"
-#include "input_fault.cuh"
-#include "lanes.cuh"
+#include "call.cuh"
+#include "launch.h"
 
 namespace waybill::cuda {
 namespace {
@@ -18,7 +16,8 @@ constexpr int unroll = 4;
 __device__ std::int64_t warp_id() { return std::int64_t{blockIdx.x} * warps + threadIdx.x / 32; }
 __device__ std::int64_t num_warps() { return std::int64_t{gridDim.x} * warps; }
 
-/// Rows that have arrived, of which the input has each. @return their number
+/// Checks that the input has all rows that have arrived.
+/// @return the number of these rows
 __device__ std::int64_t checked_rows(const StageParams& p) {
   const std::int64_t rows = min(std::int64_t{*p.num_recv_rows}, p.shape.capacity_rows);
   if (p.num_rows < rows) report_few_rows(p.sink, p.state, p.shape.rank, p.num_rows, rows);
@@ -27,7 +26,7 @@ __device__ std::int64_t checked_rows(const StageParams& p) {
 
 __global__ void check_rows_kernel(const __grid_constant__ StageParams p) { (void)checked_rows(p); }
 
-/// Expert outputs as they are.
+/// Copies expert outputs.
 template <class Word>
 __global__ void __launch_bounds__(warps * 32)
     copy_rows_kernel(const __grid_constant__ StageParams p) {
@@ -43,11 +42,11 @@ __global__ void __launch_bounds__(warps * 32)
   }
 }
 
-constexpr int sum_packs = 2;    // of a lane, at once
-constexpr int sum_addends = 2;  // loads under way together
+constexpr int sum_packs = 2;    // packs that a lane sums at once
+constexpr int sum_addends = 2;  // rows in flight together
 
-/// Lane `lane_id()`'s part of a piece of the rows of a token that are here, `row` and `weight` of
-/// each lane, summed into the first of them.
+/// Sums one lane's part of a piece of a token's rows into the first of these rows. Each lane passes
+/// its own `row` and `weight`.
 template <class Number, int Count, bool Weighted>
 __device__ void sum_piece(const StageParams& p, std::int32_t row, float weight, unsigned here,
                           int first) {
@@ -86,7 +85,7 @@ __device__ void sum_piece(const StageParams& p, std::int32_t row, float weight, 
       }
     }
   }
-  const bool one = !Weighted && (here & (here - 1)) == 0;  // keeps its bits
+  const bool one = !Weighted && (here & (here - 1)) == 0;  // a token's only row keeps its bits
   auto* const to = reinterpret_cast<Packed*>(p.window + primary_row * p.row_bytes);
 #pragma unroll
   for (int u = 0; u < sum_packs; ++u) {
@@ -99,7 +98,7 @@ __device__ void sum_piece(const StageParams& p, std::int32_t row, float weight, 
   }
 }
 
-/// Tokens whose rows may be here, from all ranks. One warp.
+/// Upper limit of the tokens that have rows here, from all ranks. One warp.
 __device__ std::int32_t count_tokens(const StageParams& p) {
   std::int32_t count = 0;
   for (std::int32_t r = lane_id(); r < p.shape.world_size; r += 32) count += p.num_input_tokens[r];
@@ -107,8 +106,9 @@ __device__ std::int32_t count_tokens(const StageParams& p) {
   return count;
 }
 
-/// A warp takes a token's rows; where there are few tokens several warps take pieces of each.
-/// @tparam Weight of the rows; void: none
+/// Each warp sums the rows of one token at a time. If there are few tokens, several warps take
+/// pieces of each.
+/// @tparam Weight dtype of the rows' weights; void: none
 template <class Number, int Count, class Weight>
 __global__ void __launch_bounds__(warps * 32, 2)
     sum_rows_kernel(const __grid_constant__ StageParams p) {
@@ -125,7 +125,8 @@ __global__ void __launch_bounds__(warps * 32, 2)
   if (warp_id() == 0) (void)checked_rows(p);
   const std::int64_t end = min(s.capacity_rows, p.num_rows);
   if (team >= teams) return;
-  // Neighbouring warps take tokens of different sources, which differ in number.
+  // Neighbouring warps take tokens of different sources, because sources differ in their number of
+  // tokens.
   for (std::int32_t i = team; i < s.world_size * s.max_tokens; i += teams) {
     const std::int32_t source = i % s.world_size;
     const std::int32_t token = i / s.world_size;
@@ -154,8 +155,8 @@ using StageKernel = void (*)(StageParams);
 template <class Weight>
 StageKernel sum_kernel(DType dtype, bool wide) {
   return for_number(dtype, [&]<class Number>(Number) -> StageKernel {
-    constexpr int most = 16 / static_cast<int>(sizeof(typename Number::Stored));
-    return wide ? sum_rows_kernel<Number, most, Weight> : sum_rows_kernel<Number, 1, Weight>;
+    constexpr int wide_count = 16 / static_cast<int>(sizeof(typename Number::Stored));
+    return wide ? sum_rows_kernel<Number, wide_count, Weight> : sum_rows_kernel<Number, 1, Weight>;
   });
 }
 
@@ -169,7 +170,7 @@ StageKernel copy_kernel(int word_bytes) {
                   []<class Word>(Word) -> StageKernel { return copy_rows_kernel<Word>; });
 }
 
-/// Eight elements, in words of 16 bytes where they are aligned so.
+/// Loads eight elements, in words of 16 bytes if they are aligned to that.
 template <class Number, bool Wide>
 __device__ void load_eight(const std::byte* input, std::int64_t at, float* x) {
   constexpr int count = Wide ? 16 / static_cast<int>(sizeof(typename Number::Stored)) : 1;
@@ -183,7 +184,7 @@ __device__ void load_eight(const std::byte* input, std::int64_t at, float* x) {
   }
 }
 
-/// A group of 128 elements by half a warp: 8 elements a lane.
+/// Quantises groups of 128 elements. Half a warp takes one group, 8 elements per lane.
 template <class Number, bool Wide>
 __global__ void __launch_bounds__(warps * 32) quantize_kernel(QuantizeParams p) {
   const int lane = lane_id() % 16;
@@ -191,17 +192,17 @@ __global__ void __launch_bounds__(warps * 32) quantize_kernel(QuantizeParams p) 
        g += num_warps() * 2) {
     const bool is_group = g < p.num_groups;
     float x[8] = {};
-    unsigned most = 0;  // bits of |x|: their order is that of the numbers, NaN above all
+    unsigned max_bits = 0;  // bits of |x|, which order like the numbers, with NaN above all
     if (is_group) {
       load_eight<Number, Wide>(p.input, g * 128 + lane * 8, x);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) most = max(most, __float_as_uint(x[e]) & 0x7FFFFFFFU);
+      for (int e = 0; e < 8; ++e) max_bits = max(max_bits, __float_as_uint(x[e]) & 0x7FFFFFFFU);
     }
     for (int step = 8; step > 0; step /= 2) {
-      most = max(most, __shfl_xor_sync(all_lanes, most, step, 16));
+      max_bits = max(max_bits, __shfl_xor_sync(all_lanes, max_bits, step, 16));
     }
     if (!is_group) continue;
-    const float scale = __fmul_rn(__uint_as_float(most), 1.0F / 448.0F);
+    const float scale = __fmul_rn(__uint_as_float(max_bits), 1.0F / 448.0F);
     std::uint64_t bytes = 0;
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
@@ -222,30 +223,21 @@ QuantizeKernel quantize_kernel_of(DType dtype, bool wide) {
   });
 }
 
-cudaError_t load(const void* kernel) {
-  cudaFuncAttributes unused{};
-  return kernel == nullptr ? cudaErrorInvalidValue : cudaFuncGetAttributes(&unused, kernel);
-}
-
 }  // namespace
 
 cudaError_t prepare_stage(DType dtype, DType weights) {
-  if (const cudaError_t status = load(reinterpret_cast<const void*>(check_rows_kernel));
-      status != cudaSuccess) {
+  if (const cudaError_t status = load_kernels(check_rows_kernel); status != cudaSuccess) {
     return status;
   }
   for (const int word : {16, 8, 4, 2, 1}) {
-    const cudaError_t status = load(reinterpret_cast<const void*>(copy_kernel(word)));
+    const cudaError_t status = load_kernels(copy_kernel(word));
     if (status != cudaSuccess) return status;
   }
   for (const bool wide : {false, true}) {
-    for (const void* kernel :
-         {reinterpret_cast<const void*>(sum_kernel(dtype, weights, false, wide)),
-          reinterpret_cast<const void*>(sum_kernel(dtype, weights, true, wide)),
-          reinterpret_cast<const void*>(quantize_kernel_of(dtype, wide))}) {
-      const cudaError_t status = load(kernel);
-      if (status != cudaSuccess) return status;
-    }
+    const cudaError_t status =
+        load_kernels(sum_kernel(dtype, weights, false, wide),
+                     sum_kernel(dtype, weights, true, wide), quantize_kernel_of(dtype, wide));
+    if (status != cudaSuccess) return status;
   }
   return cudaSuccess;
 }

@@ -3,32 +3,32 @@
 #include "../device/bulk.cuh"
 #include "../device/peers.cuh"
 #include "../device/word_copy.cuh"
-#include "call_begin.cuh"
+#include "call.cuh"
 
 namespace waybill::cuda {
 
 inline constexpr int max_ring_stages = 6;
 
-/// A piece of a row on its way: what its lanes store where.
+/// A piece of a row in flight. The row itself follows in memory.
 struct RingStage {
-  std::int64_t addresses[32];  ///< of each lane; negative: none
+  std::int64_t addresses[32];  ///< each lane's destination; negative: none
 };
 
-/// Where a piece comes from.
+/// Where a row is read.
 struct RingSource {
-  const std::byte* row;     ///< whole row
-  const std::byte* scales;  ///< null without
+  const std::byte* row;     ///< the whole row
+  const std::byte* scales;  ///< null without scales
 };
 
-/// Copies pieces of rows to up to 32 places each, through shared memory; one warp. A lane stores to
-/// its own place, and waits for its own stores.
+/// A ring of bulk copies: pieces of rows pass through shared memory to up to 32 destinations each.
+/// One warp; each lane stores to its own destination and waits for its own stores.
 class TmaRing {
  public:
   static constexpr bool copies = true;
 
-  /// Where senders read ahead, the first store waits for the begin of the call.
-  /// @param memory shared, of this warp: stages of cuts.stage_bytes each
-  /// @param barriers shared, of this warp: [stages]
+  /// If senders load early, the first store waits for the begin of the call.
+  /// @param memory shared memory of this warp: stages of cuts.stage_bytes each
+  /// @param barriers shared memory of this warp: [stages]
   template <class Rows>
   __device__ TmaRing(const Rows& p, CallBegin& begin, std::byte* memory, std::uint64_t* barriers)
       : p_(p),
@@ -37,7 +37,7 @@ class TmaRing {
         barriers_(barriers),
         lane_(static_cast<int>(threadIdx.x % 32)),
         holds_(Rows::loads),
-        lands_(Rows::lands) {
+        to_slots_(Rows::to_slots) {
     if (lane_ == 0) {
       for (int s = 0; s < p.cuts.stages; ++s) barrier_init(&barriers_[s]);
       fence_barrier_init();
@@ -46,16 +46,16 @@ class TmaRing {
     __syncwarp();
   }
 
-  /// Rows that were written before this warp was told so are read next.
+  /// Must be called between a wait for rows and the push that reads them.
   __device__ void expect_arrived() const { fence_async_global(); }
 
-  /// What is pushed from now on goes to windows. @pre all that was pushed has arrived
-  __device__ void leave_receive_slots() { lands_ = false; }
+  /// Later pushes go to windows. @pre all earlier pushes have arrived
+  __device__ void leave_receive_slots() { to_slots_ = false; }
 
   __device__ void push(const RingSource& from, std::int32_t piece, std::int64_t address) {
     const RowCuts& c = p_.cuts;
     if (in_flight_ == c.stages - 1) finish_oldest();
-    bulk_wait_read_but_one();  // the stage filled next has been read
+    bulk_wait_read_but_one();  // the next stage to fill has been read
     __syncwarp();
     std::byte* const stage = memory_ + newest_ * c.stage_bytes;
     reinterpret_cast<RingStage*>(stage)->addresses[lane_] =
@@ -65,26 +65,26 @@ class TmaRing {
       const bool scales = from.scales != nullptr && piece == 0;
       const auto scale_bytes = static_cast<std::uint32_t>(scales ? c.scale_bytes : 0);
       barrier_expect(&barriers_[newest_], bytes + scale_bytes);
-      bulk_load(stage + sizeof(RingStage), from.row + std::int64_t{piece} * c.piece_bytes, bytes,
-                &barriers_[newest_]);
+      bulk_load_to_copy(stage + sizeof(RingStage), from.row + std::int64_t{piece} * c.piece_bytes,
+                        bytes, &barriers_[newest_]);
       if (scales) {
-        bulk_load(stage + sizeof(RingStage) + c.piece_bytes, from.scales, scale_bytes,
-                  &barriers_[newest_]);
+        bulk_load_to_copy(stage + sizeof(RingStage) + c.piece_bytes, from.scales, scale_bytes,
+                          &barriers_[newest_]);
       }
     }
     newest_ = newest_ + 1 == c.stages ? 0 : newest_ + 1;
     ++in_flight_;
   }
 
-  /// All pieces that were pushed as many pushes ago as the stages hold, and three more, have
-  /// arrived. @pre that many pushes
+  /// Waits for older pushes: all but the last stages + 2 pushes have arrived. @pre there were more
+  /// pushes than that
   __device__ void wait_earlier() const {
     bulk_wait_but<3>();
     fence_async_global();
     __syncwarp();
   }
 
-  /// All pieces have arrived.
+  /// Waits until all pieces have arrived.
   __device__ void wait_all() {
     while (in_flight_ > 0) finish_oldest();
     bulk_wait_all();
@@ -98,7 +98,7 @@ class TmaRing {
     return static_cast<std::uint32_t>(left < p_.cuts.piece_bytes ? left : p_.cuts.piece_bytes);
   }
 
-  /// Stores the oldest piece on its way.
+  /// Stores the oldest piece in flight.
   __device__ void finish_oldest() {
     if (holds_) {
       (void)begin_.wait_ended();
@@ -113,11 +113,11 @@ class TmaRing {
       const auto piece = static_cast<std::int32_t>(address >> 49);
       const std::int64_t row = address & 0xFFFFFFFF;
       const auto dst = static_cast<std::int32_t>(address >> address_dst_shift & 0xFFFF);
-      std::byte* const window = peer_at(lands_ ? p_.receive_slots.rows : p_.windows, dst);
+      std::byte* const window = peer_at(to_slots_ ? p_.receive_slots.rows : p_.windows, dst);
       bulk_store(window + row * c.row_bytes + std::int64_t{piece} * c.piece_bytes,
                  stage + sizeof(RingStage), bytes_of(piece));
       if (c.scale_bytes != 0 && piece == 0) {
-        bulk_store(window + (lands_ ? p_.receive_slots.scales_offset : p_.scales_offset) +
+        bulk_store(window + (to_slots_ ? p_.receive_slots.scales_offset : p_.scales_offset) +
                        row * c.scale_bytes,
                    stage + sizeof(RingStage) + c.piece_bytes,
                    static_cast<std::uint32_t>(c.scale_bytes));
@@ -135,14 +135,14 @@ class TmaRing {
   std::uint64_t* const barriers_;
   const int lane_;
   bool holds_;
-  bool lands_;
+  bool to_slots_;
   int in_flight_ = 0;
   int oldest_ = 0;
   int newest_ = 0;
   unsigned phases_ = 0;
 };
 
-/// The same with loads and stores of the lanes, for any address and size.
+/// Does the same with loads and stores of the lanes, for any address and size.
 class VectorRing {
  public:
   static constexpr bool copies = true;
@@ -152,10 +152,10 @@ class VectorRing {
       : p_(p) {}
 
   __device__ void expect_arrived() const {}
-  __device__ void leave_receive_slots() const {}  // it sends nothing there
+  __device__ void leave_receive_slots() const {}  // it never sends to them
 
   __device__ void push(const RingSource& from, std::int32_t piece, std::int64_t address) {
-    if (piece != 0) return;  // whole rows
+    if (piece != 0) return;  // a push of piece 0 copies the whole row
     const RowCuts& c = p_.cuts;
     copy_row(from.row, c.row_bytes, 0, address);
     if (from.scales != nullptr) copy_row(from.scales, c.scale_bytes, p_.scales_offset, address);

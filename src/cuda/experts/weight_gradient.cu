@@ -1,20 +1,20 @@
-// Backward of a weighted combine where the rows are: gradients of rows and of their weights, in one
-// pass over both.
+// Backward of a weighted combine on the rank that has the rows: the gradients of rows and of their
+// weights in one pass over both.
 
 #include "../device/number.cuh"
-#include "lanes.cuh"
+#include "call.cuh"
+#include "launch.h"
 #include "waybill/experts/gradient_sums.h"
-#include "weight_gradient.h"
 
 namespace waybill::cuda {
 namespace {
 
 constexpr int warps = 16;
-constexpr int lane_elements = 8;  ///< of a lane in each step of a warp along a row
+constexpr int lane_elements = 8;  ///< elements per lane in each step of a warp along a row
 constexpr int step = 32 * lane_elements;
-static_assert(step == gradient_partial_sums);  // a partial sum has its place in a lane
+static_assert(step == gradient_partial_sums);  // each lane holds one partial sum of a step
 
-/// A lane's next elements.
+/// The next elements of a lane.
 template <class Number, bool Wide>
 struct Elements {
   static constexpr int count = Wide ? 16 / static_cast<int>(sizeof(typename Number::Stored)) : 1;
@@ -40,7 +40,7 @@ struct Elements {
   }
 };
 
-/// The sum of all lanes' partial sums, neighbours first.
+/// Adds up the partial sums of all lanes, neighbours first.
 __device__ float sum_of(float (&sums)[lane_elements]) {
 #pragma unroll
   for (int apart = 1; apart < lane_elements; apart *= 2) {
@@ -57,7 +57,7 @@ __device__ float sum_of(float (&sums)[lane_elements]) {
   return sum;
 }
 
-/// A warp a row.
+/// Each warp takes one row at a time.
 template <class Number, class Weight, bool Wide>
 __global__ void __launch_bounds__(warps * 32, 2)
     weight_gradient_kernel(const __grid_constant__ WeightGradientParams p) {
@@ -104,15 +104,7 @@ WeightGradientKernel kernel_of(DType tokens, DType weights, bool wide) {
 }  // namespace
 
 cudaError_t prepare_weight_gradient(DType tokens, DType weights) {
-  for (const bool wide : {false, true}) {
-    const WeightGradientKernel kernel = kernel_of(tokens, weights, wide);
-    cudaFuncAttributes unused{};
-    if (kernel == nullptr) return cudaErrorInvalidValue;
-    const cudaError_t status =
-        cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(kernel));
-    if (status != cudaSuccess) return status;
-  }
-  return cudaSuccess;
+  return load_kernels(kernel_of(tokens, weights, false), kernel_of(tokens, weights, true));
 }
 
 cudaError_t launch_weight_gradient(const WeightGradientParams& params, DType tokens, DType weights,

@@ -46,7 +46,8 @@ class PathRing {
       memory_.to[warp_][newest_] = to;
       memory_.bytes[warp_][newest_] = bytes;
       barrier_expect(&memory_.loaded[warp_][newest_], bytes);
-      bulk_load(memory_.stages[warp_][newest_], from, bytes, &memory_.loaded[warp_][newest_]);
+      bulk_load_to_copy(memory_.stages[warp_][newest_], from, bytes,
+                        &memory_.loaded[warp_][newest_]);
     }
     newest_ = newest_ + 1 == path_ring_stages ? 0 : newest_ + 1;
     ++in_flight_;

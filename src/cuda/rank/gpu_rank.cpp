@@ -90,7 +90,7 @@ std::string describe_input(const FaultRecord& record) {
                     value(4), " (dropped)");
     case FaultKind::scatter_size:
       return concat(call, "full_scatter_indices of rank ", record.rank, " has ", value(0),
-                    " tokens, expected ", value(1), ": those of all ranks");
+                    " tokens, expected ", value(1), ": those of all ranks, one rank after another");
     case FaultKind::scatter_position:
       return concat(call, "full_scatter_indices of rank ", record.rank, " hold position ", value(0),
                     " at token ", value(1), ", topk slot ", value(2), " of rank ", value(3),
@@ -200,6 +200,21 @@ void GpuRank::wait_for_device(std::string_view doing, std::string_view operation
 
 bool GpuRank::has_fault() const noexcept {
   return static_cast<const FaultRecord*>(record_.get())->kind != FaultKind::none;
+}
+
+std::vector<DeviceFault> reported_faults() {
+  const std::lock_guard lock(registry().mutex);
+  const auto& entries = registry().entries;
+  std::vector<DeviceFault> faults;
+  for (const Registry::Entry& entry : entries) {
+    if (entry.record->kind == FaultKind::none) continue;
+    const auto sharing = std::ranges::count(entries, entry.device, &Registry::Entry::device);
+    faults.push_back({.rank = entry.rank,
+                      .device = entry.device,
+                      .num_ranks = static_cast<std::int32_t>(sharing),
+                      .text = describe(*entry.record)});
+  }
+  return faults;
 }
 
 void GpuRank::throw_fault() const {

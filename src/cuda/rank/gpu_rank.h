@@ -8,10 +8,12 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "../device/fault.h"
 #include "waybill/core/topology.h"
 #include "waybill/core/wait.h"
+#include "waybill/cuda/gpu_world.h"
 #include "waybill/runtime/stream.h"
 
 namespace waybill::cuda {
@@ -95,5 +97,8 @@ class GpuRank {
   std::shared_ptr<void> claimed_;  ///< device memory
   PeerCheck peer_check_;
 };
+
+/// What kernels of the ranks of this process have reported, as device_faults().
+[[nodiscard]] std::vector<DeviceFault> reported_faults();
 
 }  // namespace waybill::cuda

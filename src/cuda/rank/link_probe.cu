@@ -61,9 +61,9 @@ __global__ void __launch_bounds__(warps * 32, 1) copy_bulk(Pairs p, std::int64_t
     if (c >= total) return;
     std::uint64_t* const barrier = &barriers[warp][i % stages];
     cuda::barrier_expect(barrier, chunk_bytes);
-    cuda::bulk_load(stage + i % stages * chunk_bytes,
-                    p.from[peer_of(p, c)] + c / (p.num_gpus - 1) * chunk_bytes, chunk_bytes,
-                    barrier);
+    cuda::bulk_load_to_copy(stage + i % stages * chunk_bytes,
+                            p.from[peer_of(p, c)] + c / (p.num_gpus - 1) * chunk_bytes, chunk_bytes,
+                            barrier);
   };
   for (int i = 0; i < stages - 1; ++i) load(i);
   for (std::int64_t i = 0; first + i * step < total; ++i) {

@@ -325,13 +325,13 @@ class WarpWork {
     const bool one_piece = chunk.rows == 1 || tensor.pitch_bytes == chunk.part_bytes;
     if (lane_ == 0) {
       barrier_expect(barrier, bytes);
-      if (one_piece) bulk_load(to, from, bytes, barrier);
+      if (one_piece) bulk_load_to_copy(to, from, bytes, barrier);
     }
     if (one_piece) return;
     __syncwarp();
     for (int row = lane_; row < chunk.rows; row += 32) {
-      bulk_load(to + row * chunk.part_bytes, from + row * tensor.pitch_bytes,
-                static_cast<std::uint32_t>(chunk.part_bytes), barrier);
+      bulk_load_to_copy(to + row * chunk.part_bytes, from + row * tensor.pitch_bytes,
+                        static_cast<std::uint32_t>(chunk.part_bytes), barrier);
     }
   }
 

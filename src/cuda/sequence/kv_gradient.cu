@@ -132,7 +132,7 @@ class BulkSummer {
       first ? sums.template add<true>(addend, bytes) : sums.template add<false>(addend, bytes);
     }
     if (copies && lane_ == 0) bulk_commit();  // a group, perhaps empty, for each stage
-    __syncwarp();  // all lanes have read the stage before it, which is filled next
+    release_stage();
     ++taken_;
     ask();
   }
@@ -172,9 +172,9 @@ class BulkSummer {
           static_cast<std::uint32_t>(chunk.rows * chunk.part_bytes * (sum ? sum_scale : 1));
       std::uint64_t* const barrier = &loaded_[asked_ % stages];
       barrier_expect(barrier, bytes);
-      bulk_load(stage(asked_),
-                Batched ? addend_at(p_, ahead_.address) : place_of(p_, ahead_.address), bytes,
-                barrier);
+      bulk_load_to_read(stage(asked_),
+                        Batched ? addend_at(p_, ahead_.address) : place_of(p_, ahead_.address),
+                        bytes, barrier);
     }
     ++asked_;
     ahead_.next(p_);

@@ -7,6 +7,11 @@ namespace {
 void check_matrix(const Metadata& m, const SendTable& table,
                   std::span<const std::int64_t> received_rows, Findings& findings) {
   const std::int64_t world = table.world_size;
+  if (!m.has_counts()) {
+    findings.add(FindingKind::shape, table.name, "num_recv_tokens", {}, "none",
+                 concat("counts of shape ", to_string(Shape{world, world + 1})));
+    return;
+  }
   if (!check_shape(table.name, "num_recv_tokens", m.num_recv_tokens, {world, world + 1},
                    findings)) {
     return;
@@ -51,8 +56,9 @@ void check_totals(const Metadata& m, const SendTable& table,
 }
 
 void check_num_seqs(const Metadata& m, const SendTable& table, NumSeqs rule, Findings& findings) {
-  if (!m.num_seqs ||
-      !check_shape(table.name, "num_seqs", *m.num_seqs, {table.world_size}, findings)) {
+  if (!m.num_seqs) return;
+  const bool column = m.num_seqs->shape() == Shape{table.world_size, 1};
+  if (!column && !check_shape(table.name, "num_seqs", *m.num_seqs, {table.world_size}, findings)) {
     return;
   }
   const IndexReader num_seqs(*m.num_seqs);

@@ -6,9 +6,19 @@ from typing import Any, List, Optional, Tuple
 
 import torch
 
-from ...errors import InvalidArgument
+from ..._arrays import flag, int64
+from ...errors import InvalidArgument, Unsupported
+from ...world import World
 
-__all__ = ["biases_of", "check_stats", "check_table", "payload_of", "weights_shape"]
+__all__ = [
+    "biases_of",
+    "check_network",
+    "check_stats",
+    "check_table",
+    "check_timeout",
+    "payload_of",
+    "weights_shape",
+]
 
 _COUNTS = (torch.int32, torch.int64)
 
@@ -73,6 +83,36 @@ def weights_shape(weights: Any, rows: int) -> Tuple[Any, ...]:
     """What weights must be, of any number of topk slots."""
     known = isinstance(weights, torch.Tensor) and weights.ndim == 2 and weights.shape[1] > 0
     return rows, weights.shape[1] if known else "num_topk"
+
+
+def check_network(who: str, num_qps: Any, nvlink: Any, mnnvl: Any, fabric: Any) -> None:
+    """Options of DeepEP's way between GPUs: on one host there are no queue pairs, and NVLink is
+    what there is.
+    """
+    if int64(num_qps, f"{who}: num_qps_per_rank") < 1:
+        raise InvalidArgument(f"{who}: num_qps_per_rank = {num_qps}, expected >= 1")
+    flag(mnnvl, f"{who}: allow_mnnvl")
+    if not flag(nvlink, f"{who}: allow_nvlink_for_low_latency_mode"):
+        raise Unsupported(
+            f"{who}: allow_nvlink_for_low_latency_mode = False, expected True: ranks of one host"
+            " have no other way"
+        )
+    if flag(fabric, f"{who}: use_fabric"):
+        raise Unsupported(f"{who}: use_fabric = True, expected False: memory is of one host")
+
+
+def check_timeout(value: Any, name: str, world: World) -> None:
+    """Waits end at the World's deadline: what allows more time holds, less does not."""
+    if value is None:
+        return
+    seconds = int64(value, name)
+    if seconds < 1:
+        raise InvalidArgument(f"{name} = {seconds}, expected >= 1")
+    if seconds < world.timeout_s:
+        raise Unsupported(
+            f"{name} = {seconds}, expected at least {world.timeout_s:g}, the deadline of the World:"
+            " give a World that was made with this timeout_s"
+        )
 
 
 def biases_of(bias: Any, who: str, rank: int) -> List[Any]:

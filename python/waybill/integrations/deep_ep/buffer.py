@@ -11,7 +11,7 @@ from ..._arrays import flag, int64
 from ..._graphs import outside_graphs
 from ...errors import InvalidArgument, Unsupported
 from ...torch.moe.tensors import world_of
-from .arguments import biases_of, check_table, weights_shape
+from .arguments import biases_of, check_network, check_table, weights_shape
 from .config import Config, ll_bytes
 from .events import EventHandle, EventOverlap
 from .handles import DispatchHandle
@@ -36,6 +36,8 @@ class Buffer(LowLatencyCalls):
     :param group: a process group, a DeviceMesh of one dimension or a ``waybill.World``; one host
     :param num_nvl_bytes: of windows for dispatch and combine, for each kind of payload
     :param num_rdma_bytes: of windows for the low-latency calls, for each kind of payload
+    :param low_latency_mode: whether there are low-latency calls
+    :param num_qps_per_rank, allow_mnnvl: of a network, of which one host has no use
     """
 
     num_sms: int = 20  #: of calls without a Config, of all buffers
@@ -55,7 +57,6 @@ class Buffer(LowLatencyCalls):
         comm: Any = None,
         use_fabric: bool = False,
     ) -> None:
-        del num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
         self.group = group
 
         def check() -> dict[str, Any]:
@@ -65,6 +66,13 @@ class Buffer(LowLatencyCalls):
                 )
             if flag(enable_shrink, "Buffer: enable_shrink"):
                 refuse_masks("Buffer: enable_shrink = True")
+            check_network(
+                "Buffer",
+                num_qps_per_rank,
+                allow_nvlink_for_low_latency_mode,
+                allow_mnnvl,
+                use_fabric,
+            )
             self.num_nvl_bytes = _bytes(num_nvl_bytes, "Buffer: num_nvl_bytes")
             self.num_rdma_bytes = _bytes(num_rdma_bytes, "Buffer: num_rdma_bytes")
             self.low_latency_mode = flag(low_latency_mode, "Buffer: low_latency_mode")

@@ -13,7 +13,7 @@ from ..._graphs import outside_graphs
 from ...errors import InvalidArgument, Unsupported
 from ...torch.moe.tensors import world_of
 from ...world import World
-from .arguments import biases_of, check_stats, check_table, payload_of
+from .arguments import biases_of, check_stats, check_table, check_timeout, payload_of
 from .buffer import Buffer
 from .config import elastic_bytes
 from .elastic_rows import Compact, EPHandle, Expanded, Got, Order
@@ -40,6 +40,11 @@ class ElasticBuffer(OfThisProcess):
     :param group: a process group, a DeviceMesh of one dimension or a ``waybill.World``
     :param num_bytes: of windows; None: what ``get_buffer_size_hint`` says for the sizes behind it
     :param num_max_tokens_per_rank: of calls that say none
+    :param num_cpu_timeout_secs, num_gpu_timeout_secs: None, or at least the World's deadline, which
+        holds
+
+    What the other options allow or prefer is as it is with any of their values: two runs give the
+    same bits, and one host has no network whose queue pairs and service level could be chosen.
     """
 
     _why_not_copied = "buffers that other ranks write to: make one on each rank's group"
@@ -60,12 +65,10 @@ class ElasticBuffer(OfThisProcess):
         prefer_overlap_with_compute: bool = True,
         sl_idx: int = 3,
         num_allocated_qps: int = 0,
-        num_cpu_timeout_secs: int = 300,
-        num_gpu_timeout_secs: int = 100,
+        num_cpu_timeout_secs: Optional[int] = None,
+        num_gpu_timeout_secs: Optional[int] = None,
         explicitly_destroy: bool = False,
     ) -> None:
-        del num_topk, use_fp8_dispatch, deterministic, prefer_overlap_with_compute, sl_idx
-        del num_allocated_qps, num_cpu_timeout_secs, num_gpu_timeout_secs
         who = "ElasticBuffer"
         self.group = group
 
@@ -80,6 +83,23 @@ class ElasticBuffer(OfThisProcess):
                 allow_multiple_reduction, f"{who}: allow_multiple_reduction"
             )
             self.explicitly_destroy = flag(explicitly_destroy, f"{who}: explicitly_destroy")
+            for name, value in (
+                ("num_max_tokens_per_rank", self.num_max_tokens_per_rank),
+                ("hidden", hidden),
+                ("num_topk", num_topk),
+                ("sl_idx", sl_idx),
+                ("num_allocated_qps", num_allocated_qps),
+            ):
+                if int64(value, f"{who}: {name}") < 0:
+                    raise InvalidArgument(f"{who}: {name} = {value}, expected >= 0")
+            for name, value in (
+                ("use_fp8_dispatch", use_fp8_dispatch),
+                ("deterministic", deterministic),
+                ("prefer_overlap_with_compute", prefer_overlap_with_compute),
+            ):
+                flag(value, f"{who}: {name}")
+            check_timeout(num_cpu_timeout_secs, f"{who}: num_cpu_timeout_secs", world)
+            check_timeout(num_gpu_timeout_secs, f"{who}: num_gpu_timeout_secs", world)
             if num_bytes is None:
                 sizes = (self.num_max_tokens_per_rank, int64(hidden, f"{who}: hidden"))
                 self.num_bytes = elastic_bytes(world.world_size, *sizes)

@@ -8,6 +8,7 @@ from typing import Any, Dict, Optional, Tuple, TypeVar, Union
 import torch
 
 from ..._arrays import flag
+from ..._wrong_call import shown
 from ...errors import InvalidArgument
 
 __all__ = ["EventHandle", "EventOverlap", "Queue", "handle_of"]
@@ -48,6 +49,11 @@ class EventHandle:
 
     def stream_wait(self, stream: Any) -> None:
         """The same for a stream; None: the host waits."""
+        if stream is not None and not callable(getattr(stream, "wait_event", None)):
+            raise InvalidArgument(
+                f"EventHandle.stream_wait: stream = {shown(stream)}, expected a torch.cuda.Stream"
+                " or None"
+            )
         if self._event is None:
             return
         if stream is None:

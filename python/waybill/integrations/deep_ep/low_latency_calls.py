@@ -30,6 +30,7 @@ class LowLatencyCalls(OfThisProcess):
     _why_not_copied = "buffers that other ranks write to: make one on each rank's group"
     num_sms: int
     rank: int
+    low_latency_mode: bool
     _layers: Optional[Layers]
     _queue: Queue
     _few: LowLatency
@@ -61,6 +62,10 @@ class LowLatencyCalls(OfThisProcess):
         """
         who = "Buffer.low_latency_dispatch"
         self._alive(who)
+        if not self.low_latency_mode:
+            raise InvalidArgument(
+                f"{who}: the buffer was made with low_latency_mode = False, expected True"
+            )
         refuse_waits(dispatch_wait_recv_cost_stats, "dispatch_wait_recv_cost_stats", who)
         form = Format(
             flag(use_fp8, f"{who}: use_fp8"), flag(round_scale, f"{who}: round_scale"),

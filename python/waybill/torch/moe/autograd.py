@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 
@@ -13,6 +13,8 @@ from .._first_order import first_order
 from .._tensors import meet_mark, save_mark
 
 _Gradients = Tuple[Optional[torch.Tensor], ...]
+# What leads to nothing that gradients are asked of is not run: of experts' parameters, perhaps.
+_ALIKE = "the outputs of all ranks must depend on what torch.autograd.grad asks of: docs/moe.md"
 
 
 class Dispatch(torch.autograd.Function):
@@ -54,6 +56,7 @@ class Dispatch(torch.autograd.Function):
         meet_mark(ctx)
         layer, tokens_gradient, weight_gradient = ctx.layer, None, None
         with said_by("backward of EPAll2AllLayer.dispatch"):
+            layer._check_not_replaced()
             if ctx.needs_input_grad[1]:
                 tokens_gradient = layer._combine(rows, ctx.layout, False, (), of_backward=True)
             if ctx.needs_input_grad[2]:
@@ -112,7 +115,8 @@ class Combine(torch.autograd.Function):
         rows, of_weights = None, None
         # Also where this rank's rows need none, perhaps as it has none: others wait for the call.
         if ctx.needs:
-            with said_by("backward of EPAll2AllLayer.combine"):
+            with said_by("backward of EPAll2AllLayer.combine", _ALIKE):
+                ctx.layer._check_not_replaced()
                 rows, of_weights = ctx.layer._rows_gradients(
                     sums, ctx.layout, weights, kept, ctx.needs_input_grad[4]
                 )
@@ -121,3 +125,58 @@ class Combine(torch.autograd.Function):
         token = sums.new_zeros(0, dtype=torch.float32) if ctx.has_token else None
         biases = [sums if needed else None for needed in ctx.needs_input_grad[7:]]
         return None, None, None, None, rows, of_weights, token, *biases
+
+
+def tied_to_parameters(
+    outputs: torch.Tensor, experts: Any, rows: torch.Tensor, weights: Optional[torch.Tensor]
+) -> torch.Tensor:
+    """The outputs of a rank's experts, which depend on the experts' parameters on every rank: also
+    where the experts had no rows and made no product. Backward then passes the same calls on all
+    ranks, whatever it is asked for, and gives parameters that were not used zeros.
+    """
+    if not torch.is_grad_enabled() or not isinstance(experts, torch.nn.Module):
+        return outputs
+    if torch.compiler.is_compiling():  # a compiled program is one node, which has all inputs
+        used = outputs.requires_grad
+    else:
+        used = _uses_a_leaf(outputs, rows, weights)
+    parameters = [] if used else [one for one in experts.parameters() if one.requires_grad]
+    if not parameters:
+        return outputs
+    tied: torch.Tensor = _Tied.apply(outputs, rows, weights, *parameters)
+    return tied
+
+
+def _uses_a_leaf(outputs: torch.Tensor, *given: Optional[torch.Tensor]) -> bool:
+    """Whether outputs depend on a leaf of the graph by a way that does not pass what is given."""
+    if outputs.grad_fn is None:
+        return outputs.requires_grad
+    seen = {None, *(None if one is None else one.grad_fn for one in given)}
+    ahead: List[Any] = [outputs.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        # A reentrant checkpoint hides the leaves that it uses.
+        if node.name().endswith(("AccumulateGrad", "CheckpointFunctionBackward")):
+            return True
+        seen.add(node)
+        ahead += [one for one, _ in node.next_functions]
+    return False
+
+
+class _Tied(torch.autograd.Function):
+    """Outputs as they are. That they depend on rows and weights, too, lets schedules that compute
+    gradients of inputs first keep what is left here, where no rank is waited for.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, outputs: torch.Tensor, rows: Any, weights: Any, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.parameters = parameters
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient, None, None, *(torch.zeros_like(one) for one in ctx.parameters)

@@ -11,8 +11,9 @@ import torch
 
 from ..._arrays import flag, int64
 from ..._graphs import outside_graphs
+from ..._unwinding import Unwinding
 from ...errors import Disagreement, InvalidArgument
-from .._tensors import stream_of
+from .._tensors import stream_given, stream_of
 from .layout import LayerLayout
 from .tensors import given, shown
 
@@ -40,6 +41,7 @@ class LayerCalls(torch.nn.Module):
 
     _layer: Any
     _lock: threading.RLock
+    _unwinding: Unwinding
     ep_config: Any
     device: torch.device
     dtype: torch.dtype
@@ -52,6 +54,15 @@ class LayerCalls(torch.nn.Module):
     _slot_layers: List[Any]
     #: Views of windows that autograd may keep: (number of the dispatch, view, whether of weights)
     _lent: List[Tuple[int, torch.Tensor, bool]]
+    _replaced = False  #: whether ``ExpertParallel.resize`` has made another in its place
+
+    def _check_not_replaced(self) -> None:
+        """Before a backward: the rows of its forward went with the layer."""
+        if self._replaced:
+            raise InvalidArgument(
+                "the layer was resized since its forward, expected no backward outstanding at a"
+                " resize: repeat the step"
+            )
 
     @outside_graphs
     def await_calls(self) -> None:
@@ -83,8 +94,7 @@ class LayerCalls(torch.nn.Module):
         what they have met, with the number of the call: what only the device could check, and as
         ``check_overflow``. Calls of ranks in host memory are done when they return.
         """
-        handle = stream_of(self.device) if stream is None else int(stream.cuda_stream)
-        self._layer.synchronize(handle)
+        self._layer.synchronize(stream_given(stream, self.device, "synchronize: stream"))
 
     @outside_graphs
     def ep_barrier_all(self, stream: Any = None, intra_node_only: bool = False) -> None:
@@ -94,12 +104,16 @@ class LayerCalls(torch.nn.Module):
         On GPUs it is queued, the host goes on, and it may be captured. The host waits in host
         memory, and between nodes over NVSHMEM or NCCL.
         """
-        handle = stream_of(self.device) if stream is None else int(stream.cuda_stream)
+        handle = stream_given(stream, self.device, "ep_barrier_all: stream")
         self._layer.barrier(handle, flag(intra_node_only, "ep_barrier_all: intra_node_only"))
 
     @outside_graphs
     def finalize(self) -> None:
-        """Collective: gives all symmetric memory back. Twice does nothing."""
+        """Collective: gives all symmetric memory back. Twice does nothing. When an error of this
+        rank is in flight, nobody is waited for, and the memory goes with the world.
+        """
+        if self._unwinding:
+            return
         for layer in self._slot_layers:
             layer.finalize()
         self._lent.clear()

@@ -10,6 +10,7 @@ from ... import _core
 from ..._arrays import flag, int64
 from ..._copies import OfThisProcess
 from ..._graphs import outside_graphs
+from ..._unwinding import Unwinding
 from ...errors import InvalidArgument
 from ...moe import EPConfig
 from .tensors import shown, torch_dtype, world_of
@@ -47,6 +48,7 @@ class DispatchCombineContext(OfThisProcess):
         rank = world_of(world, ep_config.local_world_size, None, who, "world")
         self = cls.__new__(cls)
         self.ep_config = ep_config
+        self._unwinding = Unwinding()
         self._context = _core.ExpertContext(
             rank._world, compiled, int64(capacity, f"{who}: capacity")
         )
@@ -71,12 +73,17 @@ class DispatchCombineContext(OfThisProcess):
 
     @outside_graphs
     def finalize(self) -> None:
-        """Collective: gives all symmetric memory back. Twice does nothing."""
+        """Collective: gives all symmetric memory back. Twice does nothing. When an error of this
+        rank is in flight, nobody is waited for, and the memory goes with the world.
+        """
+        if self._unwinding:
+            return
         self.__dict__.pop("dispatch_output_buf", None)
         self.__dict__.pop("weight_recv_buf", None)
         self._context.finalize()
 
     _context: Any
+    _unwinding: Unwinding
 
 
 class BarrierAllContext(OfThisProcess):
@@ -87,6 +94,7 @@ class BarrierAllContext(OfThisProcess):
     @outside_graphs
     def __init__(self, is_intra_node: bool = True, *, world: Any = None) -> None:
         rank = world_of(world, None, None, "BarrierAllContext", "world")
+        self._unwinding = Unwinding()
         self._barrier = _core.ExpertBarrier(
             rank._world, flag(is_intra_node, "BarrierAllContext: is_intra_node")
         )
@@ -98,5 +106,9 @@ class BarrierAllContext(OfThisProcess):
 
     @outside_graphs
     def finalize(self) -> None:
-        """Collective: gives the signals back. Twice does nothing."""
+        """Collective: gives the signals back. Twice does nothing. When an error of this rank is in
+        flight, nobody is waited for, and they go with the world.
+        """
+        if self._unwinding:
+            return
         self._barrier.finalize()

@@ -15,11 +15,13 @@ from ..._said_by import said_by
 from ...errors import InvalidArgument, TransportError
 from .._operations import has_operations
 from . import operations as ops
+from .autograd import tied_to_parameters
 from .checks import (
     check_call,
     check_choices,
     check_experts,
     check_layer,
+    check_operations,
     check_options,
     check_outputs,
     check_shared,
@@ -28,7 +30,7 @@ from .checks import (
 from .grouped import ends_within
 from .lanes import Lane, scaled_gradient
 from .layer import EPAll2AllLayer
-from .presets import preset_options
+from .presets import PRESETS, preset_options
 from .shared_layers import LayerBox, shared_box
 from .tensors import as_autocast, flat_rows, world_of
 
@@ -47,27 +49,31 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
     :param topk: experts of a token, 1 to 32
     :param hidden: elements of a token
     :param max_tokens: most tokens of a rank in a call
-    :param dtype: of tokens; under autocast floats of any dtype are converted to it
+    :param dtype: of tokens, None: bfloat16; under autocast floats of any dtype are converted to it
+    :param weight_dtype: of scores, None: float32; scores of fewer digits are converted, of more
+        refused, but under autocast
     :param group: a process group, None for the default one, a DeviceMesh of one dimension, or a
         ``waybill.World``
     :param device: of ranks from a process group, as of ``EPAll2AllLayer``
     :param shared: experts that each token has: a module or function of [T, hidden]; on a GPU it
         runs beside the dispatch, on a stream of its own
-    :param gradients: of the experts: "mean": of the mean of the ranks' losses, as DDP and FSDP give
-        them for replicated parameters; "sum": of their sum
+    :param gradients: of the experts, to be given: "sum": of the sum of the ranks' losses, where the
+        gradients of the other parameters are added over the ranks, as those of
+        ``ContextParallelAttention`` are; "mean": of the mean of the ranks' losses, where they are
+        averaged, as DDP and FSDP do
     :param weights: who multiplies by the scores: "combine", or "experts", which then get them as a
         third argument [R], so that no rows are kept for the scores' gradients
     :param windows: "shared": modules of the same sizes share a layer and its memory, and rows are
         copied out of it; "own": rows stay in this module's own window until its backward is over,
-        before which it must not be called again
+        before which it must not be called again. (Programs of torch.compile copy them.)
     :param chunks: parts into which the tokens are cut, so that the experts work on one part while
         the next is on its way, on GPUs on a stream of its own. Windows are smaller by this factor;
         ``fixed_rows`` are those of a chunk
-    :param preset: "training" or "decoding": defaults of ``layer_options``, which are arguments of
-        ``EPAll2AllLayer``
+    :param preset: "training" or "decoding", None: "training": defaults of ``layer_options``, which
+        are arguments of ``EPAll2AllLayer``
     :param operations: whether calls are operations of torch.library, which needs ``fixed_rows`` and
         no chunks; None: if torch compiles and they can be. Selective checkpoints need True
-    :param layer: an ``EPAll2AllLayer`` to use instead
+    :param layer: an ``EPAll2AllLayer`` to use instead, with its world, dtypes and options
     """
 
     _why_not_copied = (
@@ -83,13 +89,14 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         hidden: int,
         max_tokens: int,
         group: Any = None,
-        dtype: Any = torch.bfloat16,
+        dtype: Any = None,
+        weight_dtype: Any = None,
         shared: Optional[Callable[[torch.Tensor], torch.Tensor]] = None,
-        gradients: str = "mean",
+        gradients: Optional[str] = None,
         weights: str = "combine",
         windows: str = "shared",
         chunks: int = 1,
-        preset: str = "training",
+        preset: Optional[str] = None,
         operations: Optional[bool] = None,
         layer: Optional[EPAll2AllLayer] = None,
         device: Any = None,
@@ -101,9 +108,10 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             require_layer(layer)
         world = world_of(group, None, device, who) if layer is None else layer.world
         options: Dict[str, Any] = {}
+        most = 0
 
         def check() -> Dict[str, Any]:
-            nonlocal num_experts, topk, hidden, max_tokens, chunks, operations
+            nonlocal num_experts, topk, hidden, max_tokens, most, chunks, operations, dtype
             check_choices(experts, shared, gradients=gradients, weights=weights, windows=windows)
             num_experts = int64(num_experts, f"{who}: num_experts")
             topk, hidden = int64(topk, f"{who}: topk"), int64(hidden, f"{who}: hidden")
@@ -111,45 +119,40 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             chunks = int64(chunks, f"{who}: chunks")
             if chunks < 1:
                 raise InvalidArgument(f"{who}: chunks = {chunks}, expected >= 1")
-            given = max_tokens = int64(max_tokens, f"{who}: max_tokens")
+            most = max_tokens = int64(max_tokens, f"{who}: max_tokens")
             if max_tokens > 0:
                 max_tokens = -(-max_tokens // chunks)
             sizes = {"max_tokens": max_tokens, "num_experts": num_experts, "topk": topk}
             if layer is None:
-                check_options(world, num_experts, topk, hidden, max_tokens, dtype, layer_options)
+                dtype, of_weights = check_options(
+                    world, num_experts, topk, hidden, max_tokens, dtype, weight_dtype, layer_options
+                )
                 options.update(dropped_id=-1, **preset_options(preset, world, **sizes))
-                options.update(layer_options)
+                options.update(layer_options, weight_dtype=of_weights)
                 fixed_rows = options.get("fixed_rows")
             else:
-                check_layer(layer, num_experts, topk, hidden, max_tokens, layer_options)
+                given_more = {
+                    "group": group, "device": device, "dtype": dtype, "weight_dtype": weight_dtype,
+                    "preset": preset, **layer_options,
+                }  # fmt: skip
+                check_layer(layer, num_experts, topk, hidden, max_tokens, given_more)
                 fixed_rows = layer.fixed_rows
             check_experts(experts, num_experts, world)
-            if operations and (fixed_rows is None or chunks > 1):
-                raise InvalidArgument(
-                    f"{who}: operations = True with fixed_rows = {fixed_rows} and chunks ="
-                    f" {chunks}, expected fixed_rows and one chunk"
-                )
+            if operations:
+                check_operations(fixed_rows, chunks, windows, layer_options)
             return {
                 "layer": "made" if layer is None else "given", "chunks": chunks, **sizes,
-                "max_tokens": given, "hidden": hidden, "gradients": gradients, "weights": weights,
-                "windows": windows, "preset": preset if layer is None else "",
+                "max_tokens": most, "hidden": hidden, "gradients": gradients, "weights": weights,
+                "windows": windows, "preset": (preset or PRESETS[0]) if layer is None else "",
                 "dtype": str(dtype).removeprefix("torch.") if layer is None else "",
+                "weight_dtype": str(options.get("weight_dtype", "")).removeprefix("torch."),
             }  # fmt: skip
 
         agree_on(world, who, check)
-        self.chunks = chunks
+        self.max_tokens, self.chunks = most, chunks
         if layer is None:
-
-            def make(**changed: Any) -> EPAll2AllLayer:
-                with said_by(who):
-                    return EPAll2AllLayer(
-                        world, max_tokens, hidden, topk, world.rank, num_experts,
-                        world.topology.ranks_per_node, world.world_size, dtype,
-                        **{**options, **changed},
-                    )  # fmt: skip
-
-            key = (max_tokens, hidden, topk, num_experts, dtype, sorted(options.items()))
-            box = shared_box(world, key, make) if windows == "shared" else LayerBox(make)
+            sizes = (max_tokens, hidden, topk, num_experts)
+            box = _box_of(world, sizes, dtype, options, windows == "shared")
         else:
             box = LayerBox(None, layer)
         box.users += 1
@@ -173,7 +176,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         """[..., hidden]: the sum of each token's experts, times their scores, and of the shared."""
         if self._released:
             raise TransportError("ExpertParallel: the module was finalized")
-        check_call(self.layer, self.chunks, tokens, scores, ids)
+        check_call(self.layer, self.max_tokens, self.chunks, tokens, scores, ids)
         # A view also where there is nothing to flatten: shared experts have a stream of their own,
         # and autograd gathers a leaf's gradients on the stream that used the leaf first.
         x = tokens.reshape(-1, tokens.shape[-1])
@@ -225,7 +228,8 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
 
     def finalize(self) -> None:
         """Collective: gives the layer's symmetric memory back, if no other module shares it; that
-        of a given ``layer`` in any case. Twice does nothing.
+        of a given ``layer`` in any case. Twice does nothing. When an error of this rank is in
+        flight, nobody is waited for, and the memory goes with the world.
         """
         if not self._released:
             self._released = True
@@ -261,23 +265,19 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         recorded = torch.is_grad_enabled()
         x = as_autocast(x, self.layer.dtype, self.layer.device)
         needs = [recorded and one.requires_grad for one in (x, weights)]
-        rows, row_weights, ends, ticket = ops.dispatch(number, x, chosen, weights, *needs)
+        rows, row_weights, ends, ticket, token = ops.dispatch(number, x, chosen, weights, *needs)
         outputs = self.experts(rows, ends, *([row_weights] if inside else []))
         check_outputs(outputs, rows, self.layer.rank)
+        outputs = tied_to_parameters(outputs.to(rows.dtype), self.experts, rows, row_weights)
         will = any(needs) or (recorded and outputs.requires_grad)
         sums: torch.Tensor = ops.combine(
-            number,
-            ticket,
-            outputs.to(rows.dtype),
-            None if inside else row_weights,
-            x.shape[0],
-            will,
+            number, ticket, token, outputs, None if inside else row_weights, x.shape[0], will
         )
         return sums
 
     def _parts(self, value: torch.Tensor) -> Tuple[torch.Tensor, ...]:
         """One for each chunk, the last ones perhaps without tokens."""
-        size = self.layer.max_tokens
+        size = -(-self.max_tokens // self.chunks)
         return tuple(value[n * size : (n + 1) * size] for n in range(self.chunks))
 
     @outside_graphs
@@ -291,9 +291,38 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         """What the experts make of rows, and the descriptor."""
         given = (rows, ends_within(layout.recv_expert_offsets, self.layer.fixed_rows))
         outputs = self.experts(*given, *([row_weights] if self.weights == "experts" else []))
-        return check_outputs(outputs, rows, self.layer.rank).to(self.layer.dtype), layout
+        outputs = check_outputs(outputs, rows, self.layer.rank).to(self.layer.dtype)
+        return self._tied(outputs, rows, row_weights), layout
+
+    @outside_graphs
+    def _tied(
+        self, outputs: torch.Tensor, rows: torch.Tensor, row_weights: torch.Tensor
+    ) -> torch.Tensor:
+        return tied_to_parameters(outputs, self.experts, rows, row_weights)
 
     @outside_graphs
     def _combine(self, outputs: torch.Tensor, layout: Any) -> torch.Tensor:
         with said_by("ExpertParallel: forward"):
             return self.layer.combine(outputs, layout, weighted=self.weights == "combine")
+
+
+def _box_of(
+    world: Any, sizes: Tuple[int, int, int, int], dtype: Any, options: Dict[str, Any], shares: bool
+) -> LayerBox:
+    """A layer of its own, or the one that modules of these sizes share.
+
+    :param sizes: (max_tokens, hidden, topk, num_experts)
+    """
+    max_tokens, hidden, topk, num_experts = sizes
+
+    def make(**changed: Any) -> EPAll2AllLayer:
+        if changed:  # capacity was that of buffers that grow
+            options.pop("capacity", None)
+        with said_by("ExpertParallel"):
+            return EPAll2AllLayer(
+                world, max_tokens, hidden, topk, world.rank, num_experts,
+                world.topology.ranks_per_node, world.world_size, dtype, **{**options, **changed},
+            )  # fmt: skip
+
+    key = (*sizes, dtype, sorted(options.items()))
+    return shared_box(world, key, make) if shares else LayerBox(make)

@@ -6,16 +6,22 @@ from typing import Any, Optional
 
 import torch
 
+from ..._arrays import int64
 from ...errors import InvalidArgument, Unsupported
+from .._tensors import require_device
+from .tensors import holds, is_autocast, torch_dtype
 
 
 def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """[R, out]: each row times the matrix of its group, by ``torch._grouped_mm``; also of no rows.
+    float64 in host memory, which torch has not, is a product for each group.
 
     :param rows: [R, in], group after group; what lies behind the last group gives anything
     :param weights: [groups, in, out]; rows of both of a multiple of 16 bytes, as torch wants
     :param offsets: [groups] int32, the end of each group
     """
+    if rows.dtype == torch.float64 and rows.device.type == "cpu":
+        return _one_by_one(rows, weights, offsets)
     product = getattr(torch, "_grouped_mm", None)
     if product is None:
         raise Unsupported(
@@ -27,11 +33,27 @@ def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor)
     return product(one, weights, offs=offsets)[:0]
 
 
+def _one_by_one(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    begins = [0, *offsets.tolist()]
+    parts = [
+        rows[begin:end] @ matrix for begin, end, matrix in zip(begins, begins[1:], weights.unbind())
+    ]
+    rest = rows.new_zeros(rows.shape[0] - begins[-1], weights.shape[2])
+    return torch.cat([*parts, rest])
+
+
 def ends_within(offsets: torch.Tensor, fixed_rows: Optional[int]) -> torch.Tensor:
     """[experts]: the ends of groups that lie in so many rows. Those of an overflow, counted, lie
     behind, where a grouped product would read, and write, what is somebody else's.
     """
     return offsets[1:] if fixed_rows is None else offsets[1:].clamp(max=fixed_rows)
+
+
+def _positive(value: Any, name: str) -> int:
+    number = int64(value, name)
+    if number < 1:
+        raise InvalidArgument(f"{name} = {number}, expected >= 1")
+    return number
 
 
 class SwiGLUExperts(torch.nn.Module):
@@ -43,14 +65,22 @@ class SwiGLUExperts(torch.nn.Module):
     :param num_experts: experts of this rank: ExpertParallel's num_experts / ranks
     :param hidden: elements of a token; a multiple of 16 bytes
     :param inner: elements between the products; a multiple of 16 bytes
-    :param dtype: of the parameters, torch's default if None; products are in that of the tokens
+    :param dtype: of the parameters, torch's default if None; products are in that of the tokens,
+        whose values it must hold, but under autocast
     """
 
     def __init__(
         self, num_experts: int, hidden: int, inner: int, dtype: Any = None, device: Any = None
     ) -> None:
         super().__init__()
-        made = {"dtype": dtype, "device": device}
+        who = "SwiGLUExperts"
+        num_experts = _positive(num_experts, f"{who}: num_experts")
+        hidden, inner = _positive(hidden, f"{who}: hidden"), _positive(inner, f"{who}: inner")
+        if dtype is not None:
+            dtype = torch_dtype(dtype, f"{who}: dtype")
+            if not dtype.is_floating_point:
+                raise InvalidArgument(f"{who}: dtype = {dtype}, expected floats")
+        made = {"dtype": dtype, "device": require_device(device, f"{who}: device")}
         self.gate = torch.nn.Parameter(torch.empty(num_experts, hidden, inner, **made))
         self.up = torch.nn.Parameter(torch.empty(num_experts, hidden, inner, **made))
         self.down = torch.nn.Parameter(torch.empty(num_experts, inner, hidden, **made))
@@ -72,9 +102,18 @@ class SwiGLUExperts(torch.nn.Module):
                 f"SwiGLUExperts: rows of {offsets.shape[0]} experts, expected"
                 f" {self.gate.shape[0]}: num_experts are those of this rank"
             )
+        self._check_dtype(rows)
         gate, up, down = (weight.to(rows.dtype) for weight in (self.gate, self.up, self.down))
         gated = torch.nn.functional.silu(grouped_mm(rows, gate, offsets))
         inner = gated * grouped_mm(rows, up, offsets)
         if weights is not None:
             inner = (inner.to(weights.dtype) * weights[:, None]).to(rows.dtype)
         return grouped_mm(inner, down, offsets)
+
+    def _check_dtype(self, rows: torch.Tensor) -> None:
+        own = self.gate.dtype
+        if not holds(own, rows.dtype) and not is_autocast(rows.device):
+            raise InvalidArgument(
+                f"SwiGLUExperts: parameters are {own}, expected {rows.dtype} as the rows, or more"
+                " digits; or autocast"
+            )

@@ -12,12 +12,13 @@ from ..._agreement import agreed_world
 from ..._arrays import choice, flag, int64
 from ..._copies import OfThisProcess
 from ..._graphs import outside_graphs
+from ..._unwinding import Unwinding
 from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc, EPConfig
-from .._tensors import require_tensor, stream_of
+from .._tensors import require_moved, stream_of
 from .autograd import Combine, Dispatch
 from .calls import LayerCalls, checked_layout, names_rank
-from .presets import number_of_rows, suggested_sms
+from .presets import number_of_rows, room_of, suggested_sms
 from .tensors import (
     as_autocast,
     group_of_layer,
@@ -55,13 +56,15 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
     :param num_sm: multiprocessors that a call may use; ranks in host memory ignore it. None: what
         suits device, topology and max_tokens
     :param enable_local_combine: one node: a rank's rows of a token are summed there, rounded,
-        before they travel
+        before they travel. Compact rows are such sums, and between nodes a node's sums travel, in
+        any case
     :param use_aot: accepted; kernels are always compiled ahead of time
     :param dropped_id: the id of a topk slot that goes nowhere: num_tot_experts, or -1
     :param rows: "grouped", a row per topk slot; "compact", a row per token and rank
     :param expert_alignment: rows of each local expert padded to a multiple, with zeros
     :param payload: "plain"; "quantized": rows travel as float8 e4m3 with scales; "scaled": given so
-    :param capacity: the first buffers have max_tokens * topk * capacity rows
+    :param capacity: the first buffers have max_tokens * topk * capacity rows, None: 2; without
+        ``fixed_rows``, which says how many
     :param fixed_rows: rows of the buffers, for ever; a float is a share of the worst case, in which
         all tokens of all ranks choose this rank's experts, each different ones. Nothing waits for
         counts on the host, results have this many rows, and ``check_overflow`` reports what did not
@@ -98,7 +101,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         rows: str = "grouped",
         expert_alignment: int = 1,
         payload: str = "plain",
-        capacity: int = 2,
+        capacity: Optional[int] = None,
         fixed_rows: Union[int, float, None] = None,
         copy_out: bool = True,
         max_per_expert: Optional[int] = None,
@@ -109,23 +112,20 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         fixed: Optional[int] = None
         compiled: Any = None
         options: Any = None
-        most = 0
-        self._options: dict[str, Any]
+        most, factor = 0, 2
 
         def check() -> dict[str, Any]:
             """All arguments but those of the world, which the compiled part compares."""
-            nonlocal fixed, most, compiled, options
-            dtypes = (
-                torch_dtype(dtype, f"{who}: dtype"),
-                torch_dtype(weight_dtype, f"{who}: weight_dtype"),
-            )
+            nonlocal fixed, most, factor, compiled, options
+            given = {"dtype": dtype, "weight_dtype": weight_dtype}
+            dtypes = [torch_dtype(one, f"{who}: {name}") for name, one in given.items()]
             called = {"num_experts": "num_tot_experts", "token_dtype": "dtype"}
             self.ep_config, compiled = EPConfig._of_words(
                 who, called, max_tokens, hidden, topk, num_tot_experts, rank, world_size,
                 local_world_size, *dtypes, torch.int32,
             )  # fmt: skip
             self._take_sizes(self.ep_config)
-            self._options = {
+            self._options: dict[str, Any] = {
                 "dropped_id": (
                     None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
                 ),
@@ -146,10 +146,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
             self.copy_out = flag(copy_out, f"{who}: copy_out")
             self.enable_local_combine = flag(enable_local_combine, f"{who}: enable_local_combine")
             self.use_aot = flag(use_aot, f"{who}: use_aot")
-            int64(capacity, f"{who}: capacity")
-            most = 0 if max_per_expert is None else int64(max_per_expert, f"{who}: max_per_expert")
-            if most < 1 and max_per_expert is not None:
-                raise InvalidArgument(f"{who}: max_per_expert = {most}, expected >= 1")
+            factor, most = room_of(capacity, fixed, max_per_expert, who)
             return {}
 
         self.world = agreed_world(
@@ -164,9 +161,10 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         self.dropped_id: int = self.num_tot_experts if given_id is None else given_id
         self._layer: Any = _core.ExpertLayer(
             self.world._world, compiled, options, self.num_sm, self.enable_local_combine,
-            int64(capacity, f"{who}: capacity"), fixed or 0, most,
+            factor, fixed or 0, most,
         )  # fmt: skip
         self._lock = threading.RLock()
+        self._unwinding = Unwinding()
         self._lent = []
         self._slot_layers: list[EPAll2AllLayer] = []  # one at most; no submodule: a part of this
 
@@ -206,8 +204,8 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         :param input: [T, hidden], T at most max_tokens, also 0
         :param exp_indices: [T, topk], int32 or int64
         :param weight: [T, topk]: each travels with its topk slot; of compact rows [R, topk] arrive
-        :param full_scatter_indices: [sum of T over all ranks, topk], the same on all ranks:
-            positions in the outputs of all ranks, one after another
+        :param full_scatter_indices: [sum of T over all ranks, topk], the same on all ranks, not
+            those of this rank alone: positions in the outputs of all ranks, one after another
         :param scales: of a "scaled" payload: [T, hidden / 128] float32; what arrives is
             ``layout_desc.recv_scales``
         :param layout_desc: of an earlier dispatch of the same ``exp_indices``, on all ranks:
@@ -215,7 +213,9 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         :param copy_out: of this call, instead of the layer's
         :raises InvalidArgument: before any communication; Disagreement; Timeout naming the rank
         """
-        require_tensor(input, "dispatch: input")
+        require_moved(input, "dispatch: input")
+        if weight is not None:
+            require_moved(weight, "dispatch: weight")
         copy_out = None if copy_out is None else flag(copy_out, "dispatch: copy_out")
         weight = as_autocast(weight, self.ep_config.weight_dtype, self.device)
         if self.payload == "plain":
@@ -267,7 +267,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         """
         layout = checked_layout(ep_a2a_layout_desc, "combine: ep_a2a_layout_desc")
         weighted = flag(weighted, "combine: weighted")
-        require_tensor(input, "combine: input")
+        require_moved(input, "combine: input")
         dtype = self.ep_config.token_dtype
         input = as_autocast(input, dtype, self.device)
         biases = [as_autocast(bias, dtype, self.device) for bias in _checked_biases(biases)]
@@ -332,7 +332,7 @@ def _checked_biases(biases: Any) -> Sequence[torch.Tensor]:
         raise InvalidArgument(
             f"combine: biases is a {type(biases).__name__}, expected a list of tensors"
         )
-    return [require_tensor(bias, "combine: biases") for bias in biases]
+    return [require_moved(bias, "combine: biases") for bias in biases]
 
 
 def _refuse_gradients(who: str, payload: str, *values: Any) -> None:

@@ -17,13 +17,14 @@ import torch
 
 from ..._said_by import said_by
 from ...errors import InvalidArgument
+from .._first_order import first_order
 from .._operations import operation
 from .autograd import weights_home
 from .grouped import ends_within
 from .layout import LayerLayout
 
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_layouts: Dict[int, LayerLayout] = {}
+_dispatches: Dict[int, Tuple[Any, LayerLayout]] = {}  #: the layer that made them, and what
 _numbers = itertools.count(1)
 
 
@@ -41,32 +42,36 @@ def _layer_of(number: int) -> Any:
     return box.layer
 
 
-def _ticket_of(layout: LayerLayout) -> torch.Tensor:
+def _ticket_of(moving: Any, layout: LayerLayout) -> torch.Tensor:
     number = next(_numbers)
     memory = np.array([number])
-    _layouts[number] = layout
-    weakref.finalize(memory, _layouts.pop, number, None)
+    _dispatches[number] = moving, layout
+    weakref.finalize(memory, _dispatches.pop, number, None)
     return torch.from_numpy(memory)  # its storage keeps the array
 
 
-def _layout_of(ticket: torch.Tensor) -> LayerLayout:
-    layout = _layouts.get(int(ticket))
-    if layout is None:
+def _dispatch_of(ticket: torch.Tensor) -> Tuple[Any, LayerLayout]:
+    """The layer that made it, and its descriptor."""
+    found = _dispatches.get(int(ticket))
+    if found is None:
         raise InvalidArgument(f"experts: ticket {int(ticket)} is of no dispatch, or was copied")
-    return layout
+    found[0]._check_not_replaced()
+    return found
 
 
 @operation(
     "experts_dispatch",
     "(int layer, Tensor x, Tensor ids, Tensor weights, bool x_needs, bool weights_need)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 @said_by("ExpertParallel: forward")
 def dispatch(
     layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
     x_needs: bool, weights_need: bool,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(rows, their weights, ends of the experts, ticket)."""
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(rows, their weights, ends of the experts, ticket, token). The token has no elements. It ties
+    combine to this call, whose backward is to come also where experts make nothing of the rows.
+    """
     moving = _layer_of(layer)
     rows, row_weights, layout = moving._dispatch(
         x, ids, weights, None, None, None, x_needs, weights_need, copy_out=True
@@ -74,7 +79,7 @@ def dispatch(
     if weights_need:
         moving._need_slot_layer()
     ends = ends_within(layout.recv_expert_offsets, moving.fixed_rows)
-    return rows, row_weights, ends, _ticket_of(layout)
+    return rows, row_weights, ends, _ticket_of(moving, layout), row_weights.new_empty(0)
 
 
 @dispatch.register_fake
@@ -87,6 +92,7 @@ def _(
         weights.new_empty(moving.fixed_rows),
         x.new_empty(moving.experts_per_rank, dtype=torch.int32),
         torch.empty(1, dtype=torch.int64),
+        weights.new_empty(0),
     )
 
 
@@ -100,7 +106,7 @@ def dispatch_backward(
     weights: Optional[torch.Tensor],
 ) -> Tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of tokens and of their weights; of what needs none, a tensor without elements."""
-    moving, layout = _layer_of(layer), _layout_of(ticket)
+    moving, layout = _dispatch_of(ticket)
     nothing = torch.empty(0, device=ids.device)
     x = nothing
     if rows is not None:
@@ -124,15 +130,17 @@ def _(
 
 def _keep_dispatch(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.layer, _, ids, _, ctx.x_needs, ctx.weights_need = inputs
-    rows, row_weights, ends, ticket = output
+    rows, row_weights, ends, ticket, token = output
     ctx.save_for_backward(ids, ticket)
     nothing = [ends, ticket]
+    nothing += [] if ctx.x_needs or ctx.weights_need else [token]
     nothing += [] if ctx.x_needs else [rows]
     nothing += [] if ctx.weights_need else [row_weights]
     ctx.mark_non_differentiable(*nothing)
 
 
-def _dispatch_gradients(ctx: Any, rows: Any, weights: Any, _ends: Any, _ticket: Any) -> Any:
+@first_order
+def _dispatch_gradients(ctx: Any, rows: Any, weights: Any, *_: Any) -> Any:
     ids, ticket = ctx.saved_tensors
     x, home = dispatch_backward(
         ctx.layer, ticket, ids, rows if ctx.x_needs else None, weights if ctx.weights_need else None
@@ -146,16 +154,16 @@ dispatch.register_autograd(_dispatch_gradients, setup_context=_keep_dispatch)
 
 @operation(
     "experts_combine",
-    "(int layer, Tensor ticket, Tensor rows, Tensor? weights, SymInt num_tokens, bool needs)"
-    " -> Tensor",
+    "(int layer, Tensor ticket, Tensor token, Tensor rows, Tensor? weights, SymInt num_tokens,"
+    " bool needs) -> Tensor",
 )
 @said_by("ExpertParallel: forward")
 def combine(
-    layer: int, ticket: torch.Tensor, rows: torch.Tensor, weights: Optional[torch.Tensor],
-    num_tokens: int, needs: bool,
+    layer: int, ticket: torch.Tensor, token: torch.Tensor, rows: torch.Tensor,
+    weights: Optional[torch.Tensor], num_tokens: int, needs: bool,
 ) -> torch.Tensor:  # fmt: skip
     """Sums [num_tokens, hidden], with the dispatch's weights if some are given."""
-    moving, layout = _layer_of(layer), _layout_of(ticket)
+    moving, layout = _dispatch_of(ticket)
     sums: torch.Tensor = moving._combine(
         rows, layout, weights is not None, (), needs_gradients=needs
     )
@@ -164,7 +172,7 @@ def combine(
 
 @combine.register_fake
 def _(
-    layer: int, ticket: Any, rows: Any, weights: Any, num_tokens: Any, needs: bool
+    layer: int, ticket: Any, token: Any, rows: Any, weights: Any, num_tokens: Any, needs: bool
 ) -> torch.Tensor:
     return rows.new_empty(num_tokens, rows.shape[1])  # type: ignore[no-any-return]
 
@@ -180,7 +188,7 @@ def combine_backward(
     weights: Optional[torch.Tensor], needs_rows: bool,
 ) -> Tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of rows, and of weights if rows are given; else a tensor without elements."""
-    moving, layout = _layer_of(layer), _layout_of(ticket)
+    moving, layout = _dispatch_of(ticket)
     of_rows, of_weights = moving._rows_gradients(gradient, layout, weights, rows, needs_rows)
     nothing = torch.empty(0, device=gradient.device)
     of_rows = nothing if of_rows is None else of_rows
@@ -204,21 +212,22 @@ def _(
 
 
 def _keep_combine(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.layer, ticket, rows, weights, _, _ = inputs
+    ctx.layer, ticket, token, rows, weights, _, _ = inputs
     ctx.weights_need = weights is not None and weights.requires_grad
     # Rows are kept for the weights' gradients alone.
-    ctx.save_for_backward(ticket, rows if ctx.weights_need else None, weights)
+    ctx.save_for_backward(ticket, token, rows if ctx.weights_need else None, weights)
 
 
+@first_order
 def _combine_gradients(ctx: Any, gradient: torch.Tensor) -> Any:
-    ticket, rows, weights = ctx.saved_tensors
-    needs_rows = ctx.needs_input_grad[2]
+    ticket, token, rows, weights = ctx.saved_tensors
+    needs_rows = ctx.needs_input_grad[3]
     of_rows, of_weights = combine_backward(
         ctx.layer, ticket, gradient.contiguous(), rows, weights, needs_rows
     )
     return (
-        None, None, of_rows if needs_rows else None, of_weights if ctx.weights_need else None,
-        None, None,
+        None, None, torch.zeros_like(token), of_rows if needs_rows else None,
+        of_weights if ctx.weights_need else None, None, None,
     )  # fmt: skip
 
 

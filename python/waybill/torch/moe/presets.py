@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, Optional, Union
+from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
 
@@ -11,7 +11,7 @@ from ..._arrays import choice, int64
 from ...errors import InvalidArgument, WrongType
 from ...world import World
 
-__all__ = ["PRESETS", "number_of_rows", "preset_options", "suggested_sms"]
+__all__ = ["PRESETS", "number_of_rows", "preset_options", "room_of", "suggested_sms"]
 
 PRESETS = ("training", "decoding")
 _HOST_SMS = 20  # ranks in host memory ignore it
@@ -59,13 +59,13 @@ def number_of_rows(
 
 
 def preset_options(
-    name: str, world: World, *, max_tokens: int, num_experts: int, topk: int
+    name: Optional[str], world: World, *, max_tokens: int, num_experts: int, topk: int
 ) -> Dict[str, Any]:
     """Keyword arguments of ``EPAll2AllLayer``. On one node rows of a token are summed on each rank
     before they travel. "decoding" has room for any routing in which a token chooses different
     experts, so that no host waits, and results are views.
     """
-    choice(name, "ExpertParallel: preset", *PRESETS)
+    name = PRESETS[0] if name is None else choice(name, "ExpertParallel: preset", *PRESETS)
     ranks = world.world_size
     options: Dict[str, Any] = {
         "num_sm": suggested_sms(world, max_tokens),
@@ -75,3 +75,19 @@ def preset_options(
         options["fixed_rows"] = 1.0
         options["copy_out"] = False
     return options
+
+
+def room_of(
+    capacity: Optional[int], fixed_rows: Optional[int], max_per_expert: Optional[int], who: str
+) -> Tuple[int, int]:
+    """(capacity factor of buffers that grow, most topk slots of an expert; 0: any number)."""
+    factor = 2 if capacity is None else int64(capacity, f"{who}: capacity")
+    if capacity is not None and fixed_rows is not None:
+        raise InvalidArgument(
+            f"{who}: capacity = {factor}, expected none: fixed_rows = {fixed_rows} says how many"
+            " rows the buffers have"
+        )
+    most = 0 if max_per_expert is None else int64(max_per_expert, f"{who}: max_per_expert")
+    if most < 1 and max_per_expert is not None:
+        raise InvalidArgument(f"{who}: max_per_expert = {most}, expected >= 1")
+    return factor, most

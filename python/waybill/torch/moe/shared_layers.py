@@ -40,6 +40,7 @@ class LayerBox:
         """Collective: another layer in its place. Nothing of the old one is in flight."""
         assert self.layer is not None and self._make is not None
         self.layer.finalize()
+        self.layer._replaced = True
         self.layer = self._make(fixed_rows=fixed_rows)
 
     def release(self) -> None:

@@ -12,7 +12,7 @@ from ..._agreement import agree
 from ..._arrays import library_dtype
 from ..._wrong_call import shown as shown_value
 from ...errors import InvalidArgument
-from ...world import World
+from ...world import World, seconds_of
 from .._tensors import dtype_name, require_memory, shown_memory
 
 #: A tensor for the compiled part: address, dtype, shape.
@@ -63,6 +63,16 @@ def is_autocast(device: torch.device) -> bool:
         return torch.is_autocast_cpu_enabled() if cpu else torch.is_autocast_enabled()
 
 
+def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether all values of the other are values of dtype."""
+    if dtype == other:
+        return True
+    try:
+        return torch.promote_types(dtype, other) == dtype
+    except RuntimeError:  # float8
+        return False
+
+
 def require_known_ids(
     ids: torch.Tensor, num_experts: int, dropped: int, name: str, rank: int
 ) -> None:
@@ -90,22 +100,36 @@ def torch_dtype(value: Any, name: str) -> torch.dtype:
 
 
 def world_of(
-    group: Any, local_world_size: Optional[int], device: Any, who: str, name: str = "group"
-) -> World:
+    group: Any, local_world_size: Optional[int], device: Any, who: str, name: str = "group",
+    timeout_s: Optional[float] = None,
+) -> World:  # fmt: skip
     """A World itself, or the one that layers of a process group or DeviceMesh share (None: of the
     default group); the first one makes it, which is collective.
+
+    A World has a device and a deadline: others are refused.
     """
     if isinstance(group, World):
-        known = (group.device, group.device.split(":")[0])
-        is_name = isinstance(device, (str, torch.device))
-        if device is not None and not (is_name and str(device) in known):
-            got = shown_value(device)
-            wrong = f"{who}: device = {got}, expected {group.device}, that of the World"
-            agree(group, who, {}, InvalidArgument(wrong))  # the others compare what they make
+        try:
+            _require_same(group, device, timeout_s, who)
+        except InvalidArgument as error:
+            agree(group, who, {}, error)  # the others compare what they make
         return group
     from .shared_worlds import shared_world  # not every torch has torch.distributed
 
     return shared_world(group, device, local_world_size, who, name)
+
+
+def _require_same(world: World, device: Any, timeout_s: Optional[float], who: str) -> None:
+    """What is said of a World that is there, and has it."""
+    known = (world.device, world.device.split(":")[0])
+    is_name = isinstance(device, (str, torch.device))
+    if device is not None and not (is_name and str(device) in known):
+        got = shown_value(device)
+        raise InvalidArgument(f"{who}: device = {got}, expected {world.device}, that of the World")
+    if timeout_s is not None and seconds_of(timeout_s, who) != world.timeout_s:
+        raise InvalidArgument(
+            f"{who}: timeout_s = {timeout_s:g}, expected {world.timeout_s:g}, that of the World"
+        )
 
 
 def group_of_layer(group: Any) -> Any:

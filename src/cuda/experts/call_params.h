@@ -1,0 +1,114 @@
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+
+#include "../rank/gpu_rank.h"
+#include "experts/expert_executor.h"
+#include "params.h"
+#include "tables.h"
+#include "transport/transport.h"
+
+namespace waybill::cuda {
+
+/// Symmetric memory of the executor. It holds the counts, records and weights of each source's
+/// tokens, and the receive slots, all by parity of the dispatch.
+struct RecordWorkspace {
+  std::int64_t counts[2] = {};
+  std::int64_t records[2] = {};
+  std::int64_t weights[2] = {};
+  std::int64_t gathered[2] = {};       ///< low latency: the ids of all ranks, see RouteParams
+  std::int64_t receive_slots[2] = {};  ///< see ReceiveSlots
+  std::int64_t slot_tokens = 0;        ///< receive slots per source
+  std::int64_t slot_row_bytes = 0;
+  std::int64_t total = 0;
+
+  RecordWorkspace(const EPConfig& config, const EPDispatchOptions& options, bool low_latency);
+};
+
+/// The widest word, at most 16 bytes, that divides all of these.
+[[nodiscard]] int common_word(std::initializer_list<std::int64_t> values);
+[[nodiscard]] std::int64_t address_of(const void* pointer);
+
+[[nodiscard]] inline cudaStream_t stream_of(const ExpertCall& call) {
+  return call.stream == nullptr ? nullptr : stream_of(*call.stream);
+}
+
+/// Makes the parameters of all kernels of one layer. It has the memory that they need in addition
+/// to the layer's memory. Collective to make.
+class ExpertParams {
+ public:
+  ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
+               const EPConfig& config, const EPDispatchOptions& options,
+               const ExpertMemory& memory);
+  ExpertParams(const ExpertParams&) = delete;
+  ExpertParams& operator=(const ExpertParams&) = delete;
+  /// Frees nothing while other ranks may still use it.
+  ~ExpertParams();
+
+  /// @param tables their routing is being made
+  [[nodiscard]] RouteParams route(const ExpertCall& call, const ExpertDispatchInput& input,
+                                  GpuExpertTables& tables) const;
+
+  [[nodiscard]] EnterParams enter(const ExpertCall& call, const ExpertDispatchInput& input,
+                                  GpuExpertTables& tables) const;
+
+  /// All parameters but the tokens, their cuts, the number of senders and the early work. With
+  /// several nodes the tokens are those that this rank forwards: [nodes, M] on the workspace.
+  [[nodiscard]] RowsParams rows(const ExpertCall& call, const ExpertDispatchInput& input,
+                                const GpuExpertTables& tables) const;
+
+  /// Parameters without records, so that rows are copied and not summed.
+  [[nodiscard]] StageParams stage(const ExpertCall& call, const ExpertCombineInput& input,
+                                  const GpuExpertTables& tables) const;
+
+  /// Parameters of the sum of pulled rows. With several nodes it is the sum of this node; the ranks
+  /// have synchronized before, and the caller sets the output.
+  [[nodiscard]] CombineParams combine(const ExpertCall& call, const ExpertCombineInput& input,
+                                      const GpuExpertTables& tables) const;
+
+  /// How ranks synchronize in a call, and the shape of this rank.
+  [[nodiscard]] MoeArrive arrive(const ExpertCall& call, FaultKind kind) const;
+  [[nodiscard]] MoeShape shape(const GpuExpertRouting& routing) const;
+
+  [[nodiscard]] MoeHostFaults* faults() const { return static_cast<MoeHostFaults*>(faults_.get()); }
+
+  /// Whether the layer uses the low-latency route. All ranks get the same answer.
+  [[nodiscard]] bool is_low_latency() const { return low_latency_; }
+
+  /// Memory for float8 elements and scales of this rank's tokens. It is null unless this rank
+  /// quantises them; with several nodes they go to the workspace instead.
+  [[nodiscard]] std::byte* elements() const { return static_cast<std::byte*>(elements_.get()); }
+  [[nodiscard]] std::byte* scales() const { return static_cast<std::byte*>(scales_.get()); }
+
+ private:
+  [[nodiscard]] MoeShape shape(std::int64_t num_tokens, std::int64_t capacity_rows) const;
+  [[nodiscard]] MoeShape node_shape(const GpuExpertRouting& routing) const;
+  void fill_tables(const ExpertCall& call, GpuExpertRouting& made, RowsParams& params) const;
+  [[nodiscard]] NearPeers<std::byte> record_parts(std::int64_t offset) const;
+  [[nodiscard]] const std::byte* weights_of(const ExpertDispatchInput& input) const;
+  [[nodiscard]] std::int32_t first_rank() const {
+    return config_.rank / config_.local_world_size * config_.local_world_size;
+  }
+
+  Transport& transport_;
+  std::shared_ptr<GpuRank> gpu_;
+  int share_;
+  EPConfig config_;
+  EPDispatchOptions options_;
+  const ExpertMemory& memory_;
+  bool low_latency_;
+  std::uint32_t max_delay_ns_;  ///< see MoeArrive
+  RecordWorkspace workspace_;
+  SymmetricBuffer records_;
+  SignalPad channels_;
+  std::shared_ptr<void> state_;        ///< MoeState, then the words of placed sources
+  std::shared_ptr<void> tile_counts_;  ///< scratch of the route
+  std::shared_ptr<void> nan_row_;      ///< CombineParams::lost_row
+  std::shared_ptr<void> faults_;       ///< MoeHostFaults, pinned
+  std::shared_ptr<void> elements_;
+  std::shared_ptr<void> scales_;
+};
+
+}  // namespace waybill::cuda
