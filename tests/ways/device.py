@@ -29,7 +29,7 @@ def tensor_of(
     if plain.numel() == 0:
         if how is not None and how.slices:  # of memory that is there
             return torch.zeros(2, *plain.shape[1:], dtype=plain.dtype, device=device)[:0]
-        return torch.empty(plain.shape, dtype=plain.dtype, device=device)  # its address is null
+        return torch.empty(plain.shape, dtype=plain.dtype, device=device)  # without memory
     if how is None:
         return plain.to(device)
     if how.odd_address:

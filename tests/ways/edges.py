@@ -52,7 +52,7 @@ class ExpertRound:
     """One dispatch of all ranks. A dropped topk slot is -1."""
 
     ids: tuple[np.ndarray, ...]  #: [T, topk] of each rank
-    slices: bool = False  #: empty inputs are slices of memory; otherwise their address is null
+    slices: bool = False  #: empty inputs are slices of memory; otherwise they have none
     odd_address: bool = False  #: rows begin one element behind an address for bulk copies
 
     @property
@@ -219,8 +219,10 @@ EXPERT_EDGES = {
     edge.name: edge
     for edge in (
         Edge("ordinary", "no edge: the ordinary batch", _ordinary),
-        Edge("null", "a rank with no tokens, each in turn, null pointers", _without_null),
-        Edge("slice", "a rank with no tokens, each in turn, empty slices", _without_slice),
+        Edge("null", "a rank with no tokens, each in turn, tensors without memory", _without_null),
+        Edge(
+            "slice", "a rank with no tokens, each in turn, empty slices of memory", _without_slice
+        ),
         Edge("alone", "all but one rank without tokens, each in turn", _alone),
         Edge("nothing", "no tokens at all, and then some", _nothing),
         Edge("one_token", "one token: of each rank, of one rank alone", _one_token),
@@ -382,9 +384,9 @@ SEQUENCE_EDGES = {
     edge.name: edge
     for edge in (
         Edge("ordinary", "no edge: the ordinary batch", _s_ordinary),
-        Edge("null", "a rank with no tokens, each in turn, null pointers",
+        Edge("null", "a rank with no tokens, each in turn, tensors without memory",
              lambda draw: _s_without(draw, False)),
-        Edge("slice", "a rank with no tokens, each in turn, empty slices",
+        Edge("slice", "a rank with no tokens, each in turn, empty slices of memory",
              lambda draw: _s_without(draw, True)),
         Edge("alone", "all but one rank without tokens, each in turn", _s_alone),
         Edge("nothing", "no tokens at all, and then some", _s_nothing),
