@@ -15,9 +15,10 @@ Prints one line per offence and exits 1 if there is one; 3 if there is no cuobjd
 import itertools
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
+
+from check_machine_code import find_tool
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PRIMITIVES = "src/cuda/device/bulk.cuh"
@@ -100,14 +101,8 @@ def machine_code_offences(sass):
     return offences, looked_at
 
 
-def find_cuobjdump():
-    on_path = shutil.which("cuobjdump") or shutil.which("/usr/local/cuda/bin/cuobjdump")
-    in_triton = sorted(ROOT.glob("build/venv/lib/python*/site-packages/triton/**/bin/cuobjdump"))
-    return on_path or (str(in_triton[0]) if in_triton else None)
-
-
 def check_machine_code(files):
-    tool = find_cuobjdump()
+    tool = find_tool("cuobjdump")
     if tool is None:
         print("bulk fences: SKIPPED: no cuobjdump, so NO machine code was looked at")
         sys.exit(3)

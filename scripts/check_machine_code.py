@@ -112,18 +112,24 @@ def differences(old, new):
                 yield f"{arch} {name}: {', '.join(changed)}"
 
 
-def tool(name):
-    """CUDA's program; triton brings cuobjdump along."""
+def find_tool(name):
+    """CUDA's program, or None; triton brings cuobjdump along."""
     site = pathlib.Path(sysconfig.get_path("purelib"))
     places = [shutil.which(name), f"/usr/local/cuda/bin/{name}"]
     places += [
         folder / f"triton/backends/nvidia/bin/{name}" for folder in map(pathlib.Path, sys.path)
     ]
     places += [*site.glob(f"nvidia/*/bin/{name}")]
-    for place in places:
-        if place and pathlib.Path(place).is_file():
-            return str(place)
-    sys.exit(f"machine code: no {name} here; pip install nvidia-cuda-{name}")
+    places += [*ROOT.glob(f"build/venv/lib/python*/site-packages/triton/**/bin/{name}")]
+    return next((str(place) for place in places if place and pathlib.Path(place).is_file()), None)
+
+
+def tool(name):
+    """The same; exits without it."""
+    found = find_tool(name)
+    if found is None:
+        sys.exit(f"machine code: no {name} here; pip install nvidia-cuda-{name}")
+    return found
 
 
 def compiler():
@@ -183,6 +189,7 @@ def main(arguments=None):
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args(arguments)
     path, version = ROOT / TABLE, compiler()
+    tool("cuobjdump")  # before the compiler takes its minutes
     old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"nvcc": version}
     made_by = old.pop("nvcc")
     if made_by != version and not given.write:
