@@ -81,9 +81,11 @@ void add_source_options(Command command, SourceOptions& options) {
       .group(group);
 }
 
-void add_planning_options(Command command, PlanningOptions& options,
-                          const std::string& ranks_name) {
-  const std::string group = "Plan";
+namespace {
+
+/// How many ranks there are, and for how many rows of documents they have room.
+void add_room_options(Command command, PlanningOptions& options, const std::string& ranks_name,
+                      const std::string& group) {
   command.option(ranks_name, options.world_size, "Number of ranks")
       .value_name("N")
       .between(1, max_world_size)
@@ -102,6 +104,14 @@ void add_planning_options(Command command, PlanningOptions& options,
             "Take the first documents, as many as --tokens-per-rank has room for, cut the last of "
             "them, and leave out the others")
       .group(group);
+}
+
+}  // namespace
+
+void add_planning_options(Command command, PlanningOptions& options,
+                          const std::string& ranks_name) {
+  const std::string group = "Plan";
+  add_room_options(command, options, ranks_name, group);
   command
       .option("--imbalance", options.imbalance,
               "Target for the largest work of a rank over the mean; a lower one moves more bytes")
