@@ -53,7 +53,8 @@ nb::object with_usual_dtype(nb::object array, nb::dlpack::dtype dtype) {
   static const auto* const names = new Names;
   const bool is_signed = dtype.code == static_cast<std::uint8_t>(dtype_code::Int);
   PyObject* const usual = (is_signed ? names->int64 : names->uint64).ptr();
-  PyObject* const viewed = PyObject_CallMethodOneArg(array.ptr(), names->view.ptr(), usual);
+  PyObject* const given[] = {array.ptr(), usual};
+  PyObject* const viewed = PyObject_VectorcallMethod(names->view.ptr(), given, 2, nullptr);
   if (viewed == nullptr) throw nb::python_error();
   return nb::steal(viewed);
 }
