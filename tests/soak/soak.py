@@ -319,6 +319,20 @@ def _gather_notes(options, processes, noted):
             return
 
 
+class Notes(list):
+    """(seconds since the begin, what was found) of each world. The first of a minute goes to stderr
+    at once: a long run may be cut off.
+    """
+
+    minute = -1
+
+    def append(self, one):
+        super().append(one)
+        if one[0] // 60 > self.minute:
+            self.minute = one[0] // 60
+            print(table([one]).splitlines()[-1], file=sys.stderr, flush=True)
+
+
 def growth(times, values):
     """The median slope of all pairs over the whole time; or from half to half, if that is more."""
     if len(values) < 2:
@@ -395,7 +409,7 @@ def parsed(arguments):
 def soak(options):
     """Runs it, prints the table and the verdict; the exit status."""
     torch.set_num_threads(1)
-    noted = []
+    noted = Notes()
     try:
         (soak_processes if options.processes else soak_threads)(options, noted)
     except KeyboardInterrupt:
