@@ -135,7 +135,8 @@ def experts(world):
     tokens = torch.ones(ROWS, HIDDEN, requires_grad=True)
     layer = ExpertParallel(
         SwiGLUExperts(2, HIDDEN, HIDDEN, torch.float32), group=world, dtype=torch.float32,
-        num_experts=2 * world.world_size, topk=TOPK, hidden=HIDDEN, max_tokens=ROWS, gradients="sum",
+        num_experts=2 * world.world_size, topk=TOPK, hidden=HIDDEN, max_tokens=ROWS,
+        gradients="sum",
     )  # fmt: skip
     scores, ids = torch.ones(ROWS, TOPK), _ids(world).long()
     return lambda: layer(tokens, scores, ids).sum().backward()
