@@ -51,7 +51,7 @@ def _driver() -> Optional[Any]:
 
 
 def _loads_lazily(driver: Optional[Any]) -> bool:
-    """Of the CUDA that this process has begun with; one that has not begun will be as is said."""
+    """Whether this process has begun with a CUDA that does. Before that the variable decides."""
     mode = ctypes.c_int(0)
     if driver is None or driver.cuModuleGetLoadingMode(ctypes.byref(mode)) != 0:
         return False

@@ -8,7 +8,7 @@ __all__ = ["Unwinding"]
 
 
 def _in_flight() -> int:
-    """Which exception is handled here, also by a ``finally``; what None is where there is none."""
+    """The id of the exception that is handled here, also by a ``finally``, or that of None."""
     return id(sys.exc_info()[1])
 
 

@@ -80,6 +80,13 @@ MAKERS = [layer, experts, context, barrier, dispatcher, attention, buffer]
 assert ElasticBuffer.destroy.__doc__ == Buffer.destroy.__doc__  # both are of the same layers
 
 
+def expect_the_users_error_soon(body):
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="the user's own"):
+        wt.run_threads(2, body, timeout_s=DEADLINE_S)
+    assert time.monotonic() - begun < SOON_S
+
+
 @pytest.mark.parametrize("make", MAKERS)
 def test_the_error_of_a_rank_that_cleans_up(make):
     def body(world):
@@ -91,10 +98,7 @@ def test_the_error_of_a_rank_that_cleans_up(make):
         finally:
             clean_up()
 
-    begun = time.monotonic()
-    with pytest.raises(ValueError, match="the user's own"):
-        wt.run_threads(2, body, timeout_s=DEADLINE_S)
-    assert time.monotonic() - begun < SOON_S
+    expect_the_users_error_soon(body)
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -107,10 +111,7 @@ def test_a_peer_that_failed_is_not_waited_for(make):
             raise ValueError("the user's own")
         clean_up()
 
-    begun = time.monotonic()
-    with pytest.raises(ValueError, match="the user's own"):
-        wt.run_threads(2, body, timeout_s=DEADLINE_S)
-    assert time.monotonic() - begun < SOON_S
+    expect_the_users_error_soon(body)
 
 
 @pytest.mark.parametrize("make", MAKERS)
