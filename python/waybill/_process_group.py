@@ -42,8 +42,8 @@ def group_of(group: Any, who: str, name: str = "group") -> Any:
         raise InvalidArgument(f"{who}: this process is not in the group")
     if not isinstance(group, distributed.ProcessGroup):
         raise InvalidArgument(
-            f"{who}: {name} is a {type(group).__name__}, expected a process group of"
-            " torch.distributed, a DeviceMesh of one dimension, or None for the default group"
+            f"{who}: {name} is {shown(group)}, expected a process group of torch.distributed,"
+            " a DeviceMesh of one dimension, or None for the default group"
         )
     if distributed.get_rank(group) < 0:
         raise InvalidArgument(f"{who}: this process is not in the group")
