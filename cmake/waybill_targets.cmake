@@ -20,7 +20,7 @@ function(waybill_target_defaults target)
   target_compile_options(${target} PRIVATE $<${cxx}:-Wall> $<${cxx}:-Wextra>)
   if(WAYBILL_DEV)
     target_compile_options(
-      ${target} PRIVATE "$<${cxx}:-Wpedantic;-Wshadow;-Wconversion;-Wsign-conversion>")
+      ${target} PRIVATE "$<${cxx}:-Wpedantic;-Wshadow;-Wconversion>")
     if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
       # What gcc's optimiser guesses about inlined std::string and std::vector is often wrong.
       target_compile_options(

@@ -7,14 +7,11 @@
 #include <memory>
 #include <string>
 
-#include "core/to_size.h"
 #include "rows.h"
 #include "waybill/cuda/gpu_world.h"
 
 namespace waybill::bench {
 namespace {
-
-using detail::to_size;
 
 void check(cudaError_t status, const char* doing) {
   if (status != cudaSuccess) {
@@ -80,18 +77,18 @@ class RankSetup {
 
   /// Median time from event to event.
   double time_calls(int calls) {
-    std::vector<cudaEvent_t> events(to_size(calls + 1));
+    std::vector<cudaEvent_t> events(calls + 1);
     for (cudaEvent_t& event : events) check(cudaEventCreate(&event), "making an event");
     check(cudaEventRecord(events[0], stream_), "timing");
     for (int i = 1; i <= calls; ++i) {
       call();
-      check(cudaEventRecord(events[to_size(i)], stream_), "timing");
+      check(cudaEventRecord(events[i], stream_), "timing");
     }
     synchronize();
     std::vector<double> times;
     for (int i = 1; i <= calls; ++i) {
       float ms = 0;
-      check(cudaEventElapsedTime(&ms, events[to_size(i - 1)], events[to_size(i)]), "timing");
+      check(cudaEventElapsedTime(&ms, events[i - 1], events[i]), "timing");
       times.push_back(ms * 1e3);
     }
     for (cudaEvent_t event : events) (void)cudaEventDestroy(event);
@@ -141,8 +138,7 @@ class RankSetup {
 
   TensorView tensor(const TensorFormat& format, std::int64_t rows) {
     void* memory = nullptr;
-    check(cudaMalloc(&memory, to_size(std::max<std::int64_t>(rows * format.row_bytes(), 16))),
-          "allocating");
+    check(cudaMalloc(&memory, std::max<std::int64_t>(rows * format.row_bytes(), 16)), "allocating");
     memory_.push_back(memory);
     return {memory, format.dtype, Shape{rows, format.hidden}};
   }
@@ -191,13 +187,11 @@ CallTimes slowest(std::span<const CallTimes> ranks) {
 
 CallTimes measure(std::int32_t world_size, const Workload& workload,
                   const MeasureOptions& options) {
-  std::vector<CallTimes> ranks(to_size(world_size));
-  run_gpu_thread_world(world_size,
-                       [&](World& world) {
-                         ranks[to_size(to_int(world.rank()))] =
-                             measure_rank(world, workload, options);
-                       },
-                       {.timeout_s = 30});
+  std::vector<CallTimes> ranks(world_size);
+  run_gpu_thread_world(
+      world_size,
+      [&](World& world) { ranks[to_int(world.rank())] = measure_rank(world, workload, options); },
+      {.timeout_s = 30});
   return slowest(ranks);
 }
 

@@ -10,7 +10,6 @@
 #include <mutex>
 #include <string_view>
 
-#include "core/to_size.h"
 #include "cuda/experts/combine_calls.h"
 #include "cuda/link_probe.h"
 #include "moe_rank.h"
@@ -19,7 +18,6 @@
 namespace waybill::bench {
 namespace {
 
-using detail::to_size;
 using Call = std::function<void(MoeRank&)>;
 
 constexpr std::int64_t mib = std::int64_t{1} << 20;
@@ -35,18 +33,18 @@ double median(std::vector<double> values) {
 
 /// Median time of a call, from event to event.
 double time_calls(MoeRank& rank, const Call& call, int calls) {
-  std::vector<cudaEvent_t> events(to_size(calls + 1));
+  std::vector<cudaEvent_t> events(calls + 1);
   for (cudaEvent_t& event : events) check(cudaEventCreate(&event));
   check(cudaEventRecord(events[0], rank.stream()));
   for (int i = 1; i <= calls; ++i) {
     call(rank);
-    check(cudaEventRecord(events[to_size(i)], rank.stream()));
+    check(cudaEventRecord(events[i], rank.stream()));
   }
   rank.synchronize();
   std::vector<double> times;
   for (int i = 1; i <= calls; ++i) {
     float ms = 0;
-    check(cudaEventElapsedTime(&ms, events[to_size(i - 1)], events[to_size(i)]));
+    check(cudaEventElapsedTime(&ms, events[i - 1], events[i]));
     times.push_back(ms * 1e3);
   }
   for (cudaEvent_t event : events) (void)cudaEventDestroy(event);
@@ -110,7 +108,7 @@ class Table {
     std::vector<std::vector<double>> us(lines.size());
     std::vector<std::vector<double>> graph_us(lines.size());
     for (auto* times : {&us, &graph_us}) {
-      for (auto& line : *times) line.resize(to_size(world_size_));
+      for (auto& line : *times) line.resize(world_size_);
     }
     std::mutex mutex;
     std::string wrong;
@@ -126,7 +124,7 @@ class Table {
     run_gpu_thread_world(world_size_,
                          [&](World& world) {
                            MoeRank rank(world, workload, options);
-                           const auto r = to_size(to_int(world.rank()));
+                           const std::size_t r = to_int(world.rank());
                            rank.dispatch();
                            for (std::size_t i = 0; i < lines.size(); ++i) {
                              const Line& line = lines[i];

@@ -20,7 +20,7 @@ void check(cudaError_t status, const char* doing) {
 
 template <class T>
 std::vector<T> download(const void* from, std::int64_t count) {
-  std::vector<T> result(to_size(count));
+  std::vector<T> result(count);
   check(cudaMemcpy(result.data(), from, result.size() * sizeof(T), cudaMemcpyDefault), "reading");
   return result;
 }
@@ -57,7 +57,7 @@ MoeRank::MoeRank(World& world, const MoeWorkload& workload, const EPDispatchOpti
       with_fingerprints(num_layer_signals(config_.world_size), config_.world_size), "signals");
   executor_ = make_expert_executor(world, config_, options_, memory_);
   use_slabs(false);
-  const auto& ids = workload.ids[to_size(config_.rank)];
+  const auto& ids = workload.ids[config_.rank];
   const std::int64_t tokens = std::ssize(ids) / config_.topk;
   const bool quantized = options_.payload == EPPayload::quantized;
   const DType dtype = quantized ? config_.token_dtype : payload_dtype(config_, options_);
@@ -87,7 +87,7 @@ MoeRank::~MoeRank() {
 
 void* MoeRank::memory(std::int64_t bytes) {
   void* part = nullptr;
-  check(cudaMalloc(&part, to_size(std::max<std::int64_t>(bytes, 16))), "allocating");
+  check(cudaMalloc(&part, std::max<std::int64_t>(bytes, 16)), "allocating");
   allocated_.push_back(part);
   check(cudaMemset(part, 0, to_size(bytes)), "clearing");
   return part;
@@ -130,16 +130,16 @@ void MoeRank::combine(const EPCombineOptions& options, bool staged) {
 void MoeRank::check_rows() {
   const std::byte* const window = memory_.dispatch_windows[(dispatches_ - 1) % 2].local;
   const auto counts = tables_->wait_counts();
-  const std::int64_t rows = counts[to_size(config_.rank)];
+  const std::int64_t rows = counts[config_.rank];
   const auto tags = download<std::int32_t>(window + memory_.window.tags, rows * 4);
   const std::int64_t words = row_bytes() / 8;
   for (std::int64_t row = 0; row < rows; row += 1 + rows / 97) {
-    const std::int32_t source = tags[to_size(row * 4)];
-    const std::int32_t token = tags[to_size(row * 4 + 1)];
+    const std::int32_t source = tags[row * 4];
+    const std::int32_t token = tags[row * 4 + 1];
     const auto got =
         download<std::uint64_t>(window + memory_.window.rows + row * row_bytes(), words);
     for (std::int64_t i = 0; i < words; ++i) {
-      if (got[to_size(i)] != word_of(source, 0, static_cast<std::uint64_t>(token * words + i))) {
+      if (got[i] != word_of(source, 0, static_cast<std::uint64_t>(token * words + i))) {
         throw InternalError(concat("moe: row ", row, " of rank ", config_.rank, " (token ", token,
                                    " of rank ", source, ") is wrong in word ", i));
       }
@@ -149,14 +149,14 @@ void MoeRank::check_rows() {
 
 std::vector<float> MoeRank::sum_of(std::int64_t token, const std::vector<std::int32_t>& rows,
                                    bool local) const {
-  const auto& ids = workload_.ids[to_size(config_.rank)];
+  const auto& ids = workload_.ids[config_.rank];
   const bool compact = options_.rows == EPRows::compact;
   const std::int64_t words = config_.hidden / 4;
-  std::vector<float> sums(to_size(config_.hidden));
+  std::vector<float> sums(config_.hidden);
   std::vector<std::vector<float>> parts;  // of ranks in the order of the topk slots
   std::vector<std::int32_t> ranks;
   for (std::int64_t k = 0; k < config_.topk; ++k) {
-    const std::int32_t id = ids[to_size(token * config_.topk + k)];
+    const std::int32_t id = ids[token * config_.topk + k];
     if (id == config_.num_experts) continue;
     const std::int32_t rank = config_.rank_of_expert(id);
     auto part = static_cast<std::size_t>(std::ranges::find(ranks, rank) - ranks.begin());
@@ -166,11 +166,10 @@ std::vector<float> MoeRank::sum_of(std::int64_t token, const std::vector<std::in
       ranks.push_back(rank);
       parts.emplace_back(sums.size());
     }
-    const std::int64_t row = rows[to_size(token * config_.topk + k)];
+    const std::int64_t row = rows[token * config_.topk + k];
     for (std::int64_t e = 0; e < config_.hidden; ++e) {
       const auto word = word_of(rank, 7, static_cast<std::uint64_t>(row * words + e / 4));
-      parts[part][to_size(e)] +=
-          bfloat16_to_float(static_cast<std::uint16_t>(word >> (e % 4 * 16)));
+      parts[part][e] += bfloat16_to_float(static_cast<std::uint16_t>(word >> (e % 4 * 16)));
     }
   }
   for (const auto& part : parts) {
@@ -183,14 +182,14 @@ std::vector<float> MoeRank::sum_of(std::int64_t token, const std::vector<std::in
 
 void MoeRank::check_sums(bool local) {
   if (!config_.is_intra_node()) return;  // rows on other nodes are known there alone
-  const auto& ids = workload_.ids[to_size(config_.rank)];
+  const auto& ids = workload_.ids[config_.rank];
   const std::int64_t tokens = std::ssize(ids) / config_.topk;
   const auto rows = download<std::int32_t>(tables_->views().dst_rows.data, std::ssize(ids));
   for (std::int64_t t = 0; t < tokens; t += 1 + tokens / 53) {
     const auto got = download<std::uint16_t>(sums_.data + t * config_.hidden * 2, config_.hidden);
     const std::vector<float> sums = sum_of(t, rows, local);
     for (std::int64_t e = 0; e < config_.hidden; ++e) {
-      if (got[to_size(e)] != float_to_bfloat16(sums[to_size(e)])) {
+      if (got[e] != float_to_bfloat16(sums[e])) {
         throw InternalError(
             concat("moe: sum of token ", t, " of rank ", config_.rank, " is wrong in element ", e));
       }

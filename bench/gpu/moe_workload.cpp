@@ -4,12 +4,9 @@
 #include <cmath>
 #include <numeric>
 
-#include "core/to_size.h"
 #include "waybill/core/random.h"
 
 namespace waybill::bench {
-
-using detail::to_size;
 
 MoeRows rows_of(const MoeWorkload& workload) {
   const EPConfig& config = workload.config;
@@ -20,7 +17,7 @@ MoeRows rows_of(const MoeWorkload& workload) {
   }
   const std::int64_t world = config.world_size;
   const auto tokens = [&](std::int64_t from, std::int64_t to) -> std::int64_t {
-    return counts[to_size(from * num_counts(config) + config.num_experts + 1 + to)];
+    return counts[from * num_counts(config) + config.num_experts + 1 + to];
   };
   const auto topk_slots = [&](std::int64_t from, std::int64_t to) {
     const std::int64_t each = config.num_experts_per_rank();
@@ -40,7 +37,7 @@ MoeRows rows_of(const MoeWorkload& workload) {
       if (s != r) out += tokens(r, s);
       if (s != r) in += tokens(s, r);
     }
-    const std::int64_t rows = grouped.num_recv_rows[to_size(r)];
+    const std::int64_t rows = grouped.num_recv_rows[r];
     most.wire = std::max({most.wire, in, out});
     most.slots = std::max({most.slots, slots_in, slots_out});
     most.local = std::max(most.local, tokens(r, r));
@@ -86,7 +83,7 @@ MoeWorkload like_eight_ranks(std::int64_t tokens, std::int64_t hidden) {
   workload.name = concat("bytes of 8 ranks, ", tokens, " x ", hidden);
   Random random(2);
   for (std::int32_t r = 0; r < 2; ++r) {
-    auto& ids = workload.ids[to_size(r)];
+    auto& ids = workload.ids[r];
     const auto expert_on = [&](std::int32_t rank) {
       return static_cast<std::int32_t>(random.below(128)) + rank * 128;
     };

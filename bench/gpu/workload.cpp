@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "core/to_size.h"
 #include "waybill/core/error.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/planner/planner.h"
@@ -10,8 +9,6 @@
 #include "waybill/routing/length_distribution.h"
 
 namespace waybill::bench {
-
-using detail::to_size;
 
 std::vector<SequencePart> Workload::parts() const {
   std::vector<SequencePart> result;
@@ -23,20 +20,20 @@ std::vector<SequencePart> Workload::parts() const {
 
 WireBytes wire_bytes(const Workload& workload) {
   const std::int32_t world = workload.routing.fwd_q.world_size;
-  std::vector<std::int64_t> out(to_size(world));
-  std::vector<std::int64_t> in(to_size(world));
+  std::vector<std::int64_t> out(world);
+  std::vector<std::int64_t> in(world);
   WireBytes most;
   for (std::int32_t w = 0; w < world; ++w) {
     const auto parts = workload.parts();
     const SequencePlan plan = compile_dispatch(parts, Rank{w}, {.relay = RelayUse::never});
     for (std::int32_t r = 0; r < world; ++r) {
-      const std::int64_t bytes = plan.wire_bytes[to_size(r)];
+      const std::int64_t bytes = plan.wire_bytes[r];
       if (r == w) {
         most.local = std::max(most.local, bytes);
         continue;
       }
-      out[to_size(w)] += bytes;
-      in[to_size(r)] += bytes;
+      out[w] += bytes;
+      in[r] += bytes;
       most.total += bytes;
     }
   }

@@ -6,13 +6,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/to_size.h"
 #include "waybill/planner/static_plans.h"
 
 namespace waybill::bench {
 namespace {
-
-using detail::to_size;
 
 double work_of(const DocumentPiece& piece) {
   const auto b = static_cast<double>(piece.begin);
@@ -87,23 +84,22 @@ QkvPlan greedy_plan(std::span<const std::int64_t> documents, const BaselineOptio
   constexpr double q_row = 4096;  // elements; KV: K and V
   constexpr double kv_row = 2048;
   std::vector<Item> items = lay_out_items(documents, options);
-  std::vector<double> excess(to_size(options.world_size));
-  for (const Item& item : items) excess[to_size(item.head.q_dst)] += item.work();
+  std::vector<double> excess(options.world_size);
+  for (const Item& item : items) excess[item.head.q_dst] += item.work();
   const double mean = std::accumulate(excess.begin(), excess.end(), 0.0) / options.world_size;
   for (double& e : excess) e -= mean;
   std::vector<std::int32_t> order;
   for (std::int32_t r = 0; r < options.world_size; ++r)
-    if (excess[to_size(r)] < 0) order.push_back(r);
-  std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
-    return excess[to_size(a)] < excess[to_size(b)];
-  });
+    if (excess[r] < 0) order.push_back(r);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::int32_t a, std::int32_t b) { return excess[a] < excess[b]; });
   for (const std::int32_t rank : order) {
-    double needed = -excess[to_size(rank)];
+    double needed = -excess[rank];
     while (needed > tolerance * mean) {
       std::size_t best = items.size();
       double best_cost = 0;
       for (std::size_t i = 0; i < items.size(); ++i) {
-        const double donor = excess[to_size(items[i].head.q_dst)];
+        const double donor = excess[items[i].head.q_dst];
         const double work = items[i].work();
         if (donor <= 0 || work <= 0) continue;
         const double moved = std::min({donor, needed, work});
@@ -116,7 +112,7 @@ QkvPlan greedy_plan(std::span<const std::int64_t> documents, const BaselineOptio
       if (best == items.size()) break;
       Item& item = items[best];
       const std::int32_t donor = item.head.q_dst;
-      double moved = std::min({needed, item.work(), excess[to_size(donor)]});
+      double moved = std::min({needed, item.work(), excess[donor]});
       if (moved >= item.work()) {
         item.head.q_dst = item.tail.q_dst = rank;
       } else {
@@ -130,8 +126,8 @@ QkvPlan greedy_plan(std::span<const std::int64_t> documents, const BaselineOptio
         moved = part.work();
         items.push_back(part);
       }
-      excess[to_size(donor)] -= moved;
-      excess[to_size(rank)] += moved;
+      excess[donor] -= moved;
+      excess[rank] += moved;
       needed -= moved;
     }
   }
@@ -147,9 +143,8 @@ QkvPlan longest_first_plan(std::span<const std::int64_t> documents,
                            const BaselineOptions& options) {
   std::vector<std::int32_t> order(documents.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
-    return documents[to_size(a)] > documents[to_size(b)];
-  });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::int32_t a, std::int32_t b) { return documents[a] > documents[b]; });
   using Load = std::pair<double, std::int32_t>;
   std::priority_queue<Load, std::vector<Load>, std::greater<>> lightest;
   for (std::int32_t r = 0; r < options.world_size; ++r) lightest.emplace(0, r);
@@ -157,8 +152,8 @@ QkvPlan longest_first_plan(std::span<const std::int64_t> documents,
   for (const std::int32_t d : order) {
     const auto [load, rank] = lightest.top();
     lightest.pop();
-    dst[to_size(d)] = rank;
-    const auto len = static_cast<double>(documents[to_size(d)]);
+    dst[d] = rank;
+    const auto len = static_cast<double>(documents[d]);
     lightest.emplace(load + len * (len + 1) / 2, rank);
   }
   std::vector<DocumentPiece> chunks;

@@ -5,7 +5,6 @@
 #include <numeric>
 #include <utility>
 
-#include "core/to_size.h"
 #include "waybill/core/random.h"
 #include "waybill/json/lengths.h"
 
@@ -36,7 +35,7 @@ std::vector<std::int64_t> shuffled(const std::vector<std::int64_t>& lengths,
   const auto count = static_cast<std::int32_t>(lengths.size());
   for (std::int64_t sum = 0; sum < num_tokens;) {
     for (const std::int32_t i : random.permutation(count, count)) {
-      drawn.push_back(lengths[detail::to_size(i)]);
+      drawn.push_back(lengths[i]);
       sum += drawn.back();
       if (sum >= num_tokens) break;
     }

@@ -6,7 +6,6 @@
 
 #include "arrays.h"
 #include "bindings.h"
-#include "core/to_size.h"
 #include "waybill/moe/expert_routing.h"
 #include "waybill/report/expert_summary.h"
 

@@ -6,7 +6,6 @@
 
 #ifdef WAYBILL_CLI_CUDA
 #include "core/printable.h"
-#include "core/to_size.h"
 #include "cuda/gpu_report.h"
 #include "cuda/link_probe.h"
 #include "report/format.h"
@@ -23,7 +22,6 @@ std::int64_t num_driver_gpus() {
 }
 
 #ifdef WAYBILL_CLI_CUDA
-using detail::to_size;
 
 /// The first line of an error, as what follows lists all that was tried.
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }

@@ -2,7 +2,6 @@
 #include <memory>
 
 #include "commands.h"
-#include "core/to_size.h"
 #include "dispatch_file.h"
 #include "job_options.h"
 #include "report/format.h"
@@ -18,8 +17,6 @@ struct ShowOptions {
   RowOptions rows;
 };
 
-using detail::to_size;
-
 std::string pad(const std::string& text, std::size_t width) {
   return text.size() >= width ? text : std::string(width - text.size(), ' ') + text;
 }
@@ -32,14 +29,14 @@ struct Place {
 };
 
 std::vector<Place> places(const QkvPlan& plan) {
-  std::vector<Place> result(to_size(plan.num_shards()));
+  std::vector<Place> result(plan.num_shards());
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    const std::int64_t begin = plan.doc_shard_offsets[to_size(d)];
+    const std::int64_t begin = plan.doc_shard_offsets[d];
     std::int64_t token = 0;
-    for (std::int64_t i = begin; i < plan.doc_shard_offsets[to_size(d + 1)]; ++i) {
-      const std::int32_t shard = plan.doc_shards[to_size(i)];
-      result[to_size(shard)] = {d, i - begin, token};
-      token += plan.shard_len[to_size(shard)];
+    for (std::int64_t i = begin; i < plan.doc_shard_offsets[d + 1]; ++i) {
+      const std::int32_t shard = plan.doc_shards[i];
+      result[shard] = {d, i - begin, token};
+      token += plan.shard_len[shard];
     }
   }
   return result;
@@ -51,16 +48,15 @@ std::string shard_lines(const QkvPlan& plan, std::int32_t rank) {
   std::string text = concat("Shards of rank ", rank,
                             "\n   shard  first row     tokens  document  place  first token  keys "
                             "from place  attended by\n");
-  const std::int64_t end = plan.rank_shard_offsets[to_size(rank + 1)];
-  for (std::int64_t n = plan.rank_shard_offsets[to_size(rank)]; n < end; ++n) {
-    const Place& p = place[to_size(n)];
+  const std::int64_t end = plan.rank_shard_offsets[rank + 1];
+  for (std::int64_t n = plan.rank_shard_offsets[rank]; n < end; ++n) {
+    const Place& p = place[n];
     text += concat(pad(std::to_string(n), 8), pad(format_count(row), 11),
-                   pad(format_count(plan.shard_len[to_size(n)]), 11),
-                   pad(std::to_string(p.document), 10), pad(std::to_string(p.position), 7),
-                   pad(format_count(p.first_token), 13),
-                   pad(std::to_string(plan.kv_begin.empty() ? 0 : plan.kv_begin[to_size(n)]), 17),
-                   pad(std::to_string(plan.q_dst[to_size(n)]), 13), "\n");
-    row += plan.shard_len[to_size(n)];
+                   pad(format_count(plan.shard_len[n]), 11), pad(std::to_string(p.document), 10),
+                   pad(std::to_string(p.position), 7), pad(format_count(p.first_token), 13),
+                   pad(std::to_string(plan.kv_begin.empty() ? 0 : plan.kv_begin[n]), 17),
+                   pad(std::to_string(plan.q_dst[n]), 13), "\n");
+    row += plan.shard_len[n];
   }
   return text + concat("It attends to the queries of ",
                        std::count(plan.q_dst.begin(), plan.q_dst.end(), rank), " shards.\n");

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "console.h"
-#include "core/to_size.h"
 #include "report/format.h"
 #include "waybill/core/error.h"
 #include "waybill/json/attention_plan_json.h"
@@ -13,8 +12,6 @@
 
 namespace waybill::cli {
 namespace {
-
-using detail::to_size;
 
 DispatchFile dispatch_file_of(const std::string& text, const std::string& name, ReadCheck check) {
   DispatchFile file;
@@ -71,8 +68,7 @@ void check_routing_size(const QkvPlan& plan) {
   constexpr std::int64_t most_copies = std::int64_t{1} << 28;
   std::int64_t copies = 0;
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    const std::int64_t n =
-        plan.doc_shard_offsets[to_size(d + 1)] - plan.doc_shard_offsets[to_size(d)];
+    const std::int64_t n = plan.doc_shard_offsets[d + 1] - plan.doc_shard_offsets[d];
     const std::int64_t holders = plan.kv_layout == KvLayout::per_query
                                      ? (n + 1) / 2
                                      : std::min<std::int64_t>(n, plan.world_size);
@@ -89,14 +85,13 @@ void check_dense_size(const QkvPlan& plan, const QkvRouting& routing) {
   constexpr std::int64_t most_cells = std::int64_t{1} << 27;
   std::int64_t most_shards = 0;
   for (std::int64_t w = 0; w < plan.world_size; ++w) {
-    most_shards = std::max(
-        most_shards, plan.rank_shard_offsets[to_size(w + 1)] - plan.rank_shard_offsets[to_size(w)]);
+    most_shards =
+        std::max(most_shards, plan.rank_shard_offsets[w + 1] - plan.rank_shard_offsets[w]);
   }
   std::int64_t most_entries = most_shards;
   for (const SparseMetadata* table : {&routing.rev_q, &routing.rev_kv}) {
     for (std::int64_t w = 0; w < plan.world_size; ++w) {
-      most_entries = std::max(
-          most_entries, table->rank_offsets[to_size(w + 1)] - table->rank_offsets[to_size(w)]);
+      most_entries = std::max(most_entries, table->rank_offsets[w + 1] - table->rank_offsets[w]);
     }
   }
   std::int64_t most_copies = 1;

@@ -4,7 +4,6 @@
 #include <bit>
 #include <cmath>
 
-#include "core/to_size.h"
 #include "numbers.h"
 #include "waybill/core/error.h"
 #include "waybill/core/random.h"
@@ -12,14 +11,12 @@
 namespace waybill::cli {
 namespace {
 
-using detail::to_size;
-
 /// Numbers with weights, drawn without putting back: sums of weights in a Fenwick tree.
 class WeightedUrn {
  public:
   explicit WeightedUrn(const std::vector<std::int64_t>& weights)
       : weights_(weights), sums_(weights.size() + 1) {
-    for (std::int64_t i = 0; i < std::ssize(weights); ++i) add(i, weights[to_size(i)]);
+    for (std::int64_t i = 0; i < std::ssize(weights); ++i) add(i, weights[i]);
   }
 
   /// One of those that are left.
@@ -28,21 +25,20 @@ class WeightedUrn {
     std::int64_t place = 0;  // all numbers before it weigh at most the target
     for (auto step = static_cast<std::int64_t>(std::bit_floor(weights_.size())); step > 0;
          step /= 2) {
-      if (place + step >= std::ssize(sums_) || sums_[to_size(place + step)] > target) continue;
+      if (place + step >= std::ssize(sums_) || sums_[place + step] > target) continue;
       place += step;
-      target -= sums_[to_size(place)];
+      target -= sums_[place];
     }
-    add(place, -weights_[to_size(place)]);
+    add(place, -weights_[place]);
     return place;
   }
 
-  void put_back(std::int64_t number) { add(number, weights_[to_size(number)]); }
+  void put_back(std::int64_t number) { add(number, weights_[number]); }
 
  private:
   void add(std::int64_t number, std::int64_t weight) {
     total_ += weight;
-    for (std::int64_t i = number + 1; i < std::ssize(sums_); i += i & -i)
-      sums_[to_size(i)] += weight;
+    for (std::int64_t i = number + 1; i < std::ssize(sums_); i += i & -i) sums_[i] += weight;
   }
 
   std::vector<std::int64_t> weights_;
@@ -96,27 +92,27 @@ TopkIds draw_topk_ids(std::int64_t num_tokens, std::int32_t topk, std::int32_t n
                       double skew, std::uint64_t seed, const GroupLimit& limit) {
   Random random(seed);
   const std::vector<std::int32_t> order = random.permutation(num_experts, num_experts);
-  std::vector<std::int64_t> weights(to_size(num_experts));
+  std::vector<std::int64_t> weights(num_experts);
   for (std::int32_t n = 0; n < num_experts; ++n) {
     const double weight = std::pow(n + 1.0, -skew) * 0x1p32;
-    weights[to_size(order[to_size(n)])] = std::max<std::int64_t>(1, std::llround(weight));
+    weights[order[n]] = std::max<std::int64_t>(1, std::llround(weight));
   }
   WeightedUrn urn(weights);
   TopkIds topk_slots{topk, {}};
-  topk_slots.ids.reserve(to_size(num_tokens * topk));
+  topk_slots.ids.reserve(num_tokens * topk);
   const std::int64_t of_group = num_experts / limit.num_groups;
   std::vector<std::int64_t> taken;
-  std::vector<bool> open(to_size(limit.num_groups), true);
+  std::vector<bool> open(limit.num_groups, true);
   for (std::int64_t t = 0; t < num_tokens; ++t) {
     if (limit.top_groups < limit.num_groups) {
       open.assign(open.size(), false);
       for (const std::int32_t group : random.permutation(limit.num_groups, limit.top_groups))
-        open[to_size(group)] = true;
+        open[group] = true;
     }
     taken.clear();
     for (std::int32_t k = 0; k < topk;) {
       taken.push_back(urn.take(random));
-      if (!open[to_size(taken.back() / of_group)]) continue;
+      if (!open[taken.back() / of_group]) continue;
       topk_slots.ids.push_back(static_cast<std::int32_t>(taken.back()));
       ++k;
     }
@@ -131,17 +127,17 @@ std::vector<std::vector<std::int32_t>> ids_of_ranks(const TopkIds& topk_slots, E
   const std::int64_t world = config.world_size;
   config.topk = topk_slots.topk;
   config.max_tokens = std::max<std::int64_t>(1, (tokens + world - 1) / world);
-  std::vector<std::vector<std::int32_t>> ids(to_size(world));
+  std::vector<std::vector<std::int32_t>> ids(world);
   std::int64_t token = 0;
   for (std::int64_t r = 0; r < world; ++r) {
     const std::int64_t end = token + tokens / world + (r < tokens % world ? 1 : 0);
     for (std::int64_t i = token * topk_slots.topk; i < end * topk_slots.topk; ++i) {
-      const std::int32_t id = topk_slots.ids[to_size(i)];
+      const std::int32_t id = topk_slots.ids[i];
       if (id > config.num_experts) {
         throw IoError(concat(name, ": token ", i / topk_slots.topk, " has expert ", id,
                              ", expected 0..", config.num_experts - 1, ", or -1"));
       }
-      ids[to_size(r)].push_back(id < 0 ? config.num_experts : id);
+      ids[r].push_back(id < 0 ? config.num_experts : id);
     }
     token = end;
   }

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "core/batch_bytes.h"
-#include "core/to_size.h"
 #include "moe/token_routes.h"
 
 namespace waybill::detail {
@@ -38,15 +37,15 @@ class LoadCount {
  public:
   LoadCount(const EPConfig& config, const EPDispatchOptions& dispatch)
       : config_(config),
-        loads_(to_size(config.world_size)),
+        loads_(config.world_size),
         parts_(num_scales(config, dispatch) > 0 ? 2 : 1),
         row_bytes_(payload_row_bytes(config, dispatch)),
         sum_bytes_(config.hidden * dtype_bytes(config.token_dtype)),
         routes_(config, 0),
-        to_node_(to_size(config.num_nodes()), PutCount(row_bytes_)),
-        from_node_(to_size(config.num_nodes()), PutCount(sum_bytes_)),
-        to_rank_(to_size(config.world_size), PutCount(row_bytes_)),
-        from_rank_(to_size(config.world_size), PutCount(sum_bytes_)) {}
+        to_node_(config.num_nodes(), PutCount(row_bytes_)),
+        from_node_(config.num_nodes(), PutCount(sum_bytes_)),
+        to_rank_(config.world_size, PutCount(row_bytes_)),
+        from_rank_(config.world_size, PutCount(sum_bytes_)) {}
 
   /// What it keeps of a rank or node is told from that of the last source by numbers of tokens:
   /// clearing it would take the square of the ranks.
@@ -54,10 +53,10 @@ class LoadCount {
     source_ = source;
     routes_.begin(source);
     const std::int64_t tokens = std::ssize(ids) / config_.topk;
-    loads_[to_size(source)].tokens = tokens;
+    loads_[source].tokens = tokens;
     for (std::int64_t i = 0; i < std::ssize(ids); ++i) {
       const std::int64_t token = i / config_.topk;
-      const TopkRoute route = routes_.next(token, ids[to_size(i)]);
+      const TopkRoute route = routes_.next(token, ids[i]);
       if (route.rank != config_.world_size) count_slot(token, route);
     }
     first_ += tokens + 1;  // no run goes on
@@ -71,9 +70,9 @@ class LoadCount {
   }
 
   void count_slot(std::int64_t token, const TopkRoute& route) {
-    ExpertRankLoad& home = loads_[to_size(source_)];
-    ExpertRankLoad& forwarder = loads_[to_size(route.forwarder)];
-    ExpertRankLoad& there = loads_[to_size(route.rank)];
+    ExpertRankLoad& home = loads_[source_];
+    ExpertRankLoad& forwarder = loads_[route.forwarder];
+    ExpertRankLoad& there = loads_[route.rank];
     const bool crosses = is_other_node(route.rank);
     ++there.computed;
     if (crosses) ++there.computed_of_others;
@@ -83,7 +82,7 @@ class LoadCount {
         ++(home.*rows).network_out;
         ++(forwarder.*rows).network_in;
       }
-      const auto node = to_size(route.forwarder / config_.local_world_size);
+      const std::size_t node = route.forwarder / config_.local_world_size;
       if (to_node_[node].begins(first_, token)) home.puts_out += parts_;
       if (from_node_[node].begins(first_, token)) ++forwarder.puts_back;
     }
@@ -113,8 +112,8 @@ class LoadCount {
     ++(crosses ? home.straight.network_out : home.straight.nvlink_out);
     ++(crosses ? there.straight.network_in : there.straight.nvlink_in);
     if (!crosses) return;
-    if (to_rank_[to_size(route.rank)].begins(first_, token)) home.runs_out += parts_;
-    if (from_rank_[to_size(route.rank)].begins(first_, token)) ++there.runs_back;
+    if (to_rank_[route.rank].begins(first_, token)) home.runs_out += parts_;
+    if (from_rank_[route.rank].begins(first_, token)) ++there.runs_back;
   }
 
   const EPConfig& config_;
@@ -137,7 +136,7 @@ std::vector<ExpertRankLoad> count_expert_load(const EPConfig& config,
                                               const EPDispatchOptions& dispatch,
                                               std::span<const std::vector<std::int32_t>> ids) {
   LoadCount count(config, dispatch);
-  for (std::int32_t r = 0; r < config.world_size; ++r) count.count_source(r, ids[to_size(r)]);
+  for (std::int32_t r = 0; r < config.world_size; ++r) count.count_source(r, ids[r]);
   return count.take();
 }
 

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <tuple>
 
-#include "core/to_size.h"
-
 namespace waybill::detail {
 namespace {
 
@@ -13,10 +11,8 @@ std::vector<Flow> flows_of_pairs(const RecvCounts& recv, std::int64_t row_bytes)
   for (std::size_t dst = 0; dst + 1 < recv.offsets.size(); ++dst) {
     for (std::int64_t i = recv.offsets[dst]; i < recv.offsets[dst + 1]; ++i) {
       const auto rank = static_cast<std::int32_t>(dst);
-      if (recv.src_rank[to_size(i)] == rank) continue;
-      flows.push_back({.src = recv.src_rank[to_size(i)],
-                       .dst = rank,
-                       .bytes = recv.tokens[to_size(i)] * row_bytes});
+      if (recv.src_rank[i] == rank) continue;
+      flows.push_back({.src = recv.src_rank[i], .dst = rank, .bytes = recv.tokens[i] * row_bytes});
     }
   }
   return flows;
@@ -28,7 +24,7 @@ std::vector<Flow> flows_of_hops(const std::vector<RelayHop>& hops, std::int64_t 
   for (const RelayHop& hop : hops)
     flows.push_back({hop.src_rank, hop.dst_rank, hop.after, hop.num_rows * row_bytes});
   for (const RelayHop& hop : hops) {
-    if (hop.after >= 0) flows[to_size(hop.after)].sum_bytes = flows[to_size(hop.after)].bytes;
+    if (hop.after >= 0) flows[hop.after].sum_bytes = flows[hop.after].bytes;
   }
   return flows;
 }
@@ -81,31 +77,31 @@ std::vector<Flow> kv_flows(const TimedPlan& timed, const Topology& nodes, Transf
 }
 
 void FlowSet::count(const Topology& nodes) {
-  const std::size_t world_size = to_size(nodes.world_size);
+  const std::size_t world_size = nodes.world_size;
   links.assign(world_size, {});
   peers.assign(world_size, {});
   std::vector<std::int64_t> first(world_size + 1, 0);  // flows by source, as peers count once
-  for (const Flow& flow : flows) ++first[to_size(flow.src) + 1];
+  for (const Flow& flow : flows) ++first[flow.src + 1];
   for (std::size_t r = 0; r < world_size; ++r) first[r + 1] += first[r];
   std::vector<std::int32_t> dst_of(flows.size());
   for (const Flow& flow : flows) {
-    LinkBytes& src = links[to_size(flow.src)];
-    LinkBytes& dst = links[to_size(flow.dst)];
+    LinkBytes& src = links[flow.src];
+    LinkBytes& dst = links[flow.dst];
     const bool same = nodes.share_node(Rank{flow.src}, Rank{flow.dst});
     (same ? src.nvlink_out : src.network_out) += flow.bytes;
     (same ? dst.nvlink_in : dst.network_in) += flow.bytes;
-    dst_of[to_size(first[to_size(flow.src)]++)] = flow.dst;
+    dst_of[first[flow.src]++] = flow.dst;
   }
   std::vector<std::int32_t> seen(world_size, -1);
   std::int64_t i = 0;
   for (std::int32_t src = 0; src < nodes.world_size; ++src) {
-    for (; i < first[to_size(src)]; ++i) {  // `first` has moved on to the end of src's flows
-      const std::int32_t dst = dst_of[to_size(i)];
-      if (seen[to_size(dst)] == src) continue;
-      seen[to_size(dst)] = src;
+    for (; i < first[src]; ++i) {  // `first` has moved on to the end of src's flows
+      const std::int32_t dst = dst_of[i];
+      if (seen[dst] == src) continue;
+      seen[dst] = src;
       const bool same = nodes.share_node(Rank{src}, Rank{dst});
-      ++(same ? peers[to_size(src)].nvlink_out : peers[to_size(src)].network_out);
-      ++(same ? peers[to_size(dst)].nvlink_in : peers[to_size(dst)].network_in);
+      ++(same ? peers[src].nvlink_out : peers[src].network_out);
+      ++(same ? peers[dst].nvlink_in : peers[dst].network_in);
     }
   }
 }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "core/to_size.h"
 #include "planner/once_per_node.h"
 #include "waybill/routing/document_plan.h"
 
@@ -13,14 +12,14 @@ void visit_relay(const TimedPlan& timed, const std::function<void(const KvMove&)
   const auto& hops = timed.relay->hops;
   std::vector<std::uint8_t> fed(hops.size(), 0);
   for (const RelayHop& hop : hops) {
-    if (hop.after >= 0) fed[to_size(hop.after)] = 1;
+    if (hop.after >= 0) fed[hop.after] = 1;
   }
   for (std::size_t i = 0; i < hops.size(); ++i) {
     const RelayHop& hop = hops[i];
     visit({.shard = hop.shard,
            .src = hop.src_rank,
            .dst = hop.dst_rank,
-           .via = hop.after < 0 ? -1 : hops[to_size(hop.after)].src_rank,
+           .via = hop.after < 0 ? -1 : hops[hop.after].src_rank,
            .rows = hop.num_rows,
            .is_fed_on = fed[i] != 0});
   }
@@ -43,8 +42,8 @@ void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, TransferMode 
   std::vector<std::int32_t> ranks;
   for (std::int64_t n = 0; n < timed.plan->num_shards(); ++n) {
     KvMove move{.shard = static_cast<std::int32_t>(n),
-                .src = timed.home[to_size(n)],
-                .rows = timed.plan->shard_len[to_size(n)]};
+                .src = timed.home[n],
+                .rows = timed.plan->shard_len[n]};
     if (move.rows == 0) continue;
     ranks.assign(kv.dst_rank.begin() + kv.destination_begin(n),
                  kv.dst_rank.begin() + kv.destination_end(n));
@@ -69,7 +68,7 @@ void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, TransferMode 
 
 std::vector<std::int64_t> work_of_shards(const TimedPlan& timed, const AttentionMask& mask,
                                          const HardwareFacts& facts) {
-  std::vector<std::int64_t> work(to_size(timed.plan->num_shards()));
+  std::vector<std::int64_t> work(timed.plan->num_shards());
   if (!mask.has_window()) work = shard_work(*timed.plan);
   for (std::size_t n = 0; n < work.size(); ++n) {
     const std::int64_t len = timed.plan->shard_len[n];

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "core/batch_bytes.h"
-#include "core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -31,7 +30,7 @@ class TransferClock {
         nvlink_message_(options.hardware.message_seconds) {}
 
   void run(PhasePrediction& phase) {
-    const std::size_t world_size = to_size(nodes_.world_size);
+    const std::size_t world_size = nodes_.world_size;
     phase.links = set_.links;
     phase.seconds.resize(world_size);
     find_forwarders();
@@ -66,10 +65,10 @@ class TransferClock {
 
  private:
   void find_forwarders() {
-    nvlink_speed_.assign(to_size(nodes_.world_size), most_nvlink_speed_);
+    nvlink_speed_.assign(nodes_.world_size, most_nvlink_speed_);
     for (const Flow& flow : set_.flows) {
       if (flow.after < 0 || !nodes_.share_node(Rank{flow.src}, Rank{flow.dst})) continue;
-      nvlink_speed_[to_size(flow.src)] = most_nvlink_speed_ * costs_.forward_share;
+      nvlink_speed_[flow.src] = most_nvlink_speed_ * costs_.forward_share;
     }
   }
 
@@ -94,12 +93,12 @@ class TransferClock {
 
   // The size of a piece, flow by flow: what its home sends to be forwarded decides.
   void cut_pieces() {
-    std::vector<std::int64_t> to_forward(to_size(nodes_.world_size), 0);
+    std::vector<std::int64_t> to_forward(nodes_.world_size, 0);
     home_.resize(set_.flows.size());
     for (std::size_t i = 0; i < set_.flows.size(); ++i) {
       const Flow& flow = set_.flows[i];
-      home_[i] = flow.after < 0 ? flow.src : home_[to_size(flow.after)];
-      if (flow.after < 0) to_forward[to_size(flow.src)] += flow.sum_bytes;
+      home_[i] = flow.after < 0 ? flow.src : home_[flow.after];
+      if (flow.after < 0) to_forward[flow.src] += flow.sum_bytes;
     }
     piece_.resize(to_forward.size());
     for (std::size_t r = 0; r < piece_.size(); ++r) {
@@ -111,9 +110,9 @@ class TransferClock {
   // One piece of what passes through a rank, over the link by which it leaves.
   double piece_seconds(std::size_t i) const {
     const Flow& flow = set_.flows[i];
-    const auto chunk = static_cast<double>(std::min(flow.bytes, piece_[to_size(home_[i])]));
+    const auto chunk = static_cast<double>(std::min(flow.bytes, piece_[home_[i]]));
     return nodes_.share_node(Rank{flow.src}, Rank{flow.dst})
-               ? chunk / nvlink_speed_[to_size(flow.src)] + nvlink_message_
+               ? chunk / nvlink_speed_[flow.src] + nvlink_message_
                : chunk / network_speed_ + costs_.network_message_seconds;
   }
 
@@ -121,13 +120,13 @@ class TransferClock {
     std::vector<Ready> arrived(set_.flows.size());
     for (std::size_t i = 0; i < set_.flows.size(); ++i) {
       const Flow& flow = set_.flows[i];
-      arrived[i] = sent_[to_size(flow.src)];
+      arrived[i] = sent_[flow.src];
       if (flow.after >= 0) {
-        Ready fed = arrived[to_size(flow.after)];
+        Ready fed = arrived[flow.after];
         fed.seconds += piece_seconds(i);
         arrived[i].wait_for(fed);
       }
-      done_[to_size(flow.dst)].wait_for(arrived[i]);
+      done_[flow.dst].wait_for(arrived[i]);
     }
   }
 
@@ -137,11 +136,11 @@ class TransferClock {
     for (std::size_t i = set_.flows.size(); i-- > 0;) {
       const Flow& flow = set_.flows[i];
       Ready ready = passed[i];
-      ready.wait_for(sent_[to_size(flow.dst)]);
-      done_[to_size(flow.src)].wait_for(ready);
+      ready.wait_for(sent_[flow.dst]);
+      done_[flow.src].wait_for(ready);
       if (flow.after < 0) continue;
-      ready.seconds += piece_seconds(to_size(flow.after));
-      passed[to_size(flow.after)].wait_for(ready);
+      ready.seconds += piece_seconds(flow.after);
+      passed[flow.after].wait_for(ready);
     }
   }
 
@@ -151,7 +150,7 @@ class TransferClock {
     phase.slowest.phase = phase.phase;
     phase.slowest.rank = rank;
     phase.slowest.seconds = *most;
-    phase.slowest.resource = own_[to_size(rank)].slowest();
+    phase.slowest.resource = own_[rank].slowest();
   }
 
   const FlowSet& set_;

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "core/batch_bytes.h"
-#include "core/to_size.h"
 #include "expert_load.h"
 #include "moe/input_checks.h"
 #include "waybill/core/error.h"
@@ -15,7 +14,6 @@ namespace {
 
 using detail::ExpertLinkRows;
 using detail::ExpertRankLoad;
-using detail::to_size;
 
 // Kernels of a call over several nodes beyond those on one.
 struct MoreKernels {
@@ -304,7 +302,7 @@ std::vector<ExpertCallPrediction> predict_experts(const EPConfig& config,
   const ExpertClock clock(config, dispatch, options);
   std::vector<ExpertCallPrediction> calls(num_expert_calls);
   for (int k = 0; k < num_expert_calls; ++k) {
-    ExpertCallPrediction& call = calls[to_size(k)];
+    ExpertCallPrediction& call = calls[k];
     call.kind = static_cast<ExpertCallKind>(k);
     for (std::size_t r = 0; r < loads.size(); ++r) {
       const RankTime time = clock.time(call.kind, loads[r]);

@@ -4,7 +4,6 @@
 #include <array>
 #include <numeric>
 
-#include "core/to_size.h"
 #include "flows.h"
 #include "phase_clock.h"
 #include "planner/relay_checks.h"
@@ -21,7 +20,6 @@ using detail::FlowWay;
 using detail::homes_of;
 using detail::RelayedShards;
 using detail::TimedPlan;
-using detail::to_size;
 using detail::wrong_with_hop;
 
 constexpr const char* in_predict_step = "predict_step";
@@ -145,8 +143,8 @@ void try_forwarded_gradient(const StepFlows& flows, const Topology& nodes, StepP
 StepResource resource_of(const PhasePrediction& phase, std::int32_t waiter, std::int32_t rank,
                          const StepOptions& options) {
   if (!moves_rows(phase.phase))
-    return phase.seconds[to_size(rank)] > 0 ? StepResource::compute : StepResource::nothing;
-  const LinkBytes& links = phase.links[to_size(rank)];
+    return phase.seconds[rank] > 0 ? StepResource::compute : StepResource::nothing;
+  const LinkBytes& links = phase.links[rank];
   const auto nvlink = [&](std::int64_t bytes) {
     return static_cast<double>(bytes) / options.hardware.nvlink_bytes_per_second;
   };
@@ -166,11 +164,11 @@ std::vector<StepCause> path_of(const StepPrediction& step) {
   const std::vector<double>& ends = step.phases.back().end;
   auto rank = static_cast<std::int32_t>(std::max_element(ends.begin(), ends.end()) - ends.begin());
   for (auto phase = step.phases.rbegin(); phase != step.phases.rend(); ++phase) {
-    const std::int32_t cause = phase->waits_for[to_size(rank)];
+    const std::int32_t cause = phase->waits_for[rank];
     path.push_back({.phase = phase->phase,
                     .rank = cause,
                     .resource = resource_of(*phase, rank, cause, step.options),
-                    .seconds = phase->end[to_size(rank)] - phase->begin[to_size(cause)]});
+                    .seconds = phase->end[rank] - phase->begin[cause]});
     rank = cause;
   }
   std::reverse(path.begin(), path.end());
@@ -213,9 +211,8 @@ StepPredictor::StepPredictor(const QkvPlan& plan, const RelaySchedule* relay)
   timed.position.resize(timed.home.size());
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     std::int64_t position = 0;
-    for (std::int64_t i = plan.doc_shard_offsets[to_size(d)];
-         i < plan.doc_shard_offsets[to_size(d + 1)]; ++i) {
-      const std::size_t shard = to_size(plan.doc_shards[to_size(i)]);
+    for (std::int64_t i = plan.doc_shard_offsets[d]; i < plan.doc_shard_offsets[d + 1]; ++i) {
+      const std::size_t shard = plan.doc_shards[i];
       timed.document[shard] = static_cast<std::int32_t>(d);
       timed.position[shard] = position;
       position += plan.shard_len[shard];
@@ -258,13 +255,13 @@ StepPrediction StepPredictor::Memory::predict(const StepOptions& options, bool e
   step.options = options;
   step.options.mask.kind = kind;
   step.world_size = timed.plan->world_size;
-  step.work.assign(to_size(step.world_size), 0);
+  step.work.assign(step.world_size, 0);
   for (std::size_t n = 0; n < shard_pairs.size(); ++n)
-    step.work[to_size(timed.plan->q_dst[n])] += shard_pairs[n];
+    step.work[timed.plan->q_dst[n]] += shard_pairs[n];
   step.phases.resize(num_step_phases);
-  std::vector<double> begin(to_size(step.world_size), 0);
+  std::vector<double> begin(step.world_size, 0);
   for (int i = 0; i < num_step_phases; ++i) {
-    PhasePrediction& phase = step.phases[to_size(i)];
+    PhasePrediction& phase = step.phases[i];
     phase.phase = static_cast<StepPhase>(i);
     phase.begin = std::move(begin);
     run_phase(flows, nodes, step, even, phase);

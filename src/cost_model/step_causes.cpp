@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <unordered_map>
 
-#include "core/to_size.h"
-
 namespace waybill::detail {
 namespace {
 
@@ -63,20 +61,19 @@ void find_documents(const TimedPlan& timed, const Topology& nodes, const StepPre
   }
   for (std::int64_t n = 0; n < plan.num_shards() && !kernels.empty(); ++n) {
     for (Tally& tally : kernels) {
-      if (plan.q_dst[to_size(n)] == tally.cause->rank)
-        tally.add(timed.document[to_size(n)], work[to_size(n)]);
+      if (plan.q_dst[n] == tally.cause->rank) tally.add(timed.document[n], work[n]);
     }
   }
   const ModelShape& model = step.options.model;
   const std::int64_t q_bytes = model.q_row_bytes();
   for (std::int64_t n = 0; n < plan.num_shards(); ++n) {
-    const std::int32_t src = timed.home[to_size(n)];
-    const std::int32_t dst = plan.q_dst[to_size(n)];
+    const std::int32_t src = timed.home[n];
+    const std::int32_t dst = plan.q_dst[n];
     if (src == dst) continue;
     for (Tally& tally : links) {
       if (moves_q(tally.cause->phase) &&
           tally.crosses(src, dst, nodes.share_node(Rank{src}, Rank{dst})))
-        tally.add(timed.document[to_size(n)], plan.shard_len[to_size(n)] * q_bytes);
+        tally.add(timed.document[n], plan.shard_len[n] * q_bytes);
     }
   }
   const auto add_kv = [&](StepPhase phase, TransferMode transfer, std::int64_t width) {
@@ -84,7 +81,7 @@ void find_documents(const TimedPlan& timed, const Topology& nodes, const StepPre
       const bool same = nodes.share_node(Rank{move.src}, Rank{move.dst});
       for (Tally& tally : links) {
         if (tally.cause->phase != phase || !tally.crosses(move.src, move.dst, same)) continue;
-        tally.add(timed.document[to_size(move.shard)],
+        tally.add(timed.document[move.shard],
                   move.rows * model.kv_row_bytes() * (move.is_fed_on ? width : 1));
       }
     });

@@ -2,7 +2,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include "core/to_size.h"
 #include "nccl/nccl_library.h"
 #include "nvshmem/nvshmem_library.h"
 #include "rank/cuda_check.h"
@@ -39,13 +38,13 @@ GpuFacts facts_of(int device) {
 }
 
 std::vector<std::vector<bool>> ask_peer_access(int num_gpus) {
-  const auto count = detail::to_size(num_gpus);
+  const std::size_t count = num_gpus;
   std::vector<std::vector<bool>> access(count, std::vector<bool>(count, true));
   for (int from = 0; from < num_gpus; ++from) {
     for (int to = 0; to < num_gpus; ++to) {
       int can = 1;
       if (from != to && cudaDeviceCanAccessPeer(&can, from, to) != cudaSuccess) can = 0;
-      access[detail::to_size(from)][detail::to_size(to)] = can != 0;
+      access[from][to] = can != 0;
     }
   }
   (void)cudaGetLastError();

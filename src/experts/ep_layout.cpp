@@ -1,12 +1,9 @@
 #include <algorithm>
 
-#include "core/to_size.h"
 #include "experts/expert_executor.h"
 #include "waybill/experts/ep_all2all_layer.h"
 
 namespace waybill {
-
-using detail::to_size;
 
 namespace {
 
@@ -22,9 +19,7 @@ bool EPLayout::has_weights() const { return is_given(tables_->weights()); }
 ExpertTableViews EPLayout::tables() const { return tables_->views(); }
 void EPLayout::note_use(Stream stream) const { tables_->routing().note_use(stream); }
 
-std::int64_t EPLayout::num_recv_rows() const {
-  return tables_->wait_counts()[to_size(config_.rank)];
-}
+std::int64_t EPLayout::num_recv_rows() const { return tables_->wait_counts()[config_.rank]; }
 
 EPAll2AllLayoutDesc EPLayout::describe() const {
   const ExpertTableViews tables = tables_->views();

@@ -4,8 +4,6 @@
 #include <array>
 #include <cstring>
 
-#include "core/to_size.h"
-
 namespace waybill::detail {
 
 ExpertWindow::ExpertWindow(const EPConfig& config, const EPDispatchOptions& options,
@@ -22,15 +20,15 @@ ExpertWindow::ExpertWindow(const EPConfig& config, const EPDispatchOptions& opti
       topk_(reinterpret_cast<std::int32_t*>(base + memory.window.topk)) {}
 
 void ExpertWindow::clear(std::int64_t idx, bool has_weights) const {
-  std::memset(row(idx), 0, to_size(row_bytes_));
-  std::memset(scales(idx), 0, to_size(scale_bytes_));
-  if (has_weights) std::memset(weights(idx), 0, to_size(weights_per_row_ * weight_bytes_));
+  std::memset(row(idx), 0, row_bytes_);
+  std::memset(scales(idx), 0, scale_bytes_);
+  if (has_weights) std::memset(weights(idx), 0, weights_per_row_ * weight_bytes_);
   tag(idx) = {-1, -1, -1, -1};
 }
 
 void ExpertWindow::copy(std::int64_t from, std::int64_t to) const {
-  std::memcpy(row(to), row(from), to_size(row_bytes_));
-  std::memcpy(scales(to), scales(from), to_size(scale_bytes_));
+  std::memcpy(row(to), row(from), row_bytes_);
+  std::memcpy(scales(to), scales(from), scale_bytes_);
 }
 
 namespace {
@@ -50,24 +48,23 @@ class Delivery {
   void token(std::int64_t token) {
     primary_slots_.fill(-1);
     for (std::int64_t k = 0; k < config_.topk; ++k) {
-      const auto entry = to_size(token * config_.topk + k);
+      const std::size_t entry = token * config_.topk + k;
       const std::int32_t rank = config_.rank_of_expert(block_.ids[entry]);
       const std::int32_t row = block_.places[entry];
       if (rank / config_.local_world_size != node_ || row >= capacity_rows_ || row < 0) continue;
-      const ExpertWindow& window = windows_[to_size(rank % config_.local_world_size)];
+      const ExpertWindow& window = windows_[rank % config_.local_world_size];
       const std::int32_t primary_row = primary_slot_of(rank, token, k);
       if (compact_) {
         if (primary_row == k) first_of_compact(window, rank, token, k, row);
         continue;
       }
       if (primary_row == k) payload(window, token, row);
-      const std::int32_t first_row_of_token =
-          block_.places[to_size(token * config_.topk + primary_row)];
+      const std::int32_t first_row_of_token = block_.places[token * config_.topk + primary_row];
       window.tag(row) = {block_.source_rank, static_cast<std::int32_t>(token),
                          static_cast<std::int32_t>(k), first_row_of_token};
       if (block_.weights != nullptr) {
-        std::memcpy(window.weights(row), block_.weights + to_size(window.weight_bytes()) * entry,
-                    to_size(window.weight_bytes()));
+        std::memcpy(window.weights(row), block_.weights + window.weight_bytes() * entry,
+                    window.weight_bytes());
       }
     }
   }
@@ -76,21 +73,20 @@ class Delivery {
   /// The first topk slot of the token on that rank that has a row.
   std::int32_t primary_slot_of(std::int32_t rank, std::int64_t token, std::int64_t k) {
     for (std::int64_t j = 0; j < k; ++j) {
-      const auto entry = to_size(token * config_.topk + j);
-      if (primary_slots_[to_size(j)] == j && config_.rank_of_expert(block_.ids[entry]) == rank) {
+      const std::size_t entry = token * config_.topk + j;
+      if (primary_slots_[j] == j && config_.rank_of_expert(block_.ids[entry]) == rank) {
         return static_cast<std::int32_t>(j);
       }
     }
-    primary_slots_[to_size(k)] = static_cast<std::int32_t>(k);
+    primary_slots_[k] = static_cast<std::int32_t>(k);
     return static_cast<std::int32_t>(k);
   }
 
   void payload(const ExpertWindow& window, std::int64_t token, std::int32_t row) const {
-    std::memcpy(window.row(row), block_.rows + token * window.row_bytes(),
-                to_size(window.row_bytes()));
+    std::memcpy(window.row(row), block_.rows + token * window.row_bytes(), window.row_bytes());
     if (window.scale_bytes() == 0) return;
     std::memcpy(window.scales(row), block_.scales + token * window.scale_bytes(),
-                to_size(window.scale_bytes()));
+                window.scale_bytes());
   }
 
   /// Everything of a compact row, for all topk slots of the token on that rank.
@@ -99,16 +95,15 @@ class Delivery {
     payload(window, token, row);
     window.tag(row) = {block_.source_rank, static_cast<std::int32_t>(token),
                        static_cast<std::int32_t>(first), row};
-    const auto bytes = to_size(window.weight_bytes());
-    if (block_.weights != nullptr)
-      std::memset(window.weights(row), 0, bytes * to_size(config_.topk));
+    const std::size_t bytes = window.weight_bytes();
+    if (block_.weights != nullptr) std::memset(window.weights(row), 0, bytes * config_.topk);
     for (std::int64_t k = 0; k < config_.topk; ++k) {
-      const auto entry = to_size(token * config_.topk + k);
+      const std::size_t entry = token * config_.topk + k;
       const std::int32_t id = block_.ids[entry];
       const bool here = config_.rank_of_expert(id) == rank;
       window.topk(row)[k] = here ? id % config_.num_experts_per_rank() : -1;
       if (!here || block_.weights == nullptr) continue;
-      std::memcpy(window.weights(row) + bytes * to_size(k), block_.weights + bytes * entry, bytes);
+      std::memcpy(window.weights(row) + bytes * k, block_.weights + bytes * entry, bytes);
     }
   }
 

@@ -10,7 +10,7 @@ void HostExpertCombine::stage(const ExpertCall& call, const ExpertCombineInput& 
   std::byte* const window = memory_.combine_windows[call.parity].local;
   const std::int64_t rows = std::min(input.rows.shape[0], memory_.capacity_rows);
   if (input.rows.data == window || rows == 0) return;
-  std::memcpy(window, input.rows.data, to_size(rows * row_bytes_));
+  std::memcpy(window, input.rows.data, rows * row_bytes_);
 }
 
 /// The rows of a token on this rank become one.
@@ -19,7 +19,7 @@ void HostExpertCombine::sum_local(const ExpertCombineInput& input, const HostExp
   const HostExpertRouting& routing = tables.routing();
   sum_.reset();
   for (std::int64_t k = 0; k < config_.topk; ++k) {
-    const std::int32_t row = routing.topk_slot_rows[to_size(primary_row * config_.topk + k)];
+    const std::int32_t row = routing.topk_slot_rows[primary_row * config_.topk + k];
     if (row < 0) continue;
     const std::byte* const from = rows + row * row_bytes_;
     if (input.options.weighted) {
@@ -36,7 +36,7 @@ void HostExpertCombine::sum_in_window(const ExpertCall& call, const ExpertCombin
   const HostExpertRouting& routing = tables.routing();
   std::byte* const window = memory_.combine_windows[call.parity].local;
   for (std::int64_t row = 0; row < std::ssize(routing.primary_rows); ++row) {
-    if (routing.primary_rows[to_size(row)] != row) continue;
+    if (routing.primary_rows[row] != row) continue;
     sum_local(input, tables, window, row);
     sum_.write(window + row * row_bytes_);
   }
@@ -49,11 +49,11 @@ void HostExpertCombine::push(const ExpertCall& call, const ExpertCombineInput& i
   const HostExpertRouting& routing = tables.routing();
   const SymmetricBuffer& slabs = memory_.receive_slabs[call.parity];
   const bool sums = input.options.local_combine && !compact_;
-  std::vector<std::byte> share(to_size(row_bytes_));
+  std::vector<std::byte> share(row_bytes_);
   const std::int64_t rows = std::min(input.rows.shape[0], std::ssize(routing.tags));
   for (std::int64_t row = 0; row < rows; ++row) {
-    const RowTag& tag = routing.tags[to_size(row)];
-    if (tag.source_rank < 0 || (sums && routing.primary_rows[to_size(row)] != row)) continue;
+    const RowTag& tag = routing.tags[row];
+    if (tag.source_rank < 0 || (sums && routing.primary_rows[row] != row)) continue;
     const std::byte* data = input.rows.data + row * row_bytes_;
     if (sums) {
       sum_local(input, tables, input.rows.data, row);
@@ -79,7 +79,7 @@ void HostExpertCombine::add_token(const ExpertCall& call, const HostExpertTables
   std::array<std::int32_t, max_topk> ranks{};
   std::size_t num_ranks = 0;
   for (std::int64_t k = 0; k < config_.topk; ++k) {
-    const auto entry = to_size(token * config_.topk + k);
+    const std::size_t entry = token * config_.topk + k;
     const std::int32_t rank = config_.rank_of_expert(ids[entry]);
     const std::int32_t row = places[entry];
     if (rank / config_.local_world_size != routing.own_node()) continue;
@@ -96,7 +96,7 @@ void HostExpertCombine::add_token(const ExpertCall& call, const HostExpertTables
     const std::byte* const from =
         pushed ? memory_.receive_slabs[call.parity].local +
                      slab_row(config_, once_a_rank, rank, token, k) * row_bytes_
-               : memory_.combine_windows[call.parity].peers[to_size(rank)] + row * row_bytes_;
+               : memory_.combine_windows[call.parity].peers[rank] + row * row_bytes_;
     if (weighted) {
       sum_.add_weighted(from, weight_at(tables.weights_of(node), static_cast<std::int64_t>(entry),
                                         config_.weight_dtype));
@@ -112,9 +112,9 @@ void HostExpertCombine::share_node(const ExpertCall& call, const HostExpertTable
   const HostExpertRouting& routing = tables.routing();
   const auto ids = routing.ids_of(node);
   const std::int32_t own = routing.own_node();
-  std::vector<std::byte> share(to_size(row_bytes_));
+  std::vector<std::byte> share(row_bytes_);
   for (std::int64_t token = 0; token < std::ssize(ids) / config_.topk; ++token) {
-    const auto topk_slots = ids.subspan(to_size(token * config_.topk), to_size(config_.topk));
+    const auto topk_slots = ids.subspan(token * config_.topk, config_.topk);
     const bool here = std::ranges::any_of(topk_slots, [&](std::int32_t id) {
       return config_.rank_of_expert(id) / config_.local_world_size == own;
     });
@@ -129,7 +129,7 @@ void HostExpertCombine::share_node(const ExpertCall& call, const HostExpertTable
 
 void HostExpertCombine::add_partial_sums(const HostExpertRouting& routing, std::int64_t token) {
   const auto ids = routing.ids_of(routing.own_node());
-  const auto topk_slots = ids.subspan(to_size(token * config_.topk), to_size(config_.topk));
+  const auto topk_slots = ids.subspan(token * config_.topk, config_.topk);
   for (std::int32_t node = 0; node < config_.num_nodes(); ++node) {
     const bool has_expert = std::ranges::any_of(topk_slots, [&](std::int32_t id) {
       return config_.rank_of_expert(id) / config_.local_world_size == node;

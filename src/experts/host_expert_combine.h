@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/to_size.h"
 #include "expert_round.h"
 #include "host_expert_tables.h"
 #include "moe/row_accumulator.h"
@@ -22,7 +21,7 @@ class HostExpertCombine {
         row_bytes_(config.hidden * dtype_bytes(config.token_dtype)),
         round_(transport, config, memory),
         sum_(config.hidden, config.token_dtype),
-        nan_row_(to_size(row_bytes_), std::byte{0xFF}) {}
+        nan_row_(row_bytes_, std::byte{0xFF}) {}
 
   void run(const ExpertCall& call, const ExpertCombineInput& input, const HostExpertTables& tables);
 

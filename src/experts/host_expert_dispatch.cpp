@@ -43,7 +43,7 @@ std::shared_ptr<HostExpertTables> HostExpertDispatch::route(const ExpertCall& ca
   if (!routing->positions.empty()) clear_tags(call);
   const auto counts = count_topk_slots(config_, ids);
   for (std::int32_t e = 0; call.max_per_expert > 0 && e < config_.num_experts; ++e) {
-    require(counts[to_size(e)] <= call.max_per_expert, call.operation, ": exp_indices of rank ",
+    require(counts[e] <= call.max_per_expert, call.operation, ": exp_indices of rank ",
             config_.rank, " hold expert ", e, " more than max_per_expert = ", call.max_per_expert,
             " times");
   }
@@ -52,12 +52,12 @@ std::shared_ptr<HostExpertTables> HostExpertDispatch::route(const ExpertCall& ca
   routing->rows = share_rows(memory_.workspace.memory.front(), call.epoch,
                              [&] { return locate_rows(config_, options_, told_counts(call)); });
   routing->required_rows = static_cast<std::int32_t>(routing->rows->largest_recv_rows);
-  routing->dst_rows.assign(to_size(slice(config_.num_nodes()) * config_.topk), -1);
+  routing->dst_rows.assign(slice(config_.num_nodes()) * config_.topk, -1);
   if (config_.is_intra_node()) {
     routing->ids = ids;
   } else {
     routing->ids.assign(routing->dst_rows.size(), -1);
-    routing->send_reqs.assign(to_size(slice(config_.num_nodes()) * 2), -1);
+    routing->send_reqs.assign(slice(config_.num_nodes()) * 2, -1);
     std::ranges::copy(ids, routing->ids_of(routing->own_node()).begin());
   }
   place_own(*routing);
@@ -79,11 +79,10 @@ std::vector<std::span<const std::int32_t>> HostExpertDispatch::told_counts(
     const ExpertCall& call) const {
   std::vector<std::span<const std::int32_t>> counts;
   for (std::int32_t r = 0; r < config_.world_size; ++r) {
-    const auto* const part =
-        static_cast<const std::byte*>(memory_.workspace.memory[to_size(r)].get());
+    const auto* const part = static_cast<const std::byte*>(memory_.workspace.memory[r].get());
     counts.emplace_back(
         reinterpret_cast<const std::int32_t*>(part + memory_.workspace_layout.counts[call.parity]),
-        to_size(num_counts(config_)));
+        num_counts(config_));
   }
   return counts;
 }
@@ -105,7 +104,7 @@ void HostExpertDispatch::take_weights(const ExpertDispatchInput& input,
   const auto own = routing.ids_of(routing.own_node());
   if (own.empty()) return;
   std::memcpy(tables.weights_of(routing.own_node()), input.weights.data,
-              own.size() * to_size(dtype_bytes(config_.weight_dtype)));
+              own.size() * dtype_bytes(config_.weight_dtype));
 }
 
 void HostExpertDispatch::place(std::int32_t node, HostExpertRouting& routing) const {
@@ -121,9 +120,8 @@ void HostExpertDispatch::place(std::int32_t node, HostExpertRouting& routing) co
     return;
   }
   std::int64_t first = 0;
-  for (std::int32_t r = 0; r < source; ++r) first += routing.rows->num_input_tokens[to_size(r)];
-  const auto positions =
-      std::span(routing.positions).subspan(to_size(first * config_.topk), ids.size());
+  for (std::int32_t r = 0; r < source; ++r) first += routing.rows->num_input_tokens[r];
+  const auto positions = std::span(routing.positions).subspan(first * config_.topk, ids.size());
   std::ranges::copy(
       place_by_scatter_indices(config_, *routing.rows, source, ids, positions, "dispatch"),
       routing.places_of(node).begin());
@@ -166,12 +164,12 @@ void HostExpertDispatch::prepare_payload(const ExpertDispatchInput& input) {
   const std::int64_t tokens = input.tokens.shape[0];
   payload_ = {.source_rank = config_.rank, .rows = input.tokens.data, .scales = input.scales.data};
   if (options_.payload != EPPayload::quantized) return;
-  const auto hidden = to_size(config_.hidden);
-  const auto scales = to_size(num_scales(config_, options_));
-  quantized_rows_.resize(to_size(tokens) * hidden);
-  quantized_scales_.resize(to_size(tokens) * scales);
+  const std::size_t hidden = config_.hidden;
+  const std::size_t scales = num_scales(config_, options_);
+  quantized_rows_.resize(tokens * hidden);
+  quantized_scales_.resize(tokens * scales);
   for (std::size_t t = 0; t < to_size(tokens); ++t) {
-    quantize_row(input.tokens.data + t * hidden * to_size(dtype_bytes(input.tokens.dtype)),
+    quantize_row(input.tokens.data + t * hidden * dtype_bytes(input.tokens.dtype),
                  input.tokens.dtype,
                  {reinterpret_cast<std::uint8_t*>(quantized_rows_.data()) + t * hidden, hidden},
                  std::span(quantized_scales_).subspan(t * scales, scales));
@@ -226,7 +224,7 @@ void HostExpertDispatch::take_from_node(const ExpertCall& call, std::int32_t nod
     const std::int64_t entry = slice(node) * config_.topk;
     std::memcpy(weights,
                 round_.read<std::byte>(workspace.forward_weights + entry * window.weight_bytes()),
-                tables.routing().ids_of(node).size() * to_size(window.weight_bytes()));
+                tables.routing().ids_of(node).size() * window.weight_bytes());
   }
   TokenBlock block;
   block.rows = round_.read<std::byte>(workspace.forward_rows + slice(node) * window.row_bytes());
@@ -243,7 +241,7 @@ void HostExpertDispatch::deliver_from(std::int32_t node, const TokenBlock& paylo
   const std::int32_t local = config_.local_world_size;
   std::vector<ExpertWindow> windows;
   for (std::int32_t r = 0; r < local; ++r) {
-    const auto rank = to_size(routing.own_node() * local + r);
+    const std::size_t rank = routing.own_node() * local + r;
     windows.emplace_back(config_, options_, memory_,
                          memory_.dispatch_windows[call.parity].peers[rank]);
   }
@@ -301,7 +299,7 @@ void HostExpertDispatch::finish_rows(const ExpertCall& call, HostExpertTables& t
     const std::int32_t* const first =
         routing.rows->expert_offsets.data() + config_.rank * (experts + 1);
     for (std::int64_t p = 0; p < experts; ++p) {
-      const std::int32_t used = routing.rows->expert_counts[to_size(config_.rank * experts + p)];
+      const std::int32_t used = routing.rows->expert_counts[config_.rank * experts + p];
       const std::int64_t end = std::min<std::int64_t>(first[p + 1], memory_.capacity_rows);
       for (std::int64_t row = first[p] + used; row < end; ++row) window.clear(row, has_weights);
     }
@@ -317,7 +315,7 @@ void HostExpertDispatch::finish_rows(const ExpertCall& call, HostExpertTables& t
     }
   }
   if (!has_weights) return;
-  const auto bytes = to_size(count * window.weights_per_row() * window.weight_bytes());
+  const std::size_t bytes = count * window.weights_per_row() * window.weight_bytes();
   tables.recv_weights.assign(window.weights(0), window.weights(0) + bytes);
 }
 

@@ -2,7 +2,6 @@
 #include <cstring>
 #include <utility>
 
-#include "core/to_size.h"
 #include "experts/expert_executor.h"
 #include "host_expert_combine.h"
 #include "host_expert_dispatch.h"
@@ -56,7 +55,7 @@ class HostExpertExecutor final : public ExpertExecutor {
                  const Stream& /*stream*/) override {
     const std::int64_t row_bytes = config_.hidden * dtype_bytes(from.dtype);
     const std::int64_t bytes = num_rows(tables, from) * row_bytes;
-    if (bytes > 0) std::memcpy(to.data, from.data, to_size(bytes));
+    if (bytes > 0) std::memcpy(to.data, from.data, bytes);
   }
 
   void barrier(const ExpertBarrier& call) override {
@@ -80,8 +79,7 @@ class HostExpertExecutor final : public ExpertExecutor {
   /// That have arrived, of those of a tensor.
   [[nodiscard]] std::int64_t num_rows(const ExpertTables& tables,
                                       const ConstTensorView& tensor) const {
-    const std::int32_t arrived =
-        tables.routing().known_counts()[to_size(std::int64_t{config_.rank})];
+    const std::int32_t arrived = tables.routing().known_counts()[std::int64_t{config_.rank}];
     return std::min<std::int64_t>(arrived, tensor.shape[0]);
   }
 

@@ -42,23 +42,22 @@ ExpertTableViews HostExpertRouting::views() const {
 
 Shape HostExpertRouting::shape_by_id() const {
   if (!config_.is_intra_node()) return {config_.num_nodes(), config_.max_tokens, config_.topk};
-  return {rows->num_input_tokens[to_size(config_.rank)], config_.topk};
+  return {rows->num_input_tokens[config_.rank], config_.topk};
 }
 
 std::size_t HostExpertRouting::first_entry(std::int32_t node) const {
-  return config_.is_intra_node() ? 0 : to_size(node * config_.max_tokens * config_.topk);
+  return config_.is_intra_node() ? 0 : node * config_.max_tokens * config_.topk;
 }
 
 std::span<std::int32_t> HostExpertRouting::ids_of(std::int32_t node) {
   return std::span(ids).subspan(
-      first_entry(node),
-      to_size(rows->num_input_tokens[to_size(peer(node))]) * to_size(config_.topk));
+      first_entry(node), to_size(rows->num_input_tokens[peer(node)]) * to_size(config_.topk));
 }
 
 std::span<std::int32_t> HostExpertRouting::places_of(std::int32_t node) {
   return std::span(dst_rows).subspan(
-      to_size(node * config_.max_tokens * config_.topk),
-      to_size(rows->num_input_tokens[to_size(peer(node))]) * to_size(config_.topk));
+      node * config_.max_tokens * config_.topk,
+      to_size(rows->num_input_tokens[peer(node)]) * to_size(config_.topk));
 }
 
 std::span<const std::int32_t> HostExpertRouting::ids_of(std::int32_t node) const {
@@ -70,20 +69,19 @@ std::span<const std::int32_t> HostExpertRouting::places_of(std::int32_t node) co
 }
 
 std::int64_t HostExpertRouting::num_rows(std::int64_t capacity_rows) const {
-  return std::min<std::int64_t>(rows->num_recv_rows[to_size(config_.rank)], capacity_rows);
+  return std::min<std::int64_t>(rows->num_recv_rows[config_.rank], capacity_rows);
 }
 
 void HostExpertRouting::read_tags(std::span<const RowTag> received) {
   const std::int64_t topk = config_.topk;
   tags.assign(received.begin(), received.end());
   primary_rows.assign(tags.size(), -1);
-  topk_slot_rows.assign(tags.size() * to_size(topk), -1);
+  topk_slot_rows.assign(tags.size() * topk, -1);
   for (std::size_t row = 0; row < tags.size(); ++row) {
     const RowTag& tag = tags[row];
     if (tag.source_rank < 0) continue;
     primary_rows[row] = tag.primary_row;
-    topk_slot_rows[to_size(tag.primary_row * topk + tag.topk_slot)] =
-        static_cast<std::int32_t>(row);
+    topk_slot_rows[tag.primary_row * topk + tag.topk_slot] = static_cast<std::int32_t>(row);
   }
 }
 
@@ -94,12 +92,12 @@ void HostExpertRouting::read_topk(std::span<const std::int32_t> received) {
   // Compact rows are ordered by source and token: so are the places of each expert.
   std::vector<std::int32_t> next(first, first + experts);
   compact_to_grouped.assign(recv_topk.size(), -1);
-  grouped_to_compact.assign(to_size(first[experts]), -1);
+  grouped_to_compact.assign(first[experts], -1);
   for (std::size_t entry = 0; entry < recv_topk.size(); ++entry) {
     if (recv_topk[entry] < 0) continue;
-    const std::int32_t place = next[to_size(recv_topk[entry])]++;
+    const std::int32_t place = next[recv_topk[entry]]++;
     compact_to_grouped[entry] = place;
-    grouped_to_compact[to_size(place)] = static_cast<std::int32_t>(entry / to_size(config_.topk));
+    grouped_to_compact[place] = static_cast<std::int32_t>(entry / to_size(config_.topk));
   }
 }
 
@@ -110,12 +108,12 @@ ConstTensorView HostExpertTables::weights() const {
 
 void HostExpertTables::carry_weights() {
   has_weights_ = true;
-  weights_.resize(routing_->ids.size() * to_size(dtype_bytes(weight_dtype_)));
+  weights_.resize(routing_->ids.size() * dtype_bytes(weight_dtype_));
 }
 
 std::byte* HostExpertTables::weights_of(std::int32_t node) {
   if (!has_weights_) return nullptr;
-  return weights_.data() + routing_->first_entry(node) * to_size(dtype_bytes(weight_dtype_));
+  return weights_.data() + routing_->first_entry(node) * dtype_bytes(weight_dtype_);
 }
 
 const std::byte* HostExpertTables::weights_of(std::int32_t node) const {

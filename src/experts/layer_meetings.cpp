@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/to_size.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
@@ -46,13 +45,13 @@ bool LayerMeetings::needs_gradients(std::span<const std::int32_t> counts, std::u
   const auto teller = nobody ? 0 : static_cast<std::int32_t>(with_rows - counts.begin());
   if (!reaches_all()) {
     const bool answer = exchange(config_.rank == teller && mine);
-    return counts[to_size(config_.rank)] > 0 ? mine : asks && answer;
+    return counts[config_.rank] > 0 ? mine : asks && answer;
   }
   if (config_.rank == teller) {
     answer(counts, number, mine);
     return mine;
   }
-  if (counts[to_size(config_.rank)] > 0) return mine;
+  if (counts[config_.rank] > 0) return mine;
   return asks && ask(teller, number);
 }
 
@@ -63,7 +62,7 @@ void LayerMeetings::answer(std::span<const std::int32_t> counts, std::uint64_t n
   answered_ = number;
   const SignalSlot slot{&signals_, std::int64_t{2} * config_.world_size + config_.rank};
   for (std::int32_t r = 0; r < config_.world_size; ++r) {
-    if (r == config_.rank || counts[to_size(r)] > 0) continue;
+    if (r == config_.rank || counts[r] > 0) continue;
     transport_.signal(Rank{r}, slot, number << number_shift | answers_);
   }
 }

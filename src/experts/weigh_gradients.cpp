@@ -3,7 +3,6 @@
 #include <array>
 
 #include "core/number.h"
-#include "core/to_size.h"
 #include "moe/row_accumulator.h"
 
 namespace waybill::detail {
@@ -15,7 +14,7 @@ typename Number::Sum dot_product(const typename Number::Stored* a, const typenam
                                  std::int64_t count) {
   std::array<typename Number::Sum, gradient_partial_sums> sums{};
   for (std::int64_t i = 0; i < count; ++i) {
-    sums[to_size(i % gradient_partial_sums)] += Number::load(a[i]) * Number::load(b[i]);
+    sums[i % gradient_partial_sums] += Number::load(a[i]) * Number::load(b[i]);
   }
   for (std::size_t apart = 1; apart < sums.size(); apart *= 2) {
     for (std::size_t i = 0; i < sums.size(); i += 2 * apart) sums[i] += sums[i + apart];

@@ -90,7 +90,7 @@ class Combiner {
     rows_.clear();
     std::int32_t num_ranks = 0;
     for (std::int64_t k = 0; k < config_.topk; ++k) {
-      const std::size_t entry = to_size(token * config_.topk + k);
+      const std::size_t entry = token * config_.topk + k;
       const std::int32_t rank = config_.rank_of_expert(dispatch_.ids[src][entry]);
       if (rank == config_.world_size) continue;
       const bool seen = std::find(ranks_, ranks_ + num_ranks, rank) != ranks_ + num_ranks;
@@ -98,7 +98,7 @@ class Combiner {
       if (compact_ && seen) continue;
       const auto order = std::find(ranks_, ranks_ + num_ranks, rank) - ranks_;
       TokenRow row{by_node_ ? rank / config_.local_world_size : static_cast<std::int32_t>(order),
-                   row_of(outputs_[to_size(rank)], dispatch_.dst_row[src][entry])};
+                   row_of(outputs_[rank], dispatch_.dst_row[src][entry])};
       if (weighted_) {
         row.weight = weight_at(dispatch_.source_weights[src].bytes().data(),
                                static_cast<std::int64_t>(entry), config_.weight_dtype);

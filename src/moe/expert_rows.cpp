@@ -16,7 +16,7 @@ std::vector<std::int32_t> read_ids(const EPConfig& config, const EPDispatchOptio
                                    const ConstTensorView& ids, const char* who) {
   const std::int64_t tokens = ids.shape[0];
   const std::int64_t dropped = options.dropped(config);
-  std::vector<std::int32_t> result(to_size(tokens * config.topk));
+  std::vector<std::int32_t> result(tokens * config.topk);
   for (std::int64_t t = 0; t < tokens; ++t) {
     for (std::int64_t k = 0; k < config.topk; ++k) {
       const std::byte* const place = ids.data + (t * ids.strides[0] + k * ids.strides[1]) *
@@ -25,7 +25,7 @@ std::vector<std::int32_t> read_ids(const EPConfig& config, const EPDispatchOptio
       require((0 <= id && id < config.num_experts) || id == dropped, who, ": exp_indices[", t, "][",
               k, "] = ", id, ", expected 0..", config.num_experts - 1, ", or ", dropped,
               " for a dropped topk slot");
-      result[to_size(t * config.topk + k)] =
+      result[t * config.topk + k] =
           static_cast<std::int32_t>(id == dropped ? config.num_experts : id);
     }
   }
@@ -45,22 +45,22 @@ void locate_segments(const EPConfig& config, const EPDispatchOptions& options, s
   for (std::int64_t p = 0; p < experts; ++p) {
     std::int32_t next = base;
     for (std::int64_t src = 0; src < world; ++src) {
-      rows.segment_offsets[to_size((dst * experts + p) * world + src)] = next;
-      next += rows.splits[to_size(src * (config.num_experts + 1) + dst * experts + p)];
+      rows.segment_offsets[(dst * experts + p) * world + src] = next;
+      next += rows.splits[src * (config.num_experts + 1) + dst * experts + p];
     }
-    rows.expert_counts[to_size(dst * experts + p)] = next - base;
-    rows.expert_offsets[to_size(dst * (experts + 1) + p)] = base;
+    rows.expert_counts[dst * experts + p] = next - base;
+    rows.expert_offsets[dst * (experts + 1) + p] = base;
     base += padded(next - base, options.expert_alignment);
   }
-  rows.expert_offsets[to_size(dst * (experts + 1) + experts)] = base;
+  rows.expert_offsets[dst * (experts + 1) + experts] = base;
 
   std::int32_t compact = 0;
   for (std::int64_t src = 0; src < world; ++src) {
-    rows.compact_offsets[to_size(dst * (world + 1) + src)] = compact;
-    compact += rows.rank_tokens[to_size(src * world + dst)];
+    rows.compact_offsets[dst * (world + 1) + src] = compact;
+    compact += rows.rank_tokens[src * world + dst];
   }
-  rows.compact_offsets[to_size(dst * (world + 1) + world)] = compact;
-  rows.num_recv_rows[to_size(dst)] = options.rows == EPRows::grouped ? base : compact;
+  rows.compact_offsets[dst * (world + 1) + world] = compact;
+  rows.num_recv_rows[dst] = options.rows == EPRows::grouped ? base : compact;
 }
 
 }  // namespace
@@ -79,19 +79,19 @@ std::vector<std::int32_t> read_expert_ids(const EPConfig& config, const EPDispat
 
 std::vector<std::int32_t> count_topk_slots(const EPConfig& config,
                                            std::span<const std::int32_t> ids) {
-  std::vector<std::int32_t> counts(to_size(num_counts(config)));
+  std::vector<std::int32_t> counts(num_counts(config));
   const std::int64_t topk = config.topk;
   const auto tokens = static_cast<std::int64_t>(ids.size()) / topk;
-  std::vector<std::int64_t> last_token(to_size(config.world_size), -1);
+  std::vector<std::int64_t> last_token(config.world_size, -1);
   for (std::int64_t t = 0; t < tokens; ++t) {
     for (std::int64_t k = 0; k < topk; ++k) {
-      const std::int32_t expert = ids[to_size(t * topk + k)];
-      ++counts[to_size(expert)];
+      const std::int32_t expert = ids[t * topk + k];
+      ++counts[expert];
       if (expert == config.num_experts) continue;
       const std::int32_t rank = config.rank_of_expert(expert);
-      if (last_token[to_size(rank)] == t) continue;
-      last_token[to_size(rank)] = t;
-      ++counts[to_size(config.num_experts + 1 + rank)];
+      if (last_token[rank] == t) continue;
+      last_token[rank] = t;
+      ++counts[config.num_experts + 1 + rank];
     }
   }
   return counts;
@@ -103,24 +103,24 @@ ExpertRows locate_rows(const EPConfig& config, const EPDispatchOptions& options,
   const std::int64_t experts = config.num_experts_per_rank();
   const std::int64_t bins = config.num_experts + 1;
   ExpertRows rows;
-  rows.splits.reserve(to_size(world * bins));
+  rows.splits.reserve(world * bins);
   for (std::int64_t src = 0; src < world; ++src) {
-    const auto record = counts[to_size(src)];
+    const auto record = counts[src];
     rows.splits.insert(rows.splits.end(), record.begin(), record.begin() + bins);
     rows.rank_tokens.insert(rows.rank_tokens.end(), record.begin() + bins, record.end());
     std::int64_t topk_slots = 0;
-    for (std::int64_t e = 0; e < bins; ++e) topk_slots += record[to_size(e)];
+    for (std::int64_t e = 0; e < bins; ++e) topk_slots += record[e];
     if (topk_slots % config.topk != 0) {
       throw InternalError(concat("locate_rows: rank ", src, " has ", topk_slots,
                                  " topk slots, expected a multiple of topk = ", config.topk));
     }
     rows.num_input_tokens.push_back(static_cast<std::int32_t>(topk_slots / config.topk));
   }
-  rows.segment_offsets.resize(to_size(world * experts * world));
-  rows.expert_counts.resize(to_size(world * experts));
-  rows.expert_offsets.resize(to_size(world * (experts + 1)));
-  rows.compact_offsets.resize(to_size(world * (world + 1)));
-  rows.num_recv_rows.resize(to_size(world));
+  rows.segment_offsets.resize(world * experts * world);
+  rows.expert_counts.resize(world * experts);
+  rows.expert_offsets.resize(world * (experts + 1));
+  rows.compact_offsets.resize(world * (world + 1));
+  rows.num_recv_rows.resize(world);
   for (std::int32_t dst = 0; dst < world; ++dst) locate_segments(config, options, dst, rows);
   rows.largest_recv_rows = *std::ranges::max_element(rows.num_recv_rows);
   return rows;
@@ -128,7 +128,7 @@ ExpertRows locate_rows(const EPConfig& config, const EPDispatchOptions& options,
 
 ExpertRows locate_rows(const EPConfig& config, const EPDispatchOptions& options,
                        std::span<const std::int32_t> counts) {
-  const std::size_t count = to_size(num_counts(config));
+  const std::size_t count = num_counts(config);
   std::vector<std::span<const std::int32_t>> by_rank;
   for (std::size_t src = 0; src < to_size(config.world_size); ++src)
     by_rank.push_back(counts.subspan(src * count, count));

@@ -18,7 +18,7 @@ HostTensor copy_rows(const ConstTensorView& view) {
   const std::int64_t row_bytes = view.shape[1] * dtype_bytes(view.dtype);
   for (std::int64_t row = 0; row < view.shape[0] && row_bytes > 0; ++row) {
     std::memcpy(result.bytes().data() + row * row_bytes,
-                view.data + row * view.strides[0] * dtype_bytes(view.dtype), to_size(row_bytes));
+                view.data + row * view.strides[0] * dtype_bytes(view.dtype), row_bytes);
   }
   return result;
 }

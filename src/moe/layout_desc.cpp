@@ -22,22 +22,22 @@ void fill_columns(const ExpertDispatch& dispatch, std::int32_t rank, bool positi
   const EPConfig& config = dispatch.config;
   const std::int64_t entries = config.max_tokens * config.topk;
   const std::int32_t local = config.local_world_size;
-  std::vector<std::int32_t> ids(to_size(config.num_nodes() * entries), -1);
+  std::vector<std::int32_t> ids(config.num_nodes() * entries, -1);
   std::vector<std::int32_t> rows(ids.size(), -1);
   for (std::int32_t node = 0; node < config.num_nodes(); ++node) {
-    const auto peer = to_size(node * local + rank % local);
+    const std::size_t peer = node * local + rank % local;
     const auto& peer_ids = dispatch.ids[peer];
     std::ranges::copy(peer_ids, ids.begin() + node * entries);
     for (std::size_t i = 0; i < peer_ids.size(); ++i) {
       const bool here = config.rank_of_expert(peer_ids[i]) / local == rank / local;
-      if (here || positions_given) rows[to_size(node * entries) + i] = dispatch.dst_row[peer][i];
+      if (here || positions_given) rows[node * entries + i] = dispatch.dst_row[peer][i];
     }
   }
   const Shape shape{config.num_nodes(), config.max_tokens, config.topk};
   desc.token_dst_scatter_idx = int32_array(rows, shape);
   if (config.is_intra_node()) {
     desc.topk_indices_tensor =
-        int32_array(dispatch.ids[to_size(rank)], {desc.num_dispatch_token_cur_rank, config.topk});
+        int32_array(dispatch.ids[rank], {desc.num_dispatch_token_cur_rank, config.topk});
   } else {
     desc.topk_indices_tensor = int32_array(ids, shape);
   }
@@ -50,11 +50,11 @@ void fill_send_requests(const ExpertDispatch& dispatch, std::int32_t rank,
   if (config.is_intra_node()) return;
   const std::int64_t plane = 2 * config.max_tokens;
   const std::int32_t own = rank / config.local_world_size;
-  std::vector<std::int32_t> received(to_size(config.num_nodes() * plane), -1);
+  std::vector<std::int32_t> received(config.num_nodes() * plane, -1);
   for (std::int32_t node = 0; node < config.num_nodes(); ++node) {
     if (node == own) continue;
     const std::int32_t peer = node * config.local_world_size + rank % config.local_world_size;
-    const auto sent = node_send_requests(config, peer, dispatch.ids[to_size(peer)]);
+    const auto sent = node_send_requests(config, peer, dispatch.ids[peer]);
     std::copy_n(sent.begin() + own * plane, plane, received.begin() + node * plane);
   }
   desc.send_reqs_recv_tensor = int32_array(received, {config.num_nodes(), 2, config.max_tokens});
@@ -65,9 +65,9 @@ void fill_duplicate_maps(const ExpertDispatch& dispatch, std::int32_t rank,
                          EPAll2AllLayoutDesc& desc) {
   const EPConfig& config = dispatch.config;
   if (!config.is_intra_node() || dispatch.options.rows == EPRows::compact) return;
-  const std::int64_t count = dispatch.rows.num_recv_rows[to_size(rank)];
-  std::vector<std::int32_t> primary_row(to_size(count), -1);
-  std::vector<std::int32_t> topk_slots(to_size(count * config.topk), -1);
+  const std::int64_t count = dispatch.rows.num_recv_rows[rank];
+  std::vector<std::int32_t> primary_row(count, -1);
+  std::vector<std::int32_t> topk_slots(count * config.topk, -1);
   for (std::size_t src = 0; src < dispatch.ids.size(); ++src) {
     std::int32_t first = -1;
     for (std::size_t i = 0; i < dispatch.ids[src].size(); ++i) {
@@ -76,8 +76,8 @@ void fill_duplicate_maps(const ExpertDispatch& dispatch, std::int32_t rank,
       if (config.rank_of_expert(dispatch.ids[src][i]) != rank) continue;
       const std::int32_t row = dispatch.dst_row[src][i];
       if (first < 0) first = row;
-      primary_row[to_size(row)] = first;
-      topk_slots[to_size(std::int64_t{first} * config.topk + topk_slot)] = row;
+      primary_row[row] = first;
+      topk_slots[std::int64_t{first} * config.topk + topk_slot] = row;
     }
   }
   desc.skipped_token_mapping_indices = int64_array(primary_row, {count});
@@ -92,21 +92,21 @@ void fill_compact_maps(const ExpertDispatch& dispatch, std::int32_t rank,
   EPDispatchOptions grouped = dispatch.options;
   grouped.rows = EPRows::grouped;
   const std::int64_t experts = config.num_experts_per_rank();
-  const std::int64_t count = dispatch.rows.num_recv_rows[to_size(rank)];
-  const std::int64_t places = dispatch.rows.expert_offsets[to_size(rank * (experts + 1) + experts)];
-  std::vector<std::int32_t> topk(to_size(count * config.topk), -1);
+  const std::int64_t count = dispatch.rows.num_recv_rows[rank];
+  const std::int64_t places = dispatch.rows.expert_offsets[rank * (experts + 1) + experts];
+  std::vector<std::int32_t> topk(count * config.topk, -1);
   std::vector<std::int32_t> to_grouped(topk.size(), -1);
-  std::vector<std::int32_t> to_compact(to_size(places), -1);
+  std::vector<std::int32_t> to_compact(places, -1);
   for (std::int32_t src = 0; src < config.world_size; ++src) {
-    const auto& ids = dispatch.ids[to_size(src)];
+    const auto& ids = dispatch.ids[src];
     const auto place = place_topk_slots(config, grouped, dispatch.rows, src, ids);
     for (std::size_t i = 0; i < ids.size(); ++i) {
       if (config.rank_of_expert(ids[i]) != rank) continue;
-      const std::int32_t row = dispatch.dst_row[to_size(src)][i];
+      const std::int32_t row = dispatch.dst_row[src][i];
       const std::size_t entry = to_size(std::int64_t{row} * config.topk) + i % to_size(config.topk);
       topk[entry] = static_cast<std::int32_t>(ids[i] % experts);
       to_grouped[entry] = place[i];
-      to_compact[to_size(place[i])] = row;
+      to_compact[place[i]] = row;
     }
   }
   desc.recv_topk_indices = int32_array(topk, {count, config.topk});
@@ -125,7 +125,7 @@ void fill_layouts(ExpertDispatch& dispatch, bool positions_given) {
   };
   for (std::int32_t rank = 0; rank < config.world_size; ++rank) {
     EPAll2AllLayoutDesc desc;
-    desc.num_dispatch_token_cur_rank = dispatch.rows.num_input_tokens[to_size(rank)];
+    desc.num_dispatch_token_cur_rank = dispatch.rows.num_input_tokens[rank];
     desc.num_input_tokens_per_rank = part(dispatch.rows.num_input_tokens, 0, config.world_size);
     desc.recv_expert_counts = part(dispatch.rows.expert_counts, rank * experts, experts);
     desc.recv_expert_offsets =

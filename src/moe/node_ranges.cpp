@@ -1,11 +1,8 @@
 #include <algorithm>
 
-#include "core/to_size.h"
 #include "waybill/moe/expert_routing.h"
 
 namespace waybill {
-
-using detail::to_size;
 
 namespace {
 
@@ -19,12 +16,12 @@ std::vector<std::int32_t> node_send_requests(const EPConfig& config, std::int32_
   const std::int64_t topk = config.topk;
   const auto tokens = static_cast<std::int64_t>(ids.size()) / topk;
   const std::int32_t experts_per_node = config.num_experts_per_rank() * config.local_world_size;
-  std::vector<std::int32_t> result(to_size(std::int64_t{config.num_nodes()} * 2 * most), -1);
+  std::vector<std::int32_t> result(std::int64_t{config.num_nodes()} * 2 * most, -1);
   for (std::int32_t node = 0; node < config.num_nodes(); ++node) {
     if (node == source / config.local_world_size) continue;
     const auto starts = result.begin() + std::int64_t{node} * 2 * most;
     const auto needed = [&](std::int64_t t) {
-      const auto topk_slots = ids.subspan(to_size(t * topk), to_size(topk));
+      const auto topk_slots = ids.subspan(t * topk, topk);
       return std::ranges::any_of(topk_slots,
                                  [&](std::int32_t id) { return id / experts_per_node == node; });
     };

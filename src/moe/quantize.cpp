@@ -42,14 +42,13 @@ void quantize_row(const void* row, DType dtype, std::span<std::uint8_t> elements
                   std::span<float> scales) {
   require(can_quantize(dtype), "quantize_row: dtype = ", dtype,
           ", expected float32, float16 or bfloat16");
-  require(elements.size() == scales.size() * to_size(scale_group),
-          "quantize_row: ", elements.size(), " elements for ", scales.size(), " scales, expected ",
-          scale_group, " for each");
+  require(elements.size() == scales.size() * scale_group, "quantize_row: ", elements.size(),
+          " elements for ", scales.size(), " scales, expected ", scale_group, " for each");
   for (std::size_t g = 0; g < scales.size(); ++g) {
-    const std::size_t first = g * to_size(scale_group);
+    const std::size_t first = g * scale_group;
     const float scale = largest_of(row, first, dtype) * (1.0F / 448.0F);
     scales[g] = scale;
-    for (std::size_t i = first; i < first + to_size(scale_group); ++i) {
+    for (std::size_t i = first; i < first + scale_group; ++i) {
       const float element = scale == 0 ? 0.0F : element_at(row, i, dtype) / scale;
       elements[i] = float_to_float8_e4m3fn(element);
     }
@@ -60,11 +59,10 @@ void dequantize_row(std::span<const std::uint8_t> elements, std::span<const floa
                     void* row, DType dtype) {
   require(can_quantize(dtype), "dequantize_row: dtype = ", dtype,
           ", expected float32, float16 or bfloat16");
-  require(elements.size() == scales.size() * to_size(scale_group),
-          "dequantize_row: ", elements.size(), " elements for ", scales.size(),
-          " scales, expected ", scale_group, " for each");
+  require(elements.size() == scales.size() * scale_group, "dequantize_row: ", elements.size(),
+          " elements for ", scales.size(), " scales, expected ", scale_group, " for each");
   for (std::size_t i = 0; i < elements.size(); ++i) {
-    const float value = float8_e4m3fn_to_float(elements[i]) * scales[i / to_size(scale_group)];
+    const float value = float8_e4m3fn_to_float(elements[i]) * scales[i / scale_group];
     detail::for_number(dtype, [&]<class Number>(Number) {
       static_cast<typename Number::Stored*>(row)[i] = Number::round(value);
     });

@@ -5,12 +5,9 @@
 #include <vector>
 
 #include "core/number.h"
-#include "core/to_size.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
-
-using detail::to_size;
 
 namespace {
 
@@ -30,9 +27,9 @@ RowAccumulator::RowAccumulator(std::int64_t hidden, DType dtype) : dtype_(dtype)
   require(detail::is_summed(dtype), "RowAccumulator: dtype = ", dtype,
           ", expected float32, float16, bfloat16 or float64");
   if (dtype == DType::float64) {
-    sums_.emplace<std::vector<double>>(to_size(hidden));
+    sums_.emplace<std::vector<double>>(hidden);
   } else {
-    sums_.emplace<std::vector<float>>(to_size(hidden));
+    sums_.emplace<std::vector<float>>(hidden);
   }
 }
 

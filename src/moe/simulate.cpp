@@ -25,7 +25,7 @@ void place_all(ExpertDispatch& dispatch, const detail::CheckedInputs& inputs) {
   dispatch.rows = locate_rows(dispatch.config, dispatch.options, counts);
   std::size_t first = 0;
   for (std::int32_t src = 0; src < dispatch.config.world_size; ++src) {
-    const auto& ids = dispatch.ids[to_size(src)];
+    const auto& ids = dispatch.ids[src];
     dispatch.dst_row.push_back(
         inputs.positions.empty()
             ? place_topk_slots(dispatch.config, dispatch.options, dispatch.rows, src, ids)
@@ -81,17 +81,16 @@ void load_payload(const ExpertDispatch& dispatch, const ExpertInputs& inputs, st
 bool deliver(ExpertDispatch& dispatch, std::size_t src, std::int64_t token, std::int64_t topk_slot,
              const Payload& payload) {
   const EPConfig& config = dispatch.config;
-  const std::size_t entry = to_size(token * config.topk + topk_slot);
+  const std::size_t entry = token * config.topk + topk_slot;
   const std::int32_t row = dispatch.dst_row[src][entry];
   if (row < 0) return true;
-  const auto dst = to_size(config.rank_of_expert(dispatch.ids[src][entry]));
+  const std::size_t dst = config.rank_of_expert(dispatch.ids[src][entry]);
   const bool compact = dispatch.options.rows == EPRows::compact;
   if (!dispatch.source_weights.empty()) {
     const std::int64_t bytes = dtype_bytes(config.weight_dtype);
     const std::int64_t place = compact ? std::int64_t{row} * config.topk + topk_slot : row;
     std::memcpy(dispatch.recv_weights[dst].bytes().data() + place * bytes,
-                dispatch.source_weights[src].bytes().data() + to_size(bytes) * entry,
-                to_size(bytes));
+                dispatch.source_weights[src].bytes().data() + bytes * entry, bytes);
   }
   auto* const origin =
       static_cast<std::int32_t*>(dispatch.recv_origin[dst].data()) + std::int64_t{row} * 3;
@@ -99,7 +98,7 @@ bool deliver(ExpertDispatch& dispatch, std::size_t src, std::int64_t token, std:
   origin[0] = static_cast<std::int32_t>(src);
   origin[1] = static_cast<std::int32_t>(token);
   origin[2] = static_cast<std::int32_t>(topk_slot);
-  std::memcpy(dispatch.recv_tokens[dst].bytes().data() + to_size(row) * payload.row.size(),
+  std::memcpy(dispatch.recv_tokens[dst].bytes().data() + row * payload.row.size(),
               payload.row.data(), payload.row.size());
   if (payload.scales.empty()) return true;
   std::ranges::copy(payload.scales, dispatch.recv_scales[dst].as<float>().begin() +
@@ -121,8 +120,8 @@ ExpertDispatch simulate_expert_dispatch(const EPConfig& config, const ExpertInpu
   allocate_outputs(dispatch);
 
   Payload payload;
-  payload.row.resize(to_size(payload_row_bytes(config, options)));
-  payload.scales.resize(to_size(num_scales(config, options)));
+  payload.row.resize(payload_row_bytes(config, options));
+  payload.scales.resize(num_scales(config, options));
   for (std::size_t src = 0; src < to_size(config.world_size); ++src) {
     for (std::int64_t token = 0; token < inputs.tokens[src].shape[0]; ++token) {
       load_payload(dispatch, inputs, src, token, payload);

@@ -2,17 +2,13 @@
 
 #include <utility>
 
-#include "core/to_size.h"
-
 namespace waybill {
-
-using detail::to_size;
 
 TokenRoutes::TokenRoutes(const EPConfig& config, std::int32_t source)
     : config_(config),
       source_(source),
-      last_token_(to_size(config.world_size), -1),
-      last_token_of_node_(to_size(config.num_nodes()), -1) {}
+      last_token_(config.world_size, -1),
+      last_token_of_node_(config.num_nodes(), -1) {}
 
 TopkRoute TokenRoutes::next(std::int64_t token, std::int32_t expert) {
   const std::int32_t local = config_.local_world_size;
@@ -22,9 +18,9 @@ TopkRoute TokenRoutes::next(std::int64_t token, std::int32_t expert) {
   if (route.rank == config_.world_size) return route;
   const std::int32_t node = route.rank / local;
   route.forwarder = node * local + source_ % local;
-  route.to_rank = std::exchange(last_token_[to_size(route.rank)], last_) != last_;
+  route.to_rank = std::exchange(last_token_[route.rank], last_) != last_;
   if (node != source_ / local)
-    route.to_node = std::exchange(last_token_of_node_[to_size(node)], last_) != last_;
+    route.to_node = std::exchange(last_token_of_node_[node], last_) != last_;
   return route;
 }
 

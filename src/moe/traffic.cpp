@@ -1,6 +1,5 @@
 #include <span>
 
-#include "core/to_size.h"
 #include "layout_desc.h"
 #include "moe/token_routes.h"
 
@@ -11,16 +10,16 @@ namespace {
 void count_tokens(const EPConfig& config, std::int32_t source, std::span<const std::int32_t> ids,
                   ExpertTraffic& traffic) {
   const auto pair = [&](std::int64_t from, std::int64_t to) {
-    return to_size(from * config.world_size + to);
+    return from * config.world_size + to;
   };
   TokenRoutes routes(config, source);
   for (std::int64_t i = 0; i < std::ssize(ids); ++i) {
-    const TopkRoute route = routes.next(i / config.topk, ids[to_size(i)]);
+    const TopkRoute route = routes.next(i / config.topk, ids[i]);
     if (route.rank == config.world_size) continue;
     ++traffic.rows_per_rank_pair.i64()[pair(source, route.rank)];
     if (route.to_node) {
       const std::int32_t node = route.forwarder / config.local_world_size;
-      ++traffic.inter_node_tokens.i64()[to_size(std::int64_t{source} * config.num_nodes() + node)];
+      ++traffic.inter_node_tokens.i64()[std::int64_t{source} * config.num_nodes() + node];
       ++traffic.crossings.i64()[pair(source, route.forwarder)];
     }
     if (!route.to_rank) continue;
@@ -39,14 +38,13 @@ void fill_traffic(ExpertDispatch& dispatch) {
   traffic = {IndexArray(pairs), IndexArray(pairs), IndexArray(nodes), IndexArray(nodes),
              IndexArray(pairs)};
   for (std::int32_t src = 0; src < config.world_size; ++src) {
-    const auto& ids = dispatch.ids[to_size(src)];
+    const auto& ids = dispatch.ids[src];
     count_tokens(config, src, ids, traffic);
     const auto ranges = node_send_requests(config, src, ids);
     for (std::size_t slot = 0; slot < ranges.size(); ++slot) {
       const auto plane = static_cast<std::int64_t>(slot) / config.max_tokens;
       if (plane % 2 != 0 || ranges[slot] < 0) continue;  // starts only
-      ++traffic.inter_node_ranges
-            .i64()[to_size(std::int64_t{src} * config.num_nodes() + plane / 2)];
+      ++traffic.inter_node_ranges.i64()[std::int64_t{src} * config.num_nodes() + plane / 2];
     }
   }
 }

@@ -5,7 +5,6 @@
 #include <ostream>
 #include <sstream>
 
-#include "core/to_size.h"
 #include "planner/node_routes.h"
 #include "waybill/core/error.h"
 #include "waybill/routing/qkv_routing.h"

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <numeric>
 
-#include "core/to_size.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
@@ -36,34 +35,33 @@ void Balancer::run(const HomeLayout& home, const PlannerOptions& options, double
 }
 
 void Balancer::count_home_work() {
-  load_.assign(to_size(home_->world_size), 0);
+  load_.assign(home_->world_size, 0);
   for (const HomePiece& piece : home_->pieces) {
     const std::int64_t work = costs_.work(slab_of(piece));
-    require(!__builtin_add_overflow(load_[to_size(piece.rank)], work, &load_[to_size(piece.rank)]),
+    require(!__builtin_add_overflow(load_[piece.rank], work, &load_[piece.rank]),
             "plan_attention: the work of rank ", piece.rank, " does not fit int64");
   }
 }
 
 // Keys of documents that lie on other ranks too.
 void Balancer::count_home_bytes() {
-  bytes_in_.assign(to_size(home_->world_size), 0);
+  bytes_in_.assign(home_->world_size, 0);
   for (const HomePiece& piece : home_->pieces) {
-    bytes_in_[to_size(piece.rank)] +=
+    bytes_in_[piece.rank] +=
         costs_.kv_row * static_cast<double>(costs_.remote_context(slab_of(piece)));
   }
 }
 
 void Balancer::send_whole(std::int32_t piece_idx, std::int32_t dst) {
-  const HomePiece& piece = home_->pieces[to_size(piece_idx)];
+  const HomePiece& piece = home_->pieces[piece_idx];
   const Slab slab = slab_of(piece);
   const std::int64_t work = costs_.work(slab);
   moves_.push_back({.slab = slab, .piece = piece_idx, .dst = dst});
-  settled_[to_size(piece_idx)] = 1;
-  load_[to_size(piece.rank)] -= work;
-  load_[to_size(dst)] += work;
-  bytes_in_[to_size(piece.rank)] -=
-      costs_.kv_row * static_cast<double>(costs_.remote_context(slab));
-  bytes_in_[to_size(dst)] += costs_.q_row * static_cast<double>(piece.end - piece.begin);
+  settled_[piece_idx] = 1;
+  load_[piece.rank] -= work;
+  load_[dst] += work;
+  bytes_in_[piece.rank] -= costs_.kv_row * static_cast<double>(costs_.remote_context(slab));
+  bytes_in_[dst] += costs_.q_row * static_cast<double>(piece.end - piece.begin);
   capacity_.take_piece(piece_idx);
   capacity_.give(dst, piece.doc, slab);
 }
@@ -73,9 +71,9 @@ std::int32_t Balancer::piece_to_evict(std::int32_t rank) const {
   std::int32_t best = -1;
   std::int64_t most = 0;
   for (const std::int32_t p : home_->pieces_of(rank)) {
-    const HomePiece& piece = home_->pieces[to_size(p)];
+    const HomePiece& piece = home_->pieces[p];
     const std::int64_t rows = costs_.context(slab_of(piece));
-    if (settled_[to_size(p)] != 0 || rows <= most) continue;
+    if (settled_[p] != 0 || rows <= most) continue;
     most = rows;
     best = p;
   }
@@ -84,14 +82,13 @@ std::int32_t Balancer::piece_to_evict(std::int32_t rank) const {
 
 // Another home of the document, latest first, else the rank that needs least; -1: none has room.
 std::int32_t Balancer::rank_that_holds(std::int32_t piece_idx) const {
-  const HomePiece& piece = home_->pieces[to_size(piece_idx)];
+  const HomePiece& piece = home_->pieces[piece_idx];
   const Slab slab = slab_of(piece);
   const auto holds = [&](std::int32_t rank) {
     return rank != piece.rank && capacity_.fitting(rank, piece.doc, slab).begin == slab.begin;
   };
-  for (std::int32_t p = home_->doc_pieces[to_size(piece.doc + 1)];
-       p-- > home_->doc_pieces[to_size(piece.doc)];) {
-    if (holds(home_->pieces[to_size(p)].rank)) return home_->pieces[to_size(p)].rank;
+  for (std::int32_t p = home_->doc_pieces[piece.doc + 1]; p-- > home_->doc_pieces[piece.doc];) {
+    if (holds(home_->pieces[p].rank)) return home_->pieces[p].rank;
   }
   std::int32_t best = -1;
   for (std::int32_t rank = 0; rank < home_->world_size; ++rank) {
@@ -120,14 +117,14 @@ void Balancer::keep_capacity() {
 void Balancer::reunite_short_ends() {
   for (std::int32_t rank = 1; rank < home_->world_size; ++rank) {
     const auto pieces = home_->pieces_of(rank);
-    if (pieces.empty() || home_->pieces[to_size(pieces.front())].begin == 0) continue;
+    if (pieces.empty() || home_->pieces[pieces.front()].begin == 0) continue;
     reunite(pieces.front(), pieces.front() - 1);
   }
   if (!costs_.mask.is_full()) return;
   for (std::int32_t rank = 0; rank + 1 < home_->world_size; ++rank) {
     const auto pieces = home_->pieces_of(rank);
     if (pieces.empty()) continue;
-    const HomePiece& piece = home_->pieces[to_size(pieces.back())];
+    const HomePiece& piece = home_->pieces[pieces.back()];
     if (piece.begin == 0 && piece.end < piece.doc_len) reunite(pieces.back(), pieces.back() + 1);
   }
 }
@@ -135,14 +132,13 @@ void Balancer::reunite_short_ends() {
 // Sends a short piece whole to the home of another one of its document.
 void Balancer::reunite(std::int32_t idx, std::int32_t other) {
   const auto little_work = static_cast<std::int64_t>(mean_ / 50);
-  if (settled_[to_size(idx)] != 0) return;
-  const HomePiece& piece = home_->pieces[to_size(idx)];
+  if (settled_[idx] != 0) return;
+  const HomePiece& piece = home_->pieces[idx];
   const Slab slab = slab_of(piece);
   const bool cheaper = static_cast<double>(piece.end - piece.begin) * costs_.q_row <
                        static_cast<double>(costs_.remote_context(slab)) * costs_.kv_row;
-  const std::int32_t dst = home_->pieces[to_size(other)].rank;
-  if (dst == piece.rank || !cheaper || work_of(idx) > little_work || settled_[to_size(other)] != 0)
-    return;
+  const std::int32_t dst = home_->pieces[other].rank;
+  if (dst == piece.rank || !cheaper || work_of(idx) > little_work || settled_[other] != 0) return;
   if (capacity_.limited() && capacity_.fitting(dst, piece.doc, slab).begin != piece.begin) return;
   send_whole(idx, dst);
 }
@@ -152,7 +148,7 @@ void Balancer::fill_pool() {
   rooms_.clear();
   std::int64_t surplus = 0;
   for (std::int32_t rank = 0; rank < home_->world_size; ++rank) {
-    const std::int64_t room = limit_ - load_[to_size(rank)];
+    const std::int64_t room = limit_ - load_[rank];
     if (room < 0) surplus -= room;
     if (room <= 0) continue;
     pool_.put(rank, room);
@@ -181,7 +177,7 @@ void Balancer::heap_pieces(std::int32_t rank) {
 
 // The piece with most work that is not settled; -1: none.
 std::int32_t Balancer::heaviest_piece() {
-  while (!by_work_.empty() && settled_[to_size(by_work_.front())] != 0) {
+  while (!by_work_.empty() && settled_[by_work_.front()] != 0) {
     std::pop_heap(by_work_.begin(), by_work_.end(),
                   [&](std::int32_t a, std::int32_t b) { return has_less_work(a, b); });
     by_work_.pop_back();
@@ -192,14 +188,14 @@ std::int32_t Balancer::heaviest_piece() {
 // Whether to give away all of `tail`, whose document begins on an earlier rank, before a part of
 // `other`: the rank then needs none of that document's keys.
 bool Balancer::tail_is_cheaper(std::int32_t tail, std::int32_t other, std::int64_t surplus) const {
-  const HomePiece& t = home_->pieces[to_size(tail)];
-  if (t.begin == 0 || settled_[to_size(tail)] != 0 || work_of(tail) > surplus) return false;
+  const HomePiece& t = home_->pieces[tail];
+  if (t.begin == 0 || settled_[tail] != 0 || work_of(tail) > surplus) return false;
   if (tail == other) return true;
   const auto rows = [](std::int64_t num) { return static_cast<double>(num); };
   const double saved = rows(costs_.remote_context(slab_of(t)));
   const double tail_bytes = rows(t.end - t.begin) * costs_.q_row +
                             (rows(costs_.context(slab_of(t))) - saved) * costs_.kv_row;
-  const HomePiece& o = home_->pieces[to_size(other)];
+  const HomePiece& o = home_->pieces[other];
   const Slab region = costs_.cheapest_region(slab_of(o), surplus, slab_work_);
   const double bytes =
       rows(region.end - region.begin) * costs_.q_row + rows(costs_.context(region)) * costs_.kv_row;
@@ -216,8 +212,8 @@ void Balancer::shed(std::int32_t rank, std::int64_t surplus) {
     std::int32_t idx = heaviest_piece();
     if (idx < 0) return;
     if (tail_is_cheaper(first, idx, surplus)) idx = first;
-    const HomePiece& piece = home_->pieces[to_size(idx)];
-    settled_[to_size(idx)] = 1;
+    const HomePiece& piece = home_->pieces[idx];
+    settled_[idx] = 1;
     Slab whole = slab_of(piece);
     if (capacity_.limited() && costs_.mask.is_full()) {
       if (whole.doc_len > capacity_.most_kv_room()) continue;
@@ -240,7 +236,7 @@ void Balancer::shed(std::int32_t rank, std::int64_t surplus) {
 
 void Balancer::shed_all() {
   for (std::int32_t rank = 0; rank < home_->world_size; ++rank) {
-    if (load_[to_size(rank)] > limit_) shed(rank, load_[to_size(rank)] - limit_ + crumb_);
+    if (load_[rank] > limit_) shed(rank, load_[rank] - limit_ + crumb_);
   }
 }
 

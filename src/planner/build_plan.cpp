@@ -4,7 +4,6 @@
 #include <limits>
 #include <numeric>
 
-#include "core/to_size.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
@@ -17,7 +16,7 @@ void for_each_run(const HomeLayout& home, std::span<const Move> moves, Run&& run
   const Move* last = move + moves.size();
   const auto num_pieces = static_cast<std::int32_t>(home.pieces.size());
   for (std::int32_t p = 0; p < num_pieces; ++p) {
-    const HomePiece& piece = home.pieces[to_size(p)];
+    const HomePiece& piece = home.pieces[p];
     std::int64_t position = piece.begin;
     for (; move != last && move->piece == p;) {
       if (move->slab.begin > position) run(piece, Slab{position, move->slab.begin}, piece.rank);
@@ -95,7 +94,7 @@ void PlanWriter::number_by_rank(const HomeLayout& home, QkvPlan& plan) {
   std::int64_t shard = 0;
   for (const HomePiece& piece : home.pieces) {
     for (std::int64_t rows = piece.end - piece.begin; rows > 0; ++shard)
-      rows -= plan.shard_len[to_size(shard)];
+      rows -= plan.shard_len[shard];
     piece_shards_.push_back(shard);
   }
   const auto old_len = plan.shard_len;
@@ -105,12 +104,11 @@ void PlanWriter::number_by_rank(const HomeLayout& home, QkvPlan& plan) {
   std::int32_t number = 0;
   for (std::int32_t rank = 0; rank < home.world_size; ++rank) {
     for (const std::int32_t piece : home.pieces_of(rank)) {
-      for (std::int64_t n = piece_shards_[to_size(piece)]; n < piece_shards_[to_size(piece) + 1];
-           ++n, ++number) {
-        plan.shard_len[to_size(number)] = old_len[to_size(n)];
-        plan.q_dst[to_size(number)] = old_dst[to_size(n)];
-        if (!old_begin.empty()) plan.kv_begin[to_size(number)] = old_begin[to_size(n)];
-        plan.doc_shards[to_size(n)] = number;
+      for (std::int64_t n = piece_shards_[piece]; n < piece_shards_[piece + 1]; ++n, ++number) {
+        plan.shard_len[number] = old_len[n];
+        plan.q_dst[number] = old_dst[n];
+        if (!old_begin.empty()) plan.kv_begin[number] = old_begin[n];
+        plan.doc_shards[n] = number;
       }
     }
     plan.rank_shard_offsets.push_back(number);
@@ -120,16 +118,16 @@ void PlanWriter::number_by_rank(const HomeLayout& home, QkvPlan& plan) {
 void PlanWriter::write_kv_begin(const AttentionMask& mask, QkvPlan& plan) {
   plan.kv_begin.resize(plan.shard_len.size());
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    const std::int64_t first = plan.doc_shard_offsets[to_size(d)];
+    const std::int64_t first = plan.doc_shard_offsets[d];
     ends_.clear();
     std::int32_t begin = 0;
     std::int64_t position = 0;
-    for (std::int64_t n = first; n < plan.doc_shard_offsets[to_size(d + 1)]; ++n) {
+    for (std::int64_t n = first; n < plan.doc_shard_offsets[d + 1]; ++n) {
       const std::int64_t key = mask.first_key(position);
-      position += plan.shard_len[to_size(n)];
+      position += plan.shard_len[n];
       ends_.push_back(position);
-      while (ends_[to_size(begin)] <= key) ++begin;
-      plan.kv_begin[to_size(n)] = begin;
+      while (ends_[begin] <= key) ++begin;
+      plan.kv_begin[n] = begin;
     }
   }
 }

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "core/to_size.h"
-
 namespace waybill::detail {
 namespace {
 
@@ -17,10 +15,10 @@ void Capacity::reset(const HomeLayout& home, const SlabCosts& costs, std::int64_
   limit_ = limit;
   if (limit == 0) return;
   q_rows_.assign(home.tokens.begin(), home.tokens.end());
-  kv_rows_.assign(to_size(home.world_size), 0);
-  held_.assign(to_size(home.world_size), {});
+  kv_rows_.assign(home.world_size, 0);
+  held_.assign(home.world_size, {});
   for (const HomePiece& piece : home.pieces)
-    kv_rows_[to_size(piece.rank)] += rows_of(keys_of(slab_of(piece)));
+    kv_rows_[piece.rank] += rows_of(keys_of(slab_of(piece)));
 }
 
 // Keys are cut at blocks.
@@ -33,12 +31,12 @@ Slab Capacity::keys_of(Slab slab) const {
 bool Capacity::exceeded(std::int32_t rank) const { return limited() && needed(rank) > limit_; }
 
 std::int64_t Capacity::needed(std::int32_t rank) const {
-  return std::max(q_rows_[to_size(rank)], kv_rows_[to_size(rank)]);
+  return std::max(q_rows_[rank], kv_rows_[rank]);
 }
 
 std::int64_t Capacity::new_kv_rows(std::int32_t rank, std::int32_t doc, Slab slab) const {
   const Slab rows = keys_of(slab);
-  const Held& held = held_[to_size(rank)];
+  const Held& held = held_[rank];
   if (held.doc != doc) return rows.end - rows.begin;
   return std::max<std::int64_t>(0, std::min(held.rows.begin, rows.end) - rows.begin) +
          std::max<std::int64_t>(0, rows.end - std::max(held.rows.end, rows.begin));
@@ -46,9 +44,9 @@ std::int64_t Capacity::new_kv_rows(std::int32_t rank, std::int32_t doc, Slab sla
 
 Slab Capacity::fitting(std::int32_t rank, std::int32_t doc, Slab slab) const {
   if (!limited()) return slab;
-  const std::int64_t q_room = limit_ - q_rows_[to_size(rank)];
+  const std::int64_t q_room = limit_ - q_rows_[rank];
   slab.begin = std::max(slab.begin, slab.end - q_room);
-  const std::int64_t kv_room = limit_ - kv_rows_[to_size(rank)];
+  const std::int64_t kv_room = limit_ - kv_rows_[rank];
   if (slab.begin >= slab.end) return {slab.end, slab.end};
   // Fewer queries need less KV only where a window moves with them.
   const std::int64_t excess = new_kv_rows(rank, doc, slab) - kv_room;
@@ -63,9 +61,9 @@ std::int64_t Capacity::most_kv_room() const {
 
 void Capacity::give(std::int32_t rank, std::int32_t doc, Slab slab) {
   if (!limited()) return;
-  q_rows_[to_size(rank)] += slab.end - slab.begin;
-  kv_rows_[to_size(rank)] += new_kv_rows(rank, doc, slab);
-  Held& held = held_[to_size(rank)];
+  q_rows_[rank] += slab.end - slab.begin;
+  kv_rows_[rank] += new_kv_rows(rank, doc, slab);
+  Held& held = held_[rank];
   const Slab rows = keys_of(slab);
   if (held.doc == doc && rows.begin <= held.rows.end && held.rows.begin <= rows.end) {
     held.rows = {std::min(held.rows.begin, rows.begin), std::max(held.rows.end, rows.end)};
@@ -75,14 +73,14 @@ void Capacity::give(std::int32_t rank, std::int32_t doc, Slab slab) {
 }
 
 void Capacity::take(std::int32_t rank, Slab slab) {
-  if (limited()) q_rows_[to_size(rank)] -= slab.end - slab.begin;
+  if (limited()) q_rows_[rank] -= slab.end - slab.begin;
 }
 
 void Capacity::take_piece(std::int32_t piece_idx) {
   if (!limited()) return;
-  const HomePiece& piece = home_->pieces[to_size(piece_idx)];
-  q_rows_[to_size(piece.rank)] -= piece.end - piece.begin;
-  kv_rows_[to_size(piece.rank)] -= rows_of(keys_of(slab_of(piece)));
+  const HomePiece& piece = home_->pieces[piece_idx];
+  q_rows_[piece.rank] -= piece.end - piece.begin;
+  kv_rows_[piece.rank] -= rows_of(keys_of(slab_of(piece)));
 }
 
 }  // namespace waybill::detail

@@ -4,19 +4,18 @@
 #include <numeric>
 #include <span>
 
-#include "core/to_size.h"
 #include "slab.h"
 
 namespace waybill::detail {
 
 void FigureCounter::add_link(std::vector<LinkBytes>& links, std::int32_t src, std::int32_t dst,
                              std::int64_t num_bytes) const {
-  if (nodes[to_size(src)] == nodes[to_size(dst)]) {
-    links[to_size(src)].nvlink_out += num_bytes;
-    links[to_size(dst)].nvlink_in += num_bytes;
+  if (nodes[src] == nodes[dst]) {
+    links[src].nvlink_out += num_bytes;
+    links[dst].nvlink_in += num_bytes;
   } else {
-    links[to_size(src)].network_out += num_bytes;
-    links[to_size(dst)].network_in += num_bytes;
+    links[src].network_out += num_bytes;
+    links[dst].network_in += num_bytes;
   }
 }
 
@@ -25,24 +24,23 @@ void FigureCounter::add_link(std::vector<LinkBytes>& links, std::int32_t src, st
 void FigureCounter::add_rows(std::int32_t first, std::int32_t last, std::int32_t dst,
                              const KvDocument& doc, AttentionPlan& plan) {
   const std::int64_t row_bytes = plan.options.model.kv_row_bytes();
-  const std::int32_t doc_first = runs[to_size(doc.first_run)].first;
+  const std::int32_t doc_first = runs[doc.first_run].first;
   const auto rows = [&](std::int32_t from, std::int32_t to) {
-    return position_[to_size(to - doc_first)] - position_[to_size(from - doc_first)];
+    return position_[to - doc_first] - position_[from - doc_first];
   };
-  plan.kv_tokens[to_size(dst)] += rows(first, last);
-  const auto doc_runs =
-      std::span(runs).subspan(to_size(doc.first_run), to_size(doc.last_run - doc.first_run));
+  plan.kv_tokens[dst] += rows(first, last);
+  const auto doc_runs = std::span(runs).subspan(doc.first_run, doc.last_run - doc.first_run);
   const auto index = [&](auto it) { return static_cast<std::int32_t>(it - doc_runs.begin()); };
   std::int32_t begin = index(std::ranges::upper_bound(doc_runs, first, {}, &HomeRun::last));
   std::int32_t end = index(std::ranges::lower_bound(doc_runs, last, {}, &HomeRun::first));
   const auto send_part = [&](std::int32_t i) {
-    const HomeRun& run = doc_runs[to_size(i)];
+    const HomeRun& run = doc_runs[i];
     if (run.rank == dst) return;
     add_link(plan.links, run.rank, dst,
              rows(std::max(run.first, first), std::min(run.last, last)) * row_bytes);
   };
   const auto is_cut = [&](std::int32_t i) {
-    return doc_runs[to_size(i)].first < first || doc_runs[to_size(i)].last > last;
+    return doc_runs[i].first < first || doc_runs[i].last > last;
   };
   if (begin < end && is_cut(begin)) send_part(begin++);
   if (begin < end && is_cut(end - 1)) send_part(--end);
@@ -50,7 +48,7 @@ void FigureCounter::add_rows(std::int32_t first, std::int32_t last, std::int32_t
 
   // Runs are in the order of their ranks: those of the node of `dst` lie side by side.
   const std::int32_t node_size = plan.options.hardware.ranks_per_node;
-  const std::int64_t node_begin = std::int64_t{nodes[to_size(dst)]} * node_size;
+  const std::int64_t node_begin = std::int64_t{nodes[dst]} * node_size;
   const auto place = [&](std::int64_t rank) {
     const auto rank_of = [](const HomeRun& run) { return std::int64_t{run.rank}; };
     return std::clamp(index(std::ranges::lower_bound(doc_runs, rank, {}, rank_of)), begin, end);
@@ -60,11 +58,11 @@ void FigureCounter::add_rows(std::int32_t first, std::int32_t last, std::int32_t
   const auto send_whole = [&](std::vector<std::int32_t>& sent, std::int32_t from, std::int32_t to,
                               std::int64_t& bytes_in) {
     if (from >= to) return;
-    ++sent[to_size(from)];
-    --sent[to_size(to)];
-    bytes_in += rows(doc_runs[to_size(from)].first, doc_runs[to_size(to - 1)].last) * row_bytes;
+    ++sent[from];
+    --sent[to];
+    bytes_in += rows(doc_runs[from].first, doc_runs[to - 1].last) * row_bytes;
   };
-  LinkBytes& in = plan.links[to_size(dst)];
+  LinkBytes& in = plan.links[dst];
   const std::int32_t own = place(dst);
   const std::int32_t own_end = place(std::int64_t{dst} + 1);
   send_whole(sent_far_, begin, near, in.network_in);
@@ -76,18 +74,17 @@ void FigureCounter::add_rows(std::int32_t first, std::int32_t last, std::int32_t
 // What add_rows noted.
 void FigureCounter::send_whole_runs(const KvDocument& doc, AttentionPlan& plan) const {
   const std::int64_t row_bytes = plan.options.model.kv_row_bytes();
-  const std::int32_t doc_first = runs[to_size(doc.first_run)].first;
+  const std::int32_t doc_first = runs[doc.first_run].first;
   std::int64_t near = 0;
   std::int64_t far = 0;
   for (std::int32_t i = doc.first_run; i < doc.last_run; ++i) {
-    near += sent_near_[to_size(i - doc.first_run)];
-    far += sent_far_[to_size(i - doc.first_run)];
-    const HomeRun& run = runs[to_size(i)];
+    near += sent_near_[i - doc.first_run];
+    far += sent_far_[i - doc.first_run];
+    const HomeRun& run = runs[i];
     const std::int64_t bytes =
-        (position_[to_size(run.last - doc_first)] - position_[to_size(run.first - doc_first)]) *
-        row_bytes;
-    plan.links[to_size(run.rank)].nvlink_out += near * bytes;
-    plan.links[to_size(run.rank)].network_out += far * bytes;
+        (position_[run.last - doc_first] - position_[run.first - doc_first]) * row_bytes;
+    plan.links[run.rank].nvlink_out += near * bytes;
+    plan.links[run.rank].network_out += far * bytes;
   }
 }
 
@@ -105,40 +102,39 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
   };
   for (std::int64_t n = first; n < last; ++n) {
     const auto shard = static_cast<std::int32_t>(n);
-    while (n >= qkv.rank_shard_offsets[to_size(home_rank_ + 1)]) ++home_rank_;
+    while (n >= qkv.rank_shard_offsets[home_rank_ + 1]) ++home_rank_;
     if (n == first || runs.back().rank != home_rank_)
       runs.push_back({.first = shard, .last = shard, .rank = home_rank_});
     runs.back().last = shard + 1;
     const std::int64_t begin = position_.back();
-    position_.push_back(begin + qkv.shard_len[to_size(n)]);
-    const std::int32_t dst = qkv.q_dst[to_size(n)];
-    plan.work[to_size(dst)] +=
+    position_.push_back(begin + qkv.shard_len[n]);
+    const std::int32_t dst = qkv.q_dst[n];
+    plan.work[dst] +=
         kernel_work(plan.options.mask, plan.options.hardware, begin, position_.back(), doc_len);
-    plan.attention_tokens[to_size(dst)] += qkv.shard_len[to_size(n)];
+    plan.attention_tokens[dst] += qkv.shard_len[n];
     if (dst != home_rank_)
-      add_link(q_links, home_rank_, dst,
-               qkv.shard_len[to_size(n)] * plan.options.model.q_row_bytes());
+      add_link(q_links, home_rank_, dst, qkv.shard_len[n] * plan.options.model.q_row_bytes());
     const std::int32_t key =
-        static_cast<std::int32_t>(first) + (qkv.kv_begin.empty() ? 0 : qkv.kv_begin[to_size(n)]);
-    std::int32_t& need = need_of_rank_[to_size(dst)];
-    if (need < doc.first_need || needs[to_size(need)].last < key) {
+        static_cast<std::int32_t>(first) + (qkv.kv_begin.empty() ? 0 : qkv.kv_begin[n]);
+    std::int32_t& need = need_of_rank_[dst];
+    if (need < doc.first_need || needs[need].last < key) {
       need = static_cast<std::int32_t>(needs.size());
       needs.push_back({.rank = dst, .first = key, .last = key_end(n)});
     } else {
-      needs[to_size(need)].last = key_end(n);
+      needs[need].last = key_end(n);
     }
   }
   doc.last_need = static_cast<std::int32_t>(needs.size());
   doc.last_run = static_cast<std::int32_t>(runs.size());
-  sent_near_.assign(to_size(doc.last_run - doc.first_run + 1), 0);
-  sent_far_.assign(to_size(doc.last_run - doc.first_run + 1), 0);
+  sent_near_.assign(doc.last_run - doc.first_run + 1, 0);
+  sent_far_.assign(doc.last_run - doc.first_run + 1, 0);
   if (qkv.kv_layout == KvLayout::per_rank) {
     for (std::int32_t i = doc.first_need; i < doc.last_need; ++i)
-      add_rows(needs[to_size(i)].first, needs[to_size(i)].last, needs[to_size(i)].rank, doc, plan);
+      add_rows(needs[i].first, needs[i].last, needs[i].rank, doc, plan);
   } else {
     for (std::int64_t n = first; n < last; ++n) {
-      const std::int64_t key = first + (qkv.kv_begin.empty() ? 0 : qkv.kv_begin[to_size(n)]);
-      add_rows(static_cast<std::int32_t>(key), key_end(n), qkv.q_dst[to_size(n)], doc, plan);
+      const std::int64_t key = first + (qkv.kv_begin.empty() ? 0 : qkv.kv_begin[n]);
+      add_rows(static_cast<std::int32_t>(key), key_end(n), qkv.q_dst[n], doc, plan);
     }
   }
   send_whole_runs(doc, plan);
@@ -157,7 +153,7 @@ void FigureCounter::bound_bytes_in(const HomeLayout& home, AttentionPlan& plan) 
   for (std::size_t d = 0; d + 1 < home.doc_pieces.size(); ++d) {
     const std::int32_t first = home.doc_pieces[d];
     const std::int32_t last = home.doc_pieces[d + 1];
-    const std::int64_t end = home.pieces[to_size(last - 1)].end;
+    const std::int64_t end = home.pieces[last - 1].end;
     if (end <= rows || (last - first == 1 && mask.pairs(0, end, end) <= most_work)) continue;
     const std::int64_t num_homes = std::min<std::int64_t>(last - first, home.world_size);
     std::int64_t homes_work = 0;
@@ -167,7 +163,7 @@ void FigureCounter::bound_bytes_in(const HomeLayout& home, AttentionPlan& plan) 
     const std::int64_t first_key = mask.first_key(end - 1);
     std::int64_t at_home = 0;
     for (std::int32_t p = first; p < last; ++p) {
-      const HomePiece& piece = home.pieces[to_size(p)];
+      const HomePiece& piece = home.pieces[p];
       at_home = std::max(at_home, piece.end - std::max(piece.begin, first_key));
     }
     rows = std::max(rows, end - first_key - at_home);
@@ -176,7 +172,7 @@ void FigureCounter::bound_bytes_in(const HomeLayout& home, AttentionPlan& plan) 
 }
 
 void FigureCounter::count(const HomeLayout& home, AttentionPlan& plan) {
-  const std::size_t world_size = to_size(home.world_size);
+  const std::size_t world_size = home.world_size;
   const QkvPlan& qkv = plan.plan;
   const AttentionMask& mask = plan.options.mask;
   plan.work.assign(world_size, 0);
@@ -196,18 +192,18 @@ void FigureCounter::count(const HomeLayout& home, AttentionPlan& plan) {
   home_rank_ = 0;
   std::int64_t longest = 0;
   for (std::int64_t d = 0; d < qkv.num_documents(); ++d) {
-    const std::int64_t first = qkv.doc_shard_offsets[to_size(d)];
-    const std::int64_t last = qkv.doc_shard_offsets[to_size(d + 1)];
-    longest = std::max(longest, home.pieces[to_size(home.doc_pieces[to_size(d + 1)] - 1)].end);
-    while (first >= qkv.rank_shard_offsets[to_size(home_rank_ + 1)]) ++home_rank_;
-    if (last - first > 1 || qkv.q_dst[to_size(first)] != home_rank_) {
+    const std::int64_t first = qkv.doc_shard_offsets[d];
+    const std::int64_t last = qkv.doc_shard_offsets[d + 1];
+    longest = std::max(longest, home.pieces[home.doc_pieces[d + 1] - 1].end);
+    while (first >= qkv.rank_shard_offsets[home_rank_ + 1]) ++home_rank_;
+    if (last - first > 1 || qkv.q_dst[first] != home_rank_) {
       count_document(first, last, plan);
       continue;
     }
-    const std::int64_t len = qkv.shard_len[to_size(first)];
-    plan.work[to_size(home_rank_)] += kernel_work(mask, plan.options.hardware, 0, len, len);
-    plan.attention_tokens[to_size(home_rank_)] += len;
-    plan.kv_tokens[to_size(home_rank_)] += len;
+    const std::int64_t len = qkv.shard_len[first];
+    plan.work[home_rank_] += kernel_work(mask, plan.options.hardware, 0, len, len);
+    plan.attention_tokens[home_rank_] += len;
+    plan.kv_tokens[home_rank_] += len;
   }
   bound_bytes_in(home, plan);
   plan.block_work =

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include "core/to_size.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
@@ -21,7 +20,7 @@ void start(const PlannerOptions& options, HomeLayout& home) {
   home.pieces.clear();
   home.rank_pieces.assign(1, 0);
   home.doc_pieces.assign(1, 0);
-  home.tokens.assign(to_size(options.world_size), 0);
+  home.tokens.assign(options.world_size, 0);
 }
 
 void number_in_order(HomeLayout& home) {
@@ -69,7 +68,7 @@ void lay_out(std::span<const std::int64_t> doc_lengths, const PlannerOptions& op
   std::int32_t rank = 0;
   std::int64_t room = home.tokens_per_rank;
   const auto close_rank = [&] {
-    home.tokens[to_size(rank)] = home.tokens_per_rank - room;
+    home.tokens[rank] = home.tokens_per_rank - room;
     home.rank_pieces.push_back(static_cast<std::int32_t>(home.pieces.size()));
     ++rank;
     room = home.tokens_per_rank;
@@ -117,11 +116,11 @@ void lay_out(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
   home.tokens_per_rank = options.tokens_per_rank;
   std::int32_t doc = 0;
   for (std::int32_t r = 0; r < options.world_size; ++r) {
-    for (const std::int64_t length : rank_doc_lengths[to_size(r)]) {
+    for (const std::int64_t length : rank_doc_lengths[r]) {
       home.pieces.push_back(
           {.begin = 0, .end = length, .doc = doc++, .rank = r, .doc_len = length});
       home.doc_pieces.push_back(doc);
-      home.tokens[to_size(r)] += length;
+      home.tokens[r] += length;
     }
     home.rank_pieces.push_back(doc);
   }

@@ -2,15 +2,12 @@
 
 #include <algorithm>
 
-#include "core/to_size.h"
 #include "planner/once_per_node.h"
 #include "routing/for_each_entry.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
 namespace {
-
-using detail::to_size;
 
 void check(const char* who, const SparseMetadata& metadata, const Topology& topology) {
   topology.check();
@@ -24,13 +21,13 @@ class NodeRouter {
   NodeRouter(const SparseMetadata& metadata, const Topology& topology, std::int64_t row_bytes,
              bool once)
       : metadata_(metadata), topology_(topology), row_bytes_(row_bytes), once_(once) {
-    schedule_.links.assign(to_size(topology.world_size), {});
+    schedule_.links.assign(topology.world_size, {});
   }
 
   RelaySchedule route() {
     detail::for_each_entry(metadata_,
                            [&](std::int32_t home, std::int64_t /*row*/, std::int64_t entry) {
-                             if (metadata_.seq_len[to_size(entry)] > 0) add(home, entry);
+                             if (metadata_.seq_len[entry] > 0) add(home, entry);
                            });
     return std::move(schedule_);
   }
@@ -44,15 +41,14 @@ class NodeRouter {
     receivers_.clear();
     bool leaves_node = false;
     for (auto c = metadata_.destination_begin(entry); c < metadata_.destination_end(entry); ++c) {
-      const std::int32_t dst = metadata_.dst_rank[to_size(c)];
+      const std::int32_t dst = metadata_.dst_rank[c];
       if (dst == home) continue;
       receivers_.push_back(dst);
       leaves_node = leaves_node || node(dst) != node(home);
     }
     if (!leaves_node) {
       for (const std::int32_t dst : receivers_)
-        add_hop(schedule_.links, topology_, home, dst,
-                metadata_.seq_len[to_size(entry)] * row_bytes_);
+        add_hop(schedule_.links, topology_, home, dst, metadata_.seq_len[entry] * row_bytes_);
       return;
     }
     std::ranges::sort(receivers_);
@@ -73,7 +69,7 @@ class NodeRouter {
   }
 
   std::int32_t hop(std::int32_t src, std::int32_t dst, std::int64_t entry, std::int32_t after) {
-    const std::int64_t rows = metadata_.seq_len[to_size(entry)];
+    const std::int64_t rows = metadata_.seq_len[entry];
     const std::int32_t stage = after < 0 ? 0 : 1;
     schedule_.hops.push_back({.src_rank = src,
                               .dst_rank = dst,
@@ -106,13 +102,12 @@ RelaySchedule route_over_nodes(const SparseMetadata& metadata, const Topology& t
 std::vector<LinkBytes> direct_links(const SparseMetadata& metadata, const Topology& topology,
                                     std::int64_t row_bytes) {
   check("direct_links", metadata, topology);
-  std::vector<LinkBytes> links(to_size(topology.world_size));
+  std::vector<LinkBytes> links(topology.world_size);
   detail::for_each_entry(
       metadata, [&](std::int32_t home, std::int64_t /*row*/, std::int64_t entry) {
         for (auto c = metadata.destination_begin(entry); c < metadata.destination_end(entry); ++c) {
-          const std::int32_t dst = metadata.dst_rank[to_size(c)];
-          if (dst != home)
-            add_hop(links, topology, home, dst, metadata.seq_len[to_size(entry)] * row_bytes);
+          const std::int32_t dst = metadata.dst_rank[c];
+          if (dst != home) add_hop(links, topology, home, dst, metadata.seq_len[entry] * row_bytes);
         }
       });
   return links;
@@ -120,8 +115,8 @@ std::vector<LinkBytes> direct_links(const SparseMetadata& metadata, const Topolo
 
 void add_hop(std::span<LinkBytes> links, const Topology& topology, std::int32_t src_rank,
              std::int32_t dst_rank, std::int64_t num_bytes) {
-  LinkBytes& src = links[to_size(src_rank)];
-  LinkBytes& dst = links[to_size(dst_rank)];
+  LinkBytes& src = links[src_rank];
+  LinkBytes& dst = links[dst_rank];
   if (topology.node(Rank{src_rank}) == topology.node(Rank{dst_rank})) {
     src.nvlink_out += num_bytes;
     dst.nvlink_in += num_bytes;

@@ -5,7 +5,6 @@
 
 #include "balance.h"
 #include "build_plan.h"
-#include "core/to_size.h"
 #include "home_layout.h"
 #include "waybill/core/error.h"
 
@@ -58,7 +57,7 @@ void check_documents(std::span<const GivenPiece> all, std::span<const std::int64
     const HomePiece& piece = all[k].piece;
     const bool is_first = k == 0 || all[k - 1].piece.doc != piece.doc;
     const std::int64_t expected = is_first ? 0 : all[k - 1].piece.end;
-    const std::int64_t document = documents[to_size(piece.doc)];
+    const std::int64_t document = documents[piece.doc];
     require(piece.begin <= expected, who, ": document ", document, ": tokens ", expected, "..",
             piece.begin - 1, " are held by no rank; the next piece, [", piece.begin, ", ",
             piece.end, "), is of rank ", piece.rank);
@@ -83,7 +82,7 @@ void lay_out(std::span<const std::vector<DocumentRange>> rank_pieces, const Plan
   check_documents(all, documents);
   home = {};
   home.world_size = options.world_size;
-  home.tokens.assign(to_size(options.world_size), 0);
+  home.tokens.assign(options.world_size, 0);
   home.by_rank.resize(all.size());
   home.rank_pieces.assign(1, 0);
   home.doc_pieces.assign(1, 0);
@@ -93,13 +92,12 @@ void lay_out(std::span<const std::vector<DocumentRange>> rank_pieces, const Plan
   for (std::size_t k = 0; k < all.size(); ++k) {
     const HomePiece& piece = all[k].piece;
     home.pieces.push_back(piece);
-    home.by_rank[to_size(all[k].place)] = static_cast<std::int32_t>(k);
-    home.tokens[to_size(piece.rank)] += piece.end - piece.begin;
+    home.by_rank[all[k].place] = static_cast<std::int32_t>(k);
+    home.tokens[piece.rank] += piece.end - piece.begin;
     total += piece.end - piece.begin;
     require(total <= std::int64_t{1} << 40, who, ": more than 2^40 tokens");
     if (k + 1 < all.size() && all[k + 1].piece.doc == piece.doc) continue;
-    for (std::size_t i = to_size(home.doc_pieces.back()); i <= k; ++i)
-      home.pieces[i].doc_len = piece.end;
+    for (std::size_t i = home.doc_pieces.back(); i <= k; ++i) home.pieces[i].doc_len = piece.end;
     home.doc_pieces.push_back(static_cast<std::int32_t>(k + 1));
   }
   home.tokens_per_rank =

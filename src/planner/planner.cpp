@@ -5,14 +5,11 @@
 
 #include "balance.h"
 #include "build_plan.h"
-#include "core/to_size.h"
 #include "figures.h"
 #include "relay_planner.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
-
-using detail::to_size;
 
 struct Planner::Memory {
   detail::HomeLayout home;
@@ -35,7 +32,7 @@ std::int32_t Planner::Memory::rank_over_capacity() const {
   const std::int64_t limit = next.options.max_tokens_per_rank;
   if (limit == 0) return -1;
   for (std::int32_t r = 0; r < next.options.world_size; ++r) {
-    if (std::max(next.attention_tokens[to_size(r)], next.kv_tokens[to_size(r)]) > limit) return r;
+    if (std::max(next.attention_tokens[r], next.kv_tokens[r]) > limit) return r;
   }
   return -1;
 }
@@ -55,10 +52,9 @@ void Planner::Memory::compute_next(const PlannerOptions& options, double target)
     write_next(options);
   }
   const std::int32_t over = rank_over_capacity();
-  require(
-      over < 0, "plan_attention: infeasible: rank ", over, " needs ",
-      over < 0 ? 0 : std::max(next.attention_tokens[to_size(over)], next.kv_tokens[to_size(over)]),
-      " tokens, max_tokens_per_rank has ", options.max_tokens_per_rank);
+  require(over < 0, "plan_attention: infeasible: rank ", over, " needs ",
+          over < 0 ? 0 : std::max(next.attention_tokens[over], next.kv_tokens[over]),
+          " tokens, max_tokens_per_rank has ", options.max_tokens_per_rank);
   if (options.relay) {
     relay.plan(figures, next);
   } else {

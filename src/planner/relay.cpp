@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "core/to_size.h"
 #include "relay_planner.h"
 #include "waybill/core/error.h"
 
@@ -45,7 +44,7 @@ void RelayPlanner::start(const FigureCounter& figures, AttentionPlan& plan) {
   plan.relay.hops.clear();
   plan.relay.num_stages = 0;
   plan.relay.links.assign(figures.q_links.begin(), figures.q_links.end());
-  reserved_.assign(to_size(plan.plan.num_shards()), not_reserved);
+  reserved_.assign(plan.plan.num_shards(), not_reserved);
   nvlink_.cap = 1;
   network_.cap = 1;
   for (const LinkBytes& link : plan.links) {
@@ -59,39 +58,39 @@ void RelayPlanner::start(const FigureCounter& figures, AttentionPlan& plan) {
 }
 
 std::int64_t& RelayPlanner::bytes_out(std::int32_t rank, const Tier& tier) const {
-  LinkBytes& link = plan_->relay.links[to_size(rank)];
+  LinkBytes& link = plan_->relay.links[rank];
   return tier.network ? link.network_out : link.nvlink_out;
 }
 
 // Home sends every shard once, whatever the cap says: these bytes are spoken for.
 void RelayPlanner::reserve_first_sends(const FigureCounter& figures, const KvDocument& doc) {
-  const std::int32_t base = figures.runs[to_size(doc.first_run)].first;
-  const std::int32_t end = figures.runs[to_size(doc.last_run - 1)].last;
-  in_node_.assign(to_size(end - base + 1), 0);
-  beyond_.assign(to_size(end - base + 1), 0);
+  const std::int32_t base = figures.runs[doc.first_run].first;
+  const std::int32_t end = figures.runs[doc.last_run - 1].last;
+  in_node_.assign(end - base + 1, 0);
+  beyond_.assign(end - base + 1, 0);
   for (std::int32_t i = doc.first_need; i < doc.last_need; ++i) {
-    const KvNeed& need = figures.needs[to_size(i)];
+    const KvNeed& need = figures.needs[i];
     for (std::int32_t j = doc.first_run; j < doc.last_run; ++j) {
-      const HomeRun& run = figures.runs[to_size(j)];
+      const HomeRun& run = figures.runs[j];
       const std::int32_t first = std::max(run.first, need.first);
       const std::int32_t last = std::min(run.last, need.last);
       if (run.rank == need.rank || first >= last) continue;
       auto& counts = nodes_[run.rank] == nodes_[need.rank] ? in_node_ : beyond_;
-      ++counts[to_size(first - base)];
-      --counts[to_size(last - base)];
+      ++counts[first - base];
+      --counts[last - base];
     }
   }
   std::int32_t near = 0;
   std::int32_t far = 0;
   std::int32_t run = doc.first_run;
   for (std::int32_t n = base; n < end; ++n) {
-    near += in_node_[to_size(n - base)];
-    far += beyond_[to_size(n - base)];
-    while (n >= figures.runs[to_size(run)].last) ++run;
+    near += in_node_[n - base];
+    far += beyond_[n - base];
+    while (n >= figures.runs[run].last) ++run;
     if (near + far == 0) continue;
-    reserved_[to_size(n)] = near > 0 ? reserved_nvlink : reserved_network;
-    bytes_out(figures.runs[to_size(run)].rank, near > 0 ? nvlink_ : network_) +=
-        plan_->plan.shard_len[to_size(n)] * row_bytes_;
+    reserved_[n] = near > 0 ? reserved_nvlink : reserved_network;
+    bytes_out(figures.runs[run].rank, near > 0 ? nvlink_ : network_) +=
+        plan_->plan.shard_len[n] * row_bytes_;
   }
 }
 
@@ -103,9 +102,9 @@ void RelayPlanner::send_document(const FigureCounter& figures, const KvDocument&
   const Tier network = network_;
   // From the end of the document: few have its last shards, and they must have room to forward.
   for (std::int32_t i = doc.last_run; i-- > doc.first_run;) {
-    const HomeRun& run = figures.runs[to_size(i)];
+    const HomeRun& run = figures.runs[i];
     for (std::int32_t n = run.last; n-- > run.first;) {
-      if (reserved_[to_size(n)] == not_reserved) continue;
+      if (reserved_[n] == not_reserved) continue;
       receivers_.clear();
       for (const KvNeed& need : needs_) {
         if (need.first <= n && n < need.last && need.rank != run.rank)
@@ -119,8 +118,8 @@ void RelayPlanner::send_document(const FigureCounter& figures, const KvDocument&
 }
 
 void RelayPlanner::send_shard(std::int32_t shard, std::int32_t home) {
-  const std::int64_t num_rows = plan_->plan.shard_len[to_size(shard)];
-  const Tier& reserved = reserved_[to_size(shard)] == reserved_nvlink ? nvlink_ : network_;
+  const std::int64_t num_rows = plan_->plan.shard_len[shard];
+  const Tier& reserved = reserved_[shard] == reserved_nvlink ? nvlink_ : network_;
   const std::int64_t num_parts = receivers_.size() == 1 ? 1 : (num_rows - 1) / part_rows_ + 1;
   for (std::int64_t i = 0; i < num_parts; ++i) {
     const std::int64_t begin = num_rows * i / num_parts;
@@ -181,8 +180,7 @@ void RelayPlanner::order_by_room(std::vector<Entry>& entries, std::int64_t num_r
 std::int32_t RelayPlanner::entry_of_node(std::size_t first, std::size_t last) const {
   std::int32_t best = receivers_[first];
   for (std::size_t i = first + 1; i < last; ++i) {
-    if (plan_->relay.links[to_size(receivers_[i])].network_in <
-        plan_->relay.links[to_size(best)].network_in)
+    if (plan_->relay.links[receivers_[i]].network_in < plan_->relay.links[best].network_in)
       best = receivers_[i];
   }
   return best;
@@ -224,7 +222,7 @@ RelayPlanner::Holder RelayPlanner::hop(const RelayHop& part, Queue& queue, Tier&
   }
   const Holder from = queue.holders[queue.front];
   bytes_out(from.rank, tier) += num_bytes;
-  LinkBytes& link = plan_->relay.links[to_size(dst)];
+  LinkBytes& link = plan_->relay.links[dst];
   (tier.network ? link.network_in : link.nvlink_in) += num_bytes;
   RelayHop hop = part;
   hop.src_rank = from.rank;

@@ -2,7 +2,6 @@
 #include <numeric>
 
 #include "balance.h"
-#include "core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -16,9 +15,9 @@ constexpr int most_rounds = 8;
 }  // namespace
 
 double Balancer::bytes_in_after(const SlabBid& bid, std::int32_t rank) const {
-  const Region& region = regions_[to_size(bid.last - 1)];
-  const Slab slab = costs_.slab_down(region.slab, limit_ - load_[to_size(rank)]);
-  return bytes_in_[to_size(rank)] + costs_.q_row * static_cast<double>(slab.end - slab.begin) +
+  const Region& region = regions_[bid.last - 1];
+  const Slab slab = costs_.slab_down(region.slab, limit_ - load_[rank]);
+  return bytes_in_[rank] + costs_.q_row * static_cast<double>(slab.end - slab.begin) +
          costs_.kv_row * static_cast<double>(costs_.context(slab));
 }
 
@@ -26,7 +25,7 @@ void Balancer::make_bids() {
   std::sort(regions_.begin(), regions_.end(),
             [](const Region& a, const Region& b) { return a.piece < b.piece; });
   for (std::size_t i = 0; i < regions_.size(); ++i) {
-    const std::int32_t doc = home_->pieces[to_size(regions_[i].piece)].doc;
+    const std::int32_t doc = home_->pieces[regions_[i].piece].doc;
     if (bids_.empty() || bids_.back().doc != doc) {
       bids_.push_back({.doc = doc, .first = static_cast<std::int32_t>(i)});
     }
@@ -71,7 +70,7 @@ bool Balancer::raise_limit() {
   std::int64_t step = 0;
   for (SlabBid& bid : bids_) {
     if (!needs_serving(bid)) continue;
-    Slab last = regions_[to_size(bid.last - 1)].slab;
+    Slab last = regions_[bid.last - 1].slab;
     last.begin = std::max<std::int64_t>(0, last.end - costs_.grid(last.end, last.doc_len));
     step = std::max(step, costs_.work(last));
   }
@@ -87,8 +86,8 @@ bool Balancer::raise_limit() {
 // Takes regions back whose home is within the limit without giving them away.
 bool Balancer::needs_serving(SlabBid& bid) {
   while (bid.first < bid.last) {
-    const Region& region = regions_[to_size(bid.last - 1)];
-    if (load_[to_size(home_->pieces[to_size(region.piece)].rank)] > limit_) return true;
+    const Region& region = regions_[bid.last - 1];
+    if (load_[home_->pieces[region.piece].rank] > limit_) return true;
     bid.work -= costs_.work(region.slab);
     --bid.last;
   }
@@ -140,9 +139,9 @@ void Balancer::serve_small(SlabBid& bid) {
 
 // Ranks with room that hold keys of the document already.
 void Balancer::serve_homes(SlabBid& bid) {
-  std::int32_t piece = home_->doc_pieces[to_size(bid.doc + 1)];
-  while (--piece >= home_->doc_pieces[to_size(bid.doc)] && bid.first < bid.last) {
-    const std::int32_t rank = home_->pieces[to_size(piece)].rank;
+  std::int32_t piece = home_->doc_pieces[bid.doc + 1];
+  while (--piece >= home_->doc_pieces[bid.doc] && bid.first < bid.last) {
+    const std::int32_t rank = home_->pieces[piece].rank;
     if (static_cast<double>(room(rank)) < slab_work_ / 10) continue;
     if (give_end(bid, rank)) put_back(rank);
   }
@@ -164,7 +163,7 @@ std::int32_t Balancer::rank_in_node(std::int32_t node) const {
 // Near home, then where the keys went before: over the network they cross once per node.
 std::int32_t Balancer::rank_for_end(const SlabBid& bid) const {
   if (ranks_per_node_ >= home_->world_size) return pool_.most_room();
-  const std::int32_t home = home_->pieces[to_size(regions_[to_size(bid.last - 1)].piece)].rank;
+  const std::int32_t home = home_->pieces[regions_[bid.last - 1].piece].rank;
   std::int32_t rank = rank_in_node(home / ranks_per_node_);
   if (rank < 0 && bid.node >= 0) rank = rank_in_node(bid.node);
   return rank >= 0 ? rank : pool_.most_room();
@@ -188,7 +187,7 @@ std::int32_t Balancer::rank_for_rest(const SlabBid& bid) const {
 bool Balancer::give_end(SlabBid& bid, std::int32_t rank) {
   bool any = false;
   while (bid.first < bid.last) {
-    const Region& region = regions_[to_size(bid.last - 1)];
+    const Region& region = regions_[bid.last - 1];
     Slab slab = costs_.slab_down(region.slab, room(rank));
     slab = capacity_.fitting(rank, bid.doc, slab);
     if (slab.begin >= slab.end) break;
@@ -203,7 +202,7 @@ bool Balancer::give_end(SlabBid& bid, std::int32_t rank) {
 // Takes the slab out of the region, and its work from home to the rank. Neighbours that one rank
 // attends to are one shard, so shards begin and end with who has the queries on both sides.
 void Balancer::move_load(Region& region, Slab slab, std::int32_t rank) {
-  const std::int32_t home = home_->pieces[to_size(region.piece)].rank;
+  const std::int32_t home = home_->pieces[region.piece].rank;
   const bool from_begin = slab.begin == region.slab.begin;
   const bool to_end = slab.end == region.slab.end;
   const std::int32_t before = from_begin ? region.before : home;
@@ -214,8 +213,8 @@ void Balancer::move_load(Region& region, Slab slab, std::int32_t rank) {
     const auto neighbours = [&](std::int32_t r) {
       return (before == r ? 1 : 0) + (after == r ? 1 : 0);
     };
-    load_[to_size(home)] -= rest + (1 - neighbours(home)) * shard_pairs;
-    load_[to_size(rank)] += rest + (1 - neighbours(rank)) * shard_pairs;
+    load_[home] -= rest + (1 - neighbours(home)) * shard_pairs;
+    load_[rank] += rest + (1 - neighbours(rank)) * shard_pairs;
   }
   if (from_begin) {
     region.slab.begin = slab.end;
@@ -229,13 +228,13 @@ void Balancer::move_load(Region& region, Slab slab, std::int32_t rank) {
 // `slab` lies at one end of the region. `first`: the rank gets the keys as well.
 void Balancer::give(SlabBid& bid, std::int32_t region_idx, Slab slab, std::int32_t rank,
                     bool first) {
-  Region& region = regions_[to_size(region_idx)];
-  const HomePiece& piece = home_->pieces[to_size(region.piece)];
+  Region& region = regions_[region_idx];
+  const HomePiece& piece = home_->pieces[region.piece];
   if (piece.rank != rank) {
     moves_.push_back({.slab = slab, .piece = region.piece, .dst = rank});
-    bytes_in_[to_size(rank)] += costs_.q_row * static_cast<double>(slab.end - slab.begin);
+    bytes_in_[rank] += costs_.q_row * static_cast<double>(slab.end - slab.begin);
   }
-  if (first) bytes_in_[to_size(rank)] += costs_.kv_row * static_cast<double>(costs_.context(slab));
+  if (first) bytes_in_[rank] += costs_.kv_row * static_cast<double>(costs_.context(slab));
   const std::int64_t left = costs_.work(region.slab);
   move_load(region, slab, rank);
   capacity_.take(piece.rank, slab);

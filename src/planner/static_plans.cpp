@@ -6,14 +6,11 @@
 #include <tuple>
 #include <utility>
 
-#include "core/to_size.h"
 #include "waybill/core/error.h"
 #include "waybill/core/topology.h"
 
 namespace waybill {
 namespace {
-
-using detail::to_size;
 
 void check_pieces(const std::vector<DocumentPiece>& pieces, std::int64_t num_documents,
                   std::int32_t world_size) {
@@ -86,13 +83,13 @@ QkvPlan plan_of_pieces(std::vector<DocumentPiece> pieces, std::int64_t num_docum
   });
   QkvPlan plan;
   plan.world_size = world_size;
-  plan.rank_shard_offsets.assign(to_size(world_size) + 1, 0);
-  plan.doc_shard_offsets.assign(to_size(num_documents) + 1, 0);
+  plan.rank_shard_offsets.assign(world_size + 1, 0);
+  plan.doc_shard_offsets.assign(num_documents + 1, 0);
   for (const DocumentPiece& p : pieces) {
     plan.shard_len.push_back(p.end - p.begin);
     plan.q_dst.push_back(p.q_dst);
-    ++plan.rank_shard_offsets[to_size(p.home) + 1];
-    ++plan.doc_shard_offsets[to_size(p.document) + 1];
+    ++plan.rank_shard_offsets[p.home + 1];
+    ++plan.doc_shard_offsets[p.document + 1];
   }
   const auto sum_up = [](std::vector<std::int64_t>& counts) {
     std::partial_sum(counts.begin(), counts.end(), counts.begin());
@@ -102,8 +99,8 @@ QkvPlan plan_of_pieces(std::vector<DocumentPiece> pieces, std::int64_t num_docum
   plan.doc_shards.resize(pieces.size());
   std::iota(plan.doc_shards.begin(), plan.doc_shards.end(), 0);
   std::sort(plan.doc_shards.begin(), plan.doc_shards.end(), [&](std::int32_t a, std::int32_t b) {
-    const DocumentPiece& left = pieces[to_size(a)];
-    const DocumentPiece& right = pieces[to_size(b)];
+    const DocumentPiece& left = pieces[a];
+    const DocumentPiece& right = pieces[b];
     return std::tie(left.document, left.begin) < std::tie(right.document, right.begin);
   });
   plan.check("plan_of_pieces");

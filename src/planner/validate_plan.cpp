@@ -1,6 +1,5 @@
 #include <algorithm>
 
-#include "core/to_size.h"
 #include "plan_findings.h"
 #include "waybill/core/error.h"
 #include "waybill/planner/attention_plan.h"
@@ -53,8 +52,8 @@ void add_link_bytes(std::vector<LinkBytes>& links, std::int64_t src, std::int64_
                     std::int64_t num_bytes, std::int64_t ranks_per_node) {
   if (src == dst) return;
   const bool near = src / ranks_per_node == dst / ranks_per_node;
-  LinkBytes& from = links[to_size(src)];
-  LinkBytes& to = links[to_size(dst)];
+  LinkBytes& from = links[src];
+  LinkBytes& to = links[dst];
   add_wrapping(near ? from.nvlink_out : from.network_out, num_bytes);
   add_wrapping(near ? to.nvlink_in : to.network_in, num_bytes);
 }
@@ -65,12 +64,11 @@ namespace {
 void count_table(const SparseMetadata& table, std::int64_t row_bytes, std::int64_t ranks_per_node,
                  std::vector<LinkBytes>& links, std::vector<std::int64_t>& received) {
   for (std::int64_t src = 0; src < table.world_size; ++src) {
-    for (std::int64_t n = table.rank_offsets[to_size(src)];
-         n < table.rank_offsets[to_size(src + 1)]; ++n) {
+    for (std::int64_t n = table.rank_offsets[src]; n < table.rank_offsets[src + 1]; ++n) {
       for (std::int64_t c = table.destination_begin(n); c < table.destination_end(n); ++c) {
-        const std::int64_t dst = table.dst_rank[to_size(c)];
-        received[to_size(dst)] += table.seq_len[to_size(n)];
-        add_link_bytes(links, src, dst, table.seq_len[to_size(n)] * row_bytes, ranks_per_node);
+        const std::int64_t dst = table.dst_rank[c];
+        received[dst] += table.seq_len[n];
+        add_link_bytes(links, src, dst, table.seq_len[n] * row_bytes, ranks_per_node);
       }
     }
   }
@@ -79,18 +77,16 @@ void count_table(const SparseMetadata& table, std::int64_t row_bytes, std::int64
 // Work by the mask, query by query; long documents by whole shards of unchanging slope.
 std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
   const QkvPlan& qkv = plan.plan;
-  std::vector<std::int64_t> work(to_size(qkv.world_size));
+  std::vector<std::int64_t> work(qkv.world_size);
   for (std::int64_t d = 0; d < qkv.num_documents(); ++d) {
     std::int64_t position = 0;
     std::int64_t doc_len = 0;
-    for (std::int64_t i = qkv.doc_shard_offsets[to_size(d)];
-         i < qkv.doc_shard_offsets[to_size(d + 1)]; ++i)
-      doc_len += qkv.shard_len[to_size(qkv.doc_shards[to_size(i)])];
-    for (std::int64_t i = qkv.doc_shard_offsets[to_size(d)];
-         i < qkv.doc_shard_offsets[to_size(d + 1)]; ++i) {
-      const std::int32_t n = qkv.doc_shards[to_size(i)];
+    for (std::int64_t i = qkv.doc_shard_offsets[d]; i < qkv.doc_shard_offsets[d + 1]; ++i)
+      doc_len += qkv.shard_len[qkv.doc_shards[i]];
+    for (std::int64_t i = qkv.doc_shard_offsets[d]; i < qkv.doc_shard_offsets[d + 1]; ++i) {
+      const std::int32_t n = qkv.doc_shards[i];
       // Keys of the first and the last query; in between they grow by one, until the window.
-      const std::int64_t len = qkv.shard_len[to_size(n)];
+      const std::int64_t len = qkv.shard_len[n];
       const std::int64_t window = plan.options.mask.window;
       const std::int64_t growing =
           window == 0 ? len : std::clamp<std::int64_t>(window - position, 0, len);
@@ -99,7 +95,7 @@ std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
               ? len * doc_len
               : growing * position + growing * (growing + 1) / 2 + (len - growing) * window;
       const HardwareFacts& facts = plan.options.hardware;
-      std::int64_t& sum = work[to_size(qkv.q_dst[to_size(n)])];
+      std::int64_t& sum = work[qkv.q_dst[n]];
       add_wrapping(sum, pairs);
       add_wrapping(sum, facts.row_pairs * len + (len > 0 ? facts.shard_pairs : 0));
       position += len;
@@ -138,12 +134,10 @@ bool check_totals(const AttentionPlan& plan, PlanFindings& findings) {
   double most_copies = 0;
   for (std::int64_t d = 0; d < qkv.num_documents(); ++d) {
     std::int64_t tokens = 0;
-    for (std::int64_t i = qkv.doc_shard_offsets[to_size(d)];
-         i < qkv.doc_shard_offsets[to_size(d + 1)]; ++i)
-      tokens += qkv.shard_len[to_size(qkv.doc_shards[to_size(i)])];
-    most_copies +=
-        static_cast<double>(tokens) * static_cast<double>(qkv.doc_shard_offsets[to_size(d + 1)] -
-                                                          qkv.doc_shard_offsets[to_size(d)]);
+    for (std::int64_t i = qkv.doc_shard_offsets[d]; i < qkv.doc_shard_offsets[d + 1]; ++i)
+      tokens += qkv.shard_len[qkv.doc_shards[i]];
+    most_copies += static_cast<double>(tokens) *
+                   static_cast<double>(qkv.doc_shard_offsets[d + 1] - qkv.doc_shard_offsets[d]);
     if (tokens <= (std::int64_t{1} << 31)) continue;
     findings.add(FindingKind::count, "plan", -1, -1, concat(tokens, " tokens in document ", d),
                  "at most 2^31");
@@ -182,7 +176,7 @@ std::vector<Finding> validate(const AttentionPlan& plan, const ValidateOptions& 
 
   const QkvRouting routing = compute_qkv_routing(plan.plan);
   findings.append(validate(plan.plan, routing, limits));
-  const std::size_t world_size = detail::to_size(plan.plan.world_size);
+  const std::size_t world_size = plan.plan.world_size;
   const std::int64_t ranks_per_node = plan.options.hardware.ranks_per_node;
   std::vector<LinkBytes> q_links(world_size);
   std::vector<std::int64_t> q_rows(world_size);
@@ -198,7 +192,7 @@ std::vector<Finding> validate(const AttentionPlan& plan, const ValidateOptions& 
     std::int64_t home = 0;
     for (std::int64_t n = plan.plan.rank_shard_offsets[r]; n < plan.plan.rank_shard_offsets[r + 1];
          ++n)
-      home += plan.plan.shard_len[detail::to_size(n)];
+      home += plan.plan.shard_len[n];
     findings.compare("work", rank, plan.work[r], work[r]);
     findings.compare("home_tokens", rank, plan.home_tokens[r], home);
     findings.compare("attention_tokens", rank, plan.attention_tokens[r], q_rows[r]);

@@ -2,7 +2,6 @@
 #include <string>
 #include <tuple>
 
-#include "core/to_size.h"
 #include "plan_findings.h"
 #include "planner/relay_checks.h"
 #include "routing/homes.h"
@@ -27,15 +26,14 @@ struct Arrival {
 std::vector<Arrival> needed_arrivals(const QkvPlan& plan, const SparseMetadata& kv) {
   std::vector<Arrival> needed;
   for (std::int32_t src = 0; src < kv.world_size; ++src) {
-    for (std::int64_t n = kv.rank_offsets[to_size(src)]; n < kv.rank_offsets[to_size(src + 1)];
-         ++n) {
+    for (std::int64_t n = kv.rank_offsets[src]; n < kv.rank_offsets[src + 1]; ++n) {
       for (std::int64_t c = kv.destination_begin(n); c < kv.destination_end(n); ++c) {
-        const std::int32_t dst = kv.dst_rank[to_size(c)];
-        if (dst != src && plan.shard_len[to_size(n)] > 0)
+        const std::int32_t dst = kv.dst_rank[c];
+        if (dst != src && plan.shard_len[n] > 0)
           needed.push_back({.rank = dst,
                             .shard = static_cast<std::int32_t>(n),
                             .begin = 0,
-                            .end = plan.shard_len[to_size(n)]});
+                            .end = plan.shard_len[n]});
       }
     }
   }
@@ -57,7 +55,7 @@ const char* wrong_with(const RelaySchedule& relay, std::size_t idx, const Relaye
   if (const char* const expected = wrong_with_hop(relay.hops, idx, shards)) return expected;
   const RelayHop& hop = relay.hops[idx];
   if (hop.after < 0) return hop.stage == 0 ? nullptr : "stage 0";
-  return hop.stage == std::int64_t{relay.hops[to_size(hop.after)].stage} + 1
+  return hop.stage == std::int64_t{relay.hops[hop.after].stage} + 1
              ? nullptr
              : "one stage more than the hop before";
 }

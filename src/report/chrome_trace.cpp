@@ -10,8 +10,6 @@
 namespace waybill {
 namespace {
 
-using detail::to_size;
-
 /// Names come from us or from the caller: quotes, backslashes and control characters are escaped.
 std::string json_string(std::string_view text) {
   std::string result = "\"";
@@ -58,7 +56,7 @@ class TraceWriter {
   }
 
   void phase(std::int64_t pid, std::int32_t rank, const PhasePrediction& phase) {
-    const std::size_t r = to_size(rank);
+    const std::size_t r = rank;
     open();
     out_ += "\"ph\":\"X\",\"cat\":";
     out_ += moves_rows(phase.phase) ? "\"transfer\"" : "\"kernel\"";

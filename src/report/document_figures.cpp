@@ -9,26 +9,22 @@
 
 namespace waybill {
 
-using detail::to_size;
-
 std::vector<DocumentFigures> document_figures(const QkvPlan& plan) {
   plan.check("document_figures");
   const std::vector<std::int32_t> home = detail::homes_of(plan.rank_shard_offsets);
-  std::vector<DocumentFigures> result(to_size(plan.num_documents()));
+  std::vector<DocumentFigures> result(plan.num_documents());
   // The last document that was seen at a rank, so that each rank counts once per document.
-  std::vector<std::int64_t> seen_home(to_size(plan.world_size), -1);
-  std::vector<std::int64_t> seen_attending(to_size(plan.world_size), -1);
+  std::vector<std::int64_t> seen_home(plan.world_size, -1);
+  std::vector<std::int64_t> seen_attending(plan.world_size, -1);
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    DocumentFigures& document = result[to_size(d)];
+    DocumentFigures& document = result[d];
     document.document = d;
-    for (std::int64_t i = plan.doc_shard_offsets[to_size(d)];
-         i < plan.doc_shard_offsets[to_size(d + 1)]; ++i) {
-      const std::size_t shard = to_size(plan.doc_shards[to_size(i)]);
+    for (std::int64_t i = plan.doc_shard_offsets[d]; i < plan.doc_shard_offsets[d + 1]; ++i) {
+      const std::size_t shard = plan.doc_shards[i];
       document.tokens += plan.shard_len[shard];
       ++document.num_shards;
-      if (std::exchange(seen_home[to_size(home[shard])], d) != d) ++document.num_home_ranks;
-      if (std::exchange(seen_attending[to_size(plan.q_dst[shard])], d) != d)
-        ++document.num_attending_ranks;
+      if (std::exchange(seen_home[home[shard]], d) != d) ++document.num_home_ranks;
+      if (std::exchange(seen_attending[plan.q_dst[shard]], d) != d) ++document.num_attending_ranks;
     }
   }
   return result;
@@ -42,12 +38,11 @@ void for_wire_rows(const QkvPlan& plan, const SparseMetadata& table, std::int32_
                    Direction direction, const Add& add) {
   for (std::int32_t src = 0; src < plan.world_size; ++src) {
     if (direction == Direction::out ? src != rank : src == rank) continue;
-    const std::int64_t end = plan.rank_shard_offsets[to_size(src + 1)];
-    for (std::int64_t n = plan.rank_shard_offsets[to_size(src)]; n < end; ++n) {
+    const std::int64_t end = plan.rank_shard_offsets[src + 1];
+    for (std::int64_t n = plan.rank_shard_offsets[src]; n < end; ++n) {
       for (std::int64_t c = table.destination_begin(n); c < table.destination_end(n); ++c) {
-        const std::int32_t dst = table.dst_rank[to_size(c)];
-        if (direction == Direction::out ? dst != rank : dst == rank)
-          add(n, plan.shard_len[to_size(n)]);
+        const std::int32_t dst = table.dst_rank[c];
+        if (direction == Direction::out ? dst != rank : dst == rank) add(n, plan.shard_len[n]);
       }
     }
   }
@@ -63,15 +58,15 @@ std::vector<DocumentBytes> document_bytes(const QkvPlan& plan, const QkvRouting&
   require(0 <= rank && rank < plan.world_size, who, ": rank = ", rank, ", expected 0..",
           plan.world_size - 1);
   const std::vector<std::int64_t> document = detail::document_of_shards(plan);
-  std::vector<DocumentBytes> result(to_size(plan.num_documents()));
+  std::vector<DocumentBytes> result(plan.num_documents());
   for (std::size_t d = 0; d < result.size(); ++d) result[d].document = static_cast<std::int64_t>(d);
 
   for_wire_rows(plan, routing.fwd_q, rank, direction, [&](std::int64_t shard, std::int64_t rows) {
-    std::int64_t& sum = result[to_size(document[to_size(shard)])].q_bytes;
+    std::int64_t& sum = result[document[shard]].q_bytes;
     sum = detail::checked_add(sum, detail::checked_mul(rows, row_bytes.q, who), who);
   });
   for_wire_rows(plan, routing.fwd_kv, rank, direction, [&](std::int64_t shard, std::int64_t rows) {
-    std::int64_t& sum = result[to_size(document[to_size(shard)])].kv_bytes;
+    std::int64_t& sum = result[document[shard]].kv_bytes;
     sum = detail::checked_add(sum, detail::checked_mul(rows, row_bytes.kv, who), who);
   });
 

@@ -7,7 +7,6 @@
 #include <queue>
 #include <utility>
 
-#include "core/to_size.h"
 #include "moe/input_checks.h"
 #include "moe/token_routes.h"
 #include "waybill/core/error.h"
@@ -15,7 +14,6 @@
 namespace waybill {
 namespace {
 
-using detail::to_size;
 using Figure = std::int64_t ExpertRankFigures::*;
 
 Spread spread_of(std::span<const ExpertRankFigures> ranks, Figure figure) {
@@ -41,28 +39,28 @@ void count_tokens(std::int32_t source, std::span<const std::int32_t> ids, TokenR
                   ExpertSummary& summary) {
   const EPConfig& config = summary.config;
   std::vector<ExpertRankFigures>& ranks = summary.ranks;
-  ExpertRankFigures& own = ranks[to_size(source)];
+  ExpertRankFigures& own = ranks[source];
   own.tokens = std::ssize(ids) / config.topk;
   routes.begin(source);
   for (std::int64_t i = 0; i < std::ssize(ids); ++i) {
-    const std::int32_t expert = ids[to_size(i)];
+    const std::int32_t expert = ids[i];
     const TopkRoute route = routes.next(i / config.topk, expert);
     if (route.rank == config.world_size) {
       ++own.dropped;
       continue;
     }
-    ++summary.expert_entries[to_size(expert)];
-    ++ranks[to_size(route.rank)].computed;
-    count_slot(source, ranks[to_size(route.rank)], own, route.rank, config);
+    ++summary.expert_entries[expert];
+    ++ranks[route.rank].computed;
+    count_slot(source, ranks[route.rank], own, route.rank, config);
     if (route.to_node) {
       ++own.network_out;
-      ++ranks[to_size(route.forwarder)].network_in;
+      ++ranks[route.forwarder].network_in;
     }
     if (!route.to_rank) continue;
-    ++ranks[to_size(route.rank)].received;
+    ++ranks[route.rank].received;
     if (route.rank == route.forwarder) continue;
-    ++ranks[to_size(route.forwarder)].node_out;
-    ++ranks[to_size(route.rank)].node_in;
+    ++ranks[route.forwarder].node_out;
+    ++ranks[route.rank].node_in;
   }
 }
 
@@ -122,8 +120,8 @@ ExpertWays compare_expert_ways(const ExpertSummary& summary, const LinkSpeeds& s
     std::int64_t of_node = 0;
     std::int64_t least = tokens;
     for (std::int32_t r = first; r < first + local; ++r) {
-      of_node += summary.ranks[to_size(r)].tokens;
-      least = std::min(least, summary.ranks[to_size(r)].tokens);
+      of_node += summary.ranks[r].tokens;
+      least = std::min(least, summary.ranks[r].tokens);
     }
     const double elsewhere = static_cast<double>(tokens - of_node) / local;
     node_rows = std::max(node_rows, static_cast<double>(of_node - least) + elsewhere * (local - 1));
@@ -145,22 +143,21 @@ ExpertSummary summarize_experts(const EPConfig& config, const EPDispatchOptions&
   ExpertSummary summary;
   summary.config = config;
   summary.row_bytes = payload_row_bytes(config, options) + scale_row_bytes(config, options);
-  summary.ranks.resize(to_size(config.world_size));
-  summary.expert_entries.resize(to_size(config.num_experts));
+  summary.ranks.resize(config.world_size);
+  summary.expert_entries.resize(config.num_experts);
   TokenRoutes routes(config, 0);
-  for (std::int32_t r = 0; r < config.world_size; ++r)
-    count_tokens(r, ids[to_size(r)], routes, summary);
+  for (std::int32_t r = 0; r < config.world_size; ++r) count_tokens(r, ids[r], routes, summary);
   return summary;
 }
 
 std::vector<std::int32_t> place_experts(const ExpertSummary& summary) {
   const EPConfig& config = summary.config;
-  std::vector<std::int32_t> order(to_size(config.num_experts));
+  std::vector<std::int32_t> order(config.num_experts);
   std::iota(order.begin(), order.end(), 0);
   std::ranges::stable_sort(order, std::ranges::greater(),
-                           [&](std::int32_t e) { return summary.expert_entries[to_size(e)]; });
-  std::vector<std::int32_t> experts(to_size(config.world_size));
-  std::vector<std::int32_t> placement(to_size(config.num_experts));
+                           [&](std::int32_t e) { return summary.expert_entries[e]; });
+  std::vector<std::int32_t> experts(config.world_size);
+  std::vector<std::int32_t> placement(config.num_experts);
   using Load = std::pair<std::int64_t, std::int32_t>;  // topk slots of a rank that has room
   std::vector<Load> loads;
   for (std::int32_t r = 0; r < config.world_size; ++r) loads.emplace_back(0, r);
@@ -168,9 +165,9 @@ std::vector<std::int32_t> place_experts(const ExpertSummary& summary) {
   for (const std::int32_t expert : order) {
     const auto [topk_slots, rank] = least.top();
     least.pop();
-    placement[to_size(expert)] = rank;
-    if (++experts[to_size(rank)] < config.num_experts_per_rank())
-      least.emplace(topk_slots + summary.expert_entries[to_size(expert)], rank);
+    placement[expert] = rank;
+    if (++experts[rank] < config.num_experts_per_rank())
+      least.emplace(topk_slots + summary.expert_entries[expert], rank);
   }
   return placement;
 }

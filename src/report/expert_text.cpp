@@ -1,6 +1,5 @@
 #include <algorithm>
 
-#include "core/to_size.h"
 #include "report/format.h"
 #include "text_parts.h"
 #include "waybill/core/error.h"
@@ -14,7 +13,6 @@ using detail::labelled;
 using detail::pad_left;
 using detail::paint;
 using detail::times;
-using detail::to_size;
 
 std::string rate(double bytes_per_second) { return format_si(bytes_per_second) + "B/s"; }
 
@@ -63,7 +61,7 @@ std::string placement_sentence(const ExpertSummary& s) {
   const std::vector<std::int32_t> placement = place_experts(s);
   std::vector<std::int64_t> topk_slots(s.ranks.size());
   for (std::size_t e = 0; e < placement.size(); ++e)
-    topk_slots[to_size(placement[e])] += s.expert_entries[e];
+    topk_slots[placement[e]] += s.expert_entries[e];
   const Spread now = s.computed();
   const double then = static_cast<double>(std::ranges::max(topk_slots)) / now.mean;
   if (now.imbalance() < 1.05 || then > 0.98 * now.imbalance()) return "";
@@ -149,7 +147,7 @@ std::string rank_block(const ExpertSummary& s, const LinkSpeeds& speeds, const T
   const ExpertLimit limit = s.limit(speeds);
   const Spread computed = s.computed();
   const auto line_of = [&](std::int32_t r) {
-    const ExpertRankFigures& rank = s.ranks[to_size(r)];
+    const ExpertRankFigures& rank = s.ranks[r];
     const bool slowest = limit.seconds > 0 && r == limit.rank;
     return concat(pad_left(std::to_string(r), 6), pad_left(format_count(rank.tokens), 11), "  ",
                   paint(bar(rank.computed, computed.max, style), "36", style),

@@ -11,7 +11,6 @@ namespace waybill {
 namespace {
 
 using detail::times;
-using detail::to_size;
 
 std::string percent(std::int64_t part, std::int64_t whole) {
   if (part == whole) return "all";
@@ -48,7 +47,7 @@ std::string cause_sentence(const QkvPlan& plan, const QkvRouting& routing,
   const DocumentBytes cause =
       document_bytes(plan, routing, summary.row_bytes, summary.limit_rank, summary.limit_direction)
           .front();
-  const DocumentFigures document = document_figures(plan)[to_size(cause.document)];
+  const DocumentFigures document = document_figures(plan)[cause.document];
   return concat("Document ", cause.document, " (", format_plural(document.tokens, "token"), " in ",
                 format_plural(document.num_shards, "shard"), ", attended on ",
                 format_plural(document.num_attending_ranks, "rank"), ") causes ",

@@ -63,9 +63,8 @@ void check_belongs(const QkvPlan& plan, const QkvRouting& routing, const RowByte
 std::vector<std::int64_t> document_of_shards(const QkvPlan& plan) {
   std::vector<std::int64_t> result(plan.shard_len.size());
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    for (std::int64_t i = plan.doc_shard_offsets[to_size(d)];
-         i < plan.doc_shard_offsets[to_size(d + 1)]; ++i)
-      result[to_size(plan.doc_shards[to_size(i)])] = d;
+    for (std::int64_t i = plan.doc_shard_offsets[d]; i < plan.doc_shard_offsets[d + 1]; ++i)
+      result[plan.doc_shards[i]] = d;
   }
   return result;
 }

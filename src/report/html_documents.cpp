@@ -28,8 +28,8 @@ struct Piece {
 };
 
 std::vector<Piece> pieces_of(const QkvPlan& plan, std::int64_t document) {
-  const std::int64_t first = plan.doc_shard_offsets[to_size(document)];
-  const std::int64_t last = plan.doc_shard_offsets[to_size(document + 1)];
+  const std::int64_t first = plan.doc_shard_offsets[document];
+  const std::int64_t last = plan.doc_shard_offsets[document + 1];
   const std::int64_t shards_a_piece =
       std::max<std::int64_t>(1, (last - first + max_pieces_a_document - 1) / max_pieces_a_document);
   std::vector<Piece> pieces;
@@ -38,7 +38,7 @@ std::vector<Piece> pieces_of(const QkvPlan& plan, std::int64_t document) {
     Piece piece{
         .begin = begin, .end = std::min(last, begin + shards_a_piece), .first_token = token};
     for (std::int64_t i = piece.begin; i < piece.end; ++i)
-      piece.tokens += plan.shard_len[to_size(plan.doc_shards[to_size(i)])];
+      piece.tokens += plan.shard_len[plan.doc_shards[i]];
     token += piece.tokens;
     pieces.push_back(piece);
   }
@@ -51,9 +51,9 @@ std::string percent(std::int64_t tokens, std::int64_t longest) {
 
 std::string piece_rect(const Drawing& drawing, std::int64_t document, const Piece& piece) {
   const QkvPlan& plan = drawing.plan;
-  const auto shard = plan.doc_shards[to_size(piece.begin)];
-  const std::int32_t rank = plan.q_dst[to_size(shard)];
-  const std::int64_t place = piece.begin - plan.doc_shard_offsets[to_size(document)];
+  const auto shard = plan.doc_shards[piece.begin];
+  const std::int32_t rank = plan.q_dst[shard];
+  const std::int64_t place = piece.begin - plan.doc_shard_offsets[document];
   std::string text =
       concat("<rect x=\"", percent(piece.first_token, drawing.longest), "\" width=\"",
              percent(piece.tokens, drawing.longest), "\" height=\"17\" fill=\"",
@@ -61,9 +61,8 @@ std::string piece_rect(const Drawing& drawing, std::int64_t document, const Piec
              format_count(piece.first_token), "\u2013",
              format_count(piece.first_token + piece.tokens - 1));
   if (piece.end - piece.begin == 1) {
-    text +=
-        concat(", shard ", place, "\nhome: rank ", drawing.home[to_size(shard)],
-               "\nattended by rank ", rank, drawing.home[to_size(shard)] == rank ? " (stays)" : "");
+    text += concat(", shard ", place, "\nhome: rank ", drawing.home[shard], "\nattended by rank ",
+                   rank, drawing.home[shard] == rank ? " (stays)" : "");
   } else {
     text += concat(", ", piece.end - piece.begin, " shards from ", place,
                    "; coloured as the first, attended by rank ", rank);
@@ -83,12 +82,12 @@ std::string home_strip(const Drawing& drawing, std::int64_t document) {
   std::string text;
   std::int64_t token = 0;
   std::int64_t run_begin = 0;
-  const std::int64_t end = plan.doc_shard_offsets[to_size(document + 1)];
-  for (std::int64_t i = plan.doc_shard_offsets[to_size(document)]; i < end; ++i) {
-    const std::int32_t shard = plan.doc_shards[to_size(i)];
-    token += plan.shard_len[to_size(shard)];
-    const std::int32_t rank = drawing.home[to_size(shard)];
-    if (i + 1 < end && drawing.home[to_size(plan.doc_shards[to_size(i + 1)])] == rank) continue;
+  const std::int64_t end = plan.doc_shard_offsets[document + 1];
+  for (std::int64_t i = plan.doc_shard_offsets[document]; i < end; ++i) {
+    const std::int32_t shard = plan.doc_shards[i];
+    token += plan.shard_len[shard];
+    const std::int32_t rank = drawing.home[shard];
+    if (i + 1 < end && drawing.home[plan.doc_shards[i + 1]] == rank) continue;
     text += concat("<rect x=\"", percent(run_begin, drawing.longest), "\" y=\"19\" width=\"",
                    percent(token - run_begin, drawing.longest), "\" height=\"4\" fill=\"",
                    rank_colour(rank, plan.world_size), "\"><title>home of tokens ",

@@ -33,10 +33,9 @@ std::string bars(const PlanSummary& summary, const Panel& panel) {
   for (std::int32_t block = 0; block < blocks.count(); ++block) {
     std::int32_t worst = blocks.first(block);
     for (std::int32_t rank = worst; rank <= blocks.last(block); ++rank) {
-      if (summary.ranks[to_size(rank)].*panel.figure > summary.ranks[to_size(worst)].*panel.figure)
-        worst = rank;
+      if (summary.ranks[rank].*panel.figure > summary.ranks[worst].*panel.figure) worst = rank;
     }
-    const std::int64_t value = summary.ranks[to_size(worst)].*panel.figure;
+    const std::int64_t value = summary.ranks[worst].*panel.figure;
     const double tall =
         panel.scale == 0 ? 0
                          : height * static_cast<double>(value) / static_cast<double>(panel.scale);
@@ -109,7 +108,7 @@ std::string table_section(const PlanSummary& summary) {
       "<th>KV rows out</th><th>KV rows stay</th><th>bytes in</th><th>bytes out</th>"
       "<th>buffers</th></tr></thead><tbody>\n";
   for (std::int32_t rank = 0; rank < std::min(summary.world_size, max_rows); ++rank) {
-    const RankFigures& r = summary.ranks[to_size(rank)];
+    const RankFigures& r = summary.ranks[rank];
     text += concat("<tr><th>", rank, "</th>");
     for (const std::int64_t count :
          {r.home_tokens, r.home_shards, r.attended_shards, r.work, r.q.rows_in, r.q.rows_out,

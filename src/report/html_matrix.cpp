@@ -74,7 +74,7 @@ std::string cells_as_paths(const Heat& heat) {
       const int level = heat.level(src, dst);
       std::int32_t end = dst + 1;
       while (end < n && heat.level(src, end) == level) ++end;
-      paths[to_size(level)] += concat("M", dst, " ", src, "h", end - dst, "v1h", dst - end, "z");
+      paths[level] += concat("M", dst, " ", src, "h", end - dst, "v1h", dst - end, "z");
       dst = end;
     }
   }

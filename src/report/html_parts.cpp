@@ -54,8 +54,7 @@ std::string rank_colour(std::int32_t rank, std::int32_t world_size) {
   // Neighbours that share a document are often next to each other: they differ in lightness too.
   const std::int32_t hue = static_cast<std::int32_t>((rank * std::int64_t{360}) / world_size);
   static constexpr std::array<std::int32_t, 3> lightness = {46, 60, 38};
-  const std::int32_t light =
-      world_size <= 12 ? (rank % 2 == 0 ? 46 : 60) : lightness[to_size(rank % 3)];
+  const std::int32_t light = world_size <= 12 ? (rank % 2 == 0 ? 46 : 60) : lightness[rank % 3];
   return concat("hsl(", (hue + 172) % 360, " 52% ", light, "%)");
 }
 

@@ -30,10 +30,10 @@ std::string when(double seconds) { return seconds > 0 ? format_seconds(seconds) 
 
 std::string phase_rect(const PhasePrediction& phase, std::int32_t rank, double scale, double y,
                        double height) {
-  const double begin = phase.begin[to_size(rank)];
-  const double end = phase.end[to_size(rank)];
+  const double begin = phase.begin[rank];
+  const double end = phase.end[rank];
   if (end <= begin) return "";
-  const std::int32_t other = phase.waits_for[to_size(rank)];
+  const std::int32_t other = phase.waits_for[rank];
   return concat("<rect class=\"", css_classes[static_cast<std::size_t>(phase.phase)], "\" x=\"",
                 svg_number(begin * scale), "\" y=\"", svg_number(y), "\" width=\"",
                 svg_number((end - begin) * scale), "\" height=\"", svg_number(height),
@@ -47,7 +47,7 @@ std::string legend() {
   for (int i = 0; i < num_step_phases; ++i) {
     text +=
         concat("<span class=\"key\"><svg class=\"chip time\" viewBox=\"0 0 30 18\"><rect class=\"",
-               css_classes[to_size(i)], "\" width=\"30\" height=\"18\"/></svg>",
+               css_classes[i], "\" width=\"30\" height=\"18\"/></svg>",
                to_string(static_cast<StepPhase>(i)), "</span> ");
   }
   return text + "</p>\n";

@@ -12,33 +12,32 @@ namespace {
 
 using detail::checked_add;
 using detail::checked_mul;
-using detail::to_size;
 
 constexpr const char* in_summarize = "summarize";
 
 void count_homes_and_work(const QkvPlan& plan, PlanSummary& summary) {
   const std::vector<std::int64_t> work = shard_work(plan);
   for (std::int32_t rank = 0; rank < plan.world_size; ++rank) {
-    RankFigures& home = summary.ranks[to_size(rank)];
-    const std::int64_t end = plan.rank_shard_offsets[to_size(rank + 1)];
-    for (std::int64_t n = plan.rank_shard_offsets[to_size(rank)]; n < end; ++n) {
-      home.home_tokens += plan.shard_len[to_size(n)];
+    RankFigures& home = summary.ranks[rank];
+    const std::int64_t end = plan.rank_shard_offsets[rank + 1];
+    for (std::int64_t n = plan.rank_shard_offsets[rank]; n < end; ++n) {
+      home.home_tokens += plan.shard_len[n];
       ++home.home_shards;
-      RankFigures& attending = summary.ranks[to_size(plan.q_dst[to_size(n)])];
+      RankFigures& attending = summary.ranks[plan.q_dst[n]];
       ++attending.attended_shards;
-      attending.work = checked_add(attending.work, work[to_size(n)], in_summarize);
-      summary.work = checked_add(summary.work, work[to_size(n)], in_summarize);
-      summary.longest_shard = std::max(summary.longest_shard, plan.shard_len[to_size(n)]);
+      attending.work = checked_add(attending.work, work[n], in_summarize);
+      summary.work = checked_add(summary.work, work[n], in_summarize);
+      summary.longest_shard = std::max(summary.longest_shard, plan.shard_len[n]);
     }
     summary.num_tokens += home.home_tokens;
   }
 }
 
 void count_documents(const QkvPlan& plan, PlanSummary& summary) {
-  std::vector<std::int64_t> lengths(to_size(plan.num_documents()));
+  std::vector<std::int64_t> lengths(plan.num_documents());
   for (std::size_t d = 0; d < lengths.size(); ++d) {
     for (std::int64_t i = plan.doc_shard_offsets[d]; i < plan.doc_shard_offsets[d + 1]; ++i)
-      lengths[d] += plan.shard_len[to_size(plan.doc_shards[to_size(i)])];
+      lengths[d] += plan.shard_len[plan.doc_shards[i]];
   }
   if (lengths.empty()) return;
   const auto middle = lengths.begin() + (std::ssize(lengths) - 1) / 2;
@@ -50,18 +49,18 @@ void count_documents(const QkvPlan& plan, PlanSummary& summary) {
 // Both lists are ordered by source rank: merges them into one list of pairs.
 void merge_pairs(const RecvCounts& q, const RecvCounts& kv, std::int32_t dst,
                  PlanSummary& summary) {
-  std::int64_t i = q.offsets[to_size(dst)];
-  std::int64_t j = kv.offsets[to_size(dst)];
-  const std::int64_t q_end = q.offsets[to_size(dst + 1)];
-  const std::int64_t kv_end = kv.offsets[to_size(dst + 1)];
+  std::int64_t i = q.offsets[dst];
+  std::int64_t j = kv.offsets[dst];
+  const std::int64_t q_end = q.offsets[dst + 1];
+  const std::int64_t kv_end = kv.offsets[dst + 1];
   while (i < q_end || j < kv_end) {
-    const std::int32_t q_src = i < q_end ? q.src_rank[to_size(i)] : summary.world_size;
-    const std::int32_t kv_src = j < kv_end ? kv.src_rank[to_size(j)] : summary.world_size;
+    const std::int32_t q_src = i < q_end ? q.src_rank[i] : summary.world_size;
+    const std::int32_t kv_src = j < kv_end ? kv.src_rank[j] : summary.world_size;
     TrafficPair pair{.src_rank = std::min(q_src, kv_src), .dst_rank = dst};
     require(0 <= pair.src_rank && pair.src_rank < summary.world_size, in_summarize,
             ": recv.src_rank = ", pair.src_rank, ", expected 0..", summary.world_size - 1);
-    if (q_src == pair.src_rank) pair.q_rows = q.tokens[to_size(i++)];
-    if (kv_src == pair.src_rank) pair.kv_rows = kv.tokens[to_size(j++)];
+    if (q_src == pair.src_rank) pair.q_rows = q.tokens[i++];
+    if (kv_src == pair.src_rank) pair.kv_rows = kv.tokens[j++];
     if (pair.src_rank != pair.dst_rank) {
       pair.bytes =
           checked_add(checked_mul(pair.q_rows, summary.row_bytes.q, in_summarize),
@@ -85,8 +84,8 @@ void add_rows(RankTraffic& src, RankTraffic& dst, RankTraffic& sum, std::int64_t
 
 void count_traffic(PlanSummary& summary) {
   for (const TrafficPair& pair : summary.pairs) {
-    RankFigures& src = summary.ranks[to_size(pair.src_rank)];
-    RankFigures& dst = summary.ranks[to_size(pair.dst_rank)];
+    RankFigures& src = summary.ranks[pair.src_rank];
+    RankFigures& dst = summary.ranks[pair.dst_rank];
     add_rows(src.q, dst.q, summary.q, pair.q_rows);
     add_rows(src.kv, dst.kv, summary.kv, pair.kv_rows);
     src.bytes_out = checked_add(src.bytes_out, pair.bytes, in_summarize);
@@ -149,7 +148,7 @@ PlanSummary summarize(const QkvPlan& plan, const QkvRouting& routing, const RowB
   summary.row_bytes = row_bytes;
   summary.num_documents = plan.num_documents();
   summary.num_shards = plan.num_shards();
-  summary.ranks.resize(to_size(plan.world_size));
+  summary.ranks.resize(plan.world_size);
   count_homes_and_work(plan, summary);
   count_documents(plan, summary);
   for (std::int32_t dst = 0; dst < plan.world_size; ++dst)

@@ -11,8 +11,6 @@
 namespace waybill {
 namespace {
 
-using detail::to_size;
-
 constexpr std::size_t label_width = 20;
 constexpr std::size_t column_width = 15;
 
@@ -80,9 +78,8 @@ std::string step_table(std::span<const NamedStep> steps) {
   text += row("bytes out, max", steps,
               [](const NamedStep& s) { return format_bytes(most_bytes(s, &LinkBytes::out)); });
   for (int i = 0; i < num_step_phases; ++i) {
-    text += row(std::string(to_string(static_cast<StepPhase>(i))), steps, [&](const NamedStep& s) {
-      return format_seconds(s.step.path[to_size(i)].seconds);
-    });
+    text += row(std::string(to_string(static_cast<StepPhase>(i))), steps,
+                [&](const NamedStep& s) { return format_seconds(s.step.path[i].seconds); });
   }
   text += row("forward", steps,
               [](const NamedStep& s) { return format_seconds(s.step.forward_seconds); });
@@ -112,12 +109,11 @@ std::string rank_table(const StepPrediction& step, std::int32_t rank) {
              right("alone", 11), right("in", 11), right("out", 11), "  waits for\n");
   for (const PhasePrediction& phase : step.phases) {
     const bool moves = moves_rows(phase.phase);
-    const LinkBytes link = moves ? phase.links[to_size(rank)] : LinkBytes{};
-    const std::int32_t other = phase.waits_for[to_size(rank)];
+    const LinkBytes link = moves ? phase.links[rank] : LinkBytes{};
+    const std::int32_t other = phase.waits_for[rank];
     text += concat("  ", left(std::string(to_string(phase.phase)), 20),
-                   right(when(phase.begin[to_size(rank)]), 11),
-                   right(format_seconds(phase.end[to_size(rank)]), 11),
-                   right(format_seconds(phase.seconds[to_size(rank)]), 11),
+                   right(when(phase.begin[rank]), 11), right(format_seconds(phase.end[rank]), 11),
+                   right(format_seconds(phase.seconds[rank]), 11),
                    right(moves ? format_bytes(link.in()) : "", 11),
                    right(moves ? format_bytes(link.out()) : "", 11), "  ",
                    other == rank ? "nobody" : concat("rank ", other), "\n");

@@ -38,10 +38,10 @@ std::string bar(std::int64_t value, std::int64_t max, const TextStyle& style) {
   for (; steps >= steps_per_column; steps -= steps_per_column, ++columns)
     text += style.unicode ? eighths[8] : "#";
   if (steps > 0) {
-    text += eighths[to_size(steps)];
+    text += eighths[steps];
     ++columns;
   }
-  return text + std::string(to_size(bar_width - columns), ' ');
+  return text + std::string(bar_width - columns, ' ');
 }
 
 std::string paint(std::string_view text, std::string_view code, const TextStyle& style) {
@@ -84,19 +84,18 @@ std::vector<std::int32_t> shown_ranks(std::span<const std::int64_t> weights,
 
   std::vector<bool> shown(all.size());
   const int ends = lines / 4;
-  for (int i = 0; i < ends; ++i)
-    shown[to_size(i)] = shown[to_size(std::ssize(weights) - 1 - i)] = true;
-  for (const std::int32_t rank : always) shown[to_size(rank)] = true;
+  for (int i = 0; i < ends; ++i) shown[i] = shown[std::ssize(weights) - 1 - i] = true;
+  for (const std::int32_t rank : always) shown[rank] = true;
   std::vector<std::int32_t> worst = all;
   std::ranges::stable_sort(worst, std::ranges::greater(),
-                           [&](std::int32_t rank) { return weights[to_size(rank)]; });
+                           [&](std::int32_t rank) { return weights[rank]; });
   auto num_shown = std::count(shown.begin(), shown.end(), true);
   for (std::size_t i = 0; num_shown < lines; ++i) {
-    if (shown[to_size(worst[i])]) continue;
-    shown[to_size(worst[i])] = true;
+    if (shown[worst[i]]) continue;
+    shown[worst[i]] = true;
     ++num_shown;
   }
-  std::erase_if(all, [&](std::int32_t rank) { return !shown[to_size(rank)]; });
+  std::erase_if(all, [&](std::int32_t rank) { return !shown[rank]; });
   return all;
 }
 

@@ -15,7 +15,6 @@ using detail::heading;
 using detail::labelled;
 using detail::pad_left;
 using detail::paint;
-using detail::to_size;
 
 std::string traffic_text(const RankTraffic& traffic, std::int64_t row_bytes) {
   return concat(pad_left(format_count(traffic.rows_in), 13), " rows on the wire (",
@@ -70,7 +69,7 @@ std::string traffic_block(const PlanSummary& s, const TextStyle& style) {
 }
 
 std::string rank_line(const PlanSummary& s, std::int32_t rank, const TextStyle& style) {
-  const RankFigures& figures = s.ranks[to_size(rank)];
+  const RankFigures& figures = s.ranks[rank];
   const std::string mark = style.unicode ? " ◀" : " <";
   return concat(pad_left(std::to_string(rank), 6), pad_left(format_count(figures.home_tokens), 11),
                 "  ", paint(bar(figures.work, s.rank_work.max, style), "36", style),

@@ -5,14 +5,11 @@
 #include <queue>
 #include <utility>
 
-#include "core/to_size.h"
 #include "plan_builder.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
 namespace {
-
-using detail::to_size;
 
 void check_arguments(std::span<const std::int64_t> doc_lengths,
                      const DocumentPlanOptions& options) {
@@ -69,27 +66,25 @@ void balance(QkvPlan& plan) {
   const std::vector<std::int64_t> work = shard_work(plan);
   std::vector<std::int32_t> order(work.size());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
-    return work[to_size(a)] > work[to_size(b)];
-  });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::int32_t a, std::int32_t b) { return work[a] > work[b]; });
   const double total = std::accumulate(work.begin(), work.end(), 0.0);
   const double mean = total / plan.world_size;
 
   using Load = std::pair<std::int64_t, std::int32_t>;  // work, rank; ties go to the lowest rank
   std::priority_queue<Load, std::vector<Load>, std::greater<>> lightest;
-  std::vector<std::int64_t> load(to_size(plan.world_size));
+  std::vector<std::int64_t> load(plan.world_size);
   for (std::int32_t r = 0; r < plan.world_size; ++r) lightest.emplace(0, r);
   for (const std::int32_t shard : order) {
-    const std::int32_t home = plan.q_dst[to_size(shard)];
+    const std::int32_t home = plan.q_dst[shard];
     std::int32_t target = home;
-    if (static_cast<double>(load[to_size(home)] + work[to_size(shard)]) > mean) {
-      while (lightest.top().first != load[to_size(lightest.top().second)])
-        lightest.pop();  // outdated
-      if (lightest.top().first < load[to_size(home)]) target = lightest.top().second;
+    if (static_cast<double>(load[home] + work[shard]) > mean) {
+      while (lightest.top().first != load[lightest.top().second]) lightest.pop();  // outdated
+      if (lightest.top().first < load[home]) target = lightest.top().second;
     }
-    plan.q_dst[to_size(shard)] = target;
-    load[to_size(target)] += work[to_size(shard)];
-    lightest.emplace(load[to_size(target)], target);
+    plan.q_dst[shard] = target;
+    load[target] += work[shard];
+    lightest.emplace(load[target], target);
   }
 }
 
@@ -112,19 +107,17 @@ std::vector<std::int64_t> shard_work(const QkvPlan& plan) {
     context.assign(1, 0);
     std::int64_t doc_rows = 0;
     if (plan.mask == MaskKind::full) {
-      for (std::int64_t k = plan.doc_shard_offsets[to_size(d)];
-           k < plan.doc_shard_offsets[to_size(d + 1)]; ++k) {
-        doc_rows += plan.shard_len[to_size(plan.doc_shards[to_size(k)])];
+      for (std::int64_t k = plan.doc_shard_offsets[d]; k < plan.doc_shard_offsets[d + 1]; ++k) {
+        doc_rows += plan.shard_len[plan.doc_shards[k]];
       }
     }
-    for (std::int64_t k = plan.doc_shard_offsets[to_size(d)];
-         k < plan.doc_shard_offsets[to_size(d + 1)]; ++k) {
-      const auto shard = to_size(plan.doc_shards[to_size(k)]);
+    for (std::int64_t k = plan.doc_shard_offsets[d]; k < plan.doc_shard_offsets[d + 1]; ++k) {
+      const std::size_t shard = plan.doc_shards[k];
       const std::int64_t q_len = plan.shard_len[shard];
       const std::int64_t end = context.back() + q_len;
       require(end <= (std::int64_t{1} << 31), "shard_work: document ", d,
               " has over 2^31 tokens: ", "its work does not fit int64");
-      const std::int64_t begin = plan.kv_begin.empty() ? 0 : context[to_size(plan.kv_begin[shard])];
+      const std::int64_t begin = plan.kv_begin.empty() ? 0 : context[plan.kv_begin[shard]];
       work[shard] = plan.mask == MaskKind::full ? q_len * doc_rows
                                                 : q_len * (end - begin) - q_len * (q_len - 1) / 2;
       context.push_back(end);
@@ -135,9 +128,9 @@ std::vector<std::int64_t> shard_work(const QkvPlan& plan) {
 
 std::vector<std::int64_t> rank_work(const QkvPlan& plan) {
   const std::vector<std::int64_t> work = shard_work(plan);
-  std::vector<std::int64_t> sums(to_size(plan.world_size));
+  std::vector<std::int64_t> sums(plan.world_size);
   for (std::size_t s = 0; s < work.size(); ++s) {
-    std::int64_t& sum = sums[to_size(plan.q_dst[s])];
+    std::int64_t& sum = sums[plan.q_dst[s]];
     require(!__builtin_add_overflow(sum, work[s], &sum), "rank_work: the work of rank ",
             plan.q_dst[s], " does not fit int64");
   }

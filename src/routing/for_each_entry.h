@@ -2,7 +2,6 @@
 
 #include <cstdint>
 
-#include "core/to_size.h"
 #include "waybill/routing/sparse_metadata.h"
 
 namespace waybill::detail {
@@ -12,10 +11,9 @@ template <class Visit>
 void for_each_entry(const SparseMetadata& metadata, const Visit& visit) {
   for (std::int32_t w = 0; w < metadata.world_size; ++w) {
     std::int64_t row = 0;
-    for (auto j = metadata.rank_offsets[to_size(w)]; j < metadata.rank_offsets[to_size(w) + 1];
-         ++j) {
+    for (auto j = metadata.rank_offsets[w]; j < metadata.rank_offsets[w + 1]; ++j) {
       visit(w, row, j);
-      row += metadata.seq_len[to_size(j)];
+      row += metadata.seq_len[j];
     }
   }
 }

@@ -5,7 +5,6 @@
 #include <span>
 #include <vector>
 
-#include "core/to_size.h"
 #include "waybill/core/uninitialized_vector.h"
 #include "waybill/routing/qkv_plan.h"
 
@@ -23,7 +22,7 @@ struct Homes {
 [[nodiscard]] inline std::vector<std::int32_t> homes_of(
     std::span<const std::int64_t> rank_offsets) {
   if (rank_offsets.empty()) return {};
-  std::vector<std::int32_t> homes(to_size(rank_offsets.back()));
+  std::vector<std::int32_t> homes(rank_offsets.back());
   for (std::size_t w = 0; w + 1 < rank_offsets.size(); ++w) {
     std::fill(homes.begin() + rank_offsets[w], homes.begin() + rank_offsets[w + 1],
               static_cast<std::int32_t>(w));
@@ -32,18 +31,17 @@ struct Homes {
 }
 
 inline void find_homes(const QkvPlan& plan, Homes& homes) {
-  homes.rank.resize(to_size(plan.num_shards()));
-  homes.begin.resize(to_size(plan.num_shards()));
-  homes.rank_rows.resize(to_size(plan.world_size));
+  homes.rank.resize(plan.num_shards());
+  homes.begin.resize(plan.num_shards());
+  homes.rank_rows.resize(plan.world_size);
   for (std::int32_t w = 0; w < plan.world_size; ++w) {
     std::int64_t rows = 0;
-    for (std::int64_t s = plan.rank_shard_offsets[to_size(w)];
-         s < plan.rank_shard_offsets[to_size(w) + 1]; ++s) {
-      homes.rank[to_size(s)] = w;
-      homes.begin[to_size(s)] = rows;
-      rows += plan.shard_len[to_size(s)];
+    for (std::int64_t s = plan.rank_shard_offsets[w]; s < plan.rank_shard_offsets[w + 1]; ++s) {
+      homes.rank[s] = w;
+      homes.begin[s] = rows;
+      rows += plan.shard_len[s];
     }
-    homes.rank_rows[to_size(w)] = rows;
+    homes.rank_rows[w] = rows;
   }
 }
 

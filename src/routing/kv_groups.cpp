@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/to_size.h"
-
 namespace waybill::detail {
 namespace {
 
@@ -12,19 +10,19 @@ namespace {
 class GroupBuilder {
  public:
   GroupBuilder(const QkvPlan& plan, KvGroups& result)
-      : plan_(plan), result_(result), seen_(to_size(plan.world_size)) {}
+      : plan_(plan), result_(result), seen_(plan.world_size) {}
 
   void add_document(std::int64_t doc) {
-    shards_ = plan_.doc_shards.data() + plan_.doc_shard_offsets[to_size(doc)];
-    num_shards_ = static_cast<std::int32_t>(plan_.doc_shard_offsets[to_size(doc + 1)] -
-                                            plan_.doc_shard_offsets[to_size(doc)]);
-    doc_begin_ = static_cast<std::int32_t>(plan_.doc_shard_offsets[to_size(doc)]);
+    shards_ = plan_.doc_shards.data() + plan_.doc_shard_offsets[doc];
+    num_shards_ =
+        static_cast<std::int32_t>(plan_.doc_shard_offsets[doc + 1] - plan_.doc_shard_offsets[doc]);
+    doc_begin_ = static_cast<std::int32_t>(plan_.doc_shard_offsets[doc]);
     first_group_ = result_.groups.size();
     std::int64_t rows = 0;
     for (std::int32_t p = 0; p < num_shards_; ++p) {
-      result_.context[to_size(shards_[p])] = rows;
-      rows += plan_.shard_len[to_size(shards_[p])];
-      result_.window[to_size(shards_[p])] = result_.context[to_size(shards_[kv_begin(shards_[p])])];
+      result_.context[shards_[p]] = rows;
+      rows += plan_.shard_len[shards_[p]];
+      result_.window[shards_[p]] = result_.context[shards_[kv_begin(shards_[p])]];
     }
     if (plan_.kv_layout == KvLayout::per_query) {
       group_each_query();
@@ -46,8 +44,8 @@ class GroupBuilder {
   }
 
   [[nodiscard]] std::int64_t rows_between(std::int32_t first, std::int32_t last) const {
-    const auto end = to_size(shards_[last]);
-    return result_.context[end] + plan_.shard_len[end] - result_.context[to_size(shards_[first])];
+    const std::size_t end = shards_[last];
+    return result_.context[end] + plan_.shard_len[end] - result_.context[shards_[first]];
   }
 
   void append_group(std::int32_t rank, std::int32_t first, std::int32_t last) {
@@ -57,7 +55,7 @@ class GroupBuilder {
          .last = last,
          .doc_begin = doc_begin_,
          .number = static_cast<std::int32_t>(result_.groups.size() - first_group_),
-         .context = result_.context[to_size(shards_[first])],
+         .context = result_.context[shards_[first]],
          .rows = rows_between(first, last),
          .to_row = 0});
   }
@@ -66,15 +64,15 @@ class GroupBuilder {
   void group_each_query() {
     for (std::int32_t p = 0; p < num_shards_; ++p) {
       const std::int32_t shard = shards_[p];
-      result_.query_group[to_size(shard)] = static_cast<std::int32_t>(result_.groups.size());
-      append_group(plan_.q_dst[to_size(shard)], kv_begin(shard), kv_last(p));
+      result_.query_group[shard] = static_cast<std::int32_t>(result_.groups.size());
+      append_group(plan_.q_dst[shard], kv_begin(shard), kv_last(p));
     }
     if (plan_.mask == MaskKind::full) return copy_all_to(num_shards_);
     // Shard p serves the queries p .. q of which kv_begin(q) <= p; windows never move back.
     std::int32_t q = 0;
     for (std::int32_t p = 0; p < num_shards_; ++p) {
       while (q + 1 < num_shards_ && kv_begin(shards_[q + 1]) <= p) ++q;
-      result_.copy_offsets[to_size(shards_[p])] = q - p + 1;
+      result_.copy_offsets[shards_[p]] = q - p + 1;
     }
   }
 
@@ -84,15 +82,14 @@ class GroupBuilder {
   void group_prefixes(std::int64_t doc) {
     for (std::int32_t p = num_shards_ - 1; p >= 0; --p) {
       const std::int32_t shard = shards_[p];
-      const std::int32_t rank = plan_.q_dst[to_size(shard)];
-      Seen& seen = seen_[to_size(rank)];
+      const std::int32_t rank = plan_.q_dst[shard];
+      Seen& seen = seen_[rank];
       if (seen.doc != doc) {
         seen = {.doc = doc, .group = static_cast<std::int32_t>(result_.groups.size())};
         append_group(rank, 0, kv_last(p));
       }
-      result_.query_group[to_size(shard)] = seen.group;
-      result_.copy_offsets[to_size(shard)] =
-          static_cast<std::int64_t>(result_.groups.size() - first_group_);
+      result_.query_group[shard] = seen.group;
+      result_.copy_offsets[shard] = static_cast<std::int64_t>(result_.groups.size() - first_group_);
     }
     if (plan_.mask == MaskKind::full)
       copy_all_to(static_cast<std::int64_t>(result_.groups.size() - first_group_));
@@ -100,8 +97,7 @@ class GroupBuilder {
 
   /// A full mask: every group holds every shard.
   void copy_all_to(std::int64_t num_groups) {
-    for (std::int32_t p = 0; p < num_shards_; ++p)
-      result_.copy_offsets[to_size(shards_[p])] = num_groups;
+    for (std::int32_t p = 0; p < num_shards_; ++p) result_.copy_offsets[shards_[p]] = num_groups;
   }
 
   /// per_rank with windows: walking back, a query extends its rank's latest group when they touch,
@@ -111,21 +107,21 @@ class GroupBuilder {
     std::int32_t num_ranks = 0;
     for (std::int32_t p = num_shards_ - 1; p >= 0; --p) {
       const std::int32_t shard = shards_[p];
-      const std::int32_t rank = plan_.q_dst[to_size(shard)];
-      Seen& seen = seen_[to_size(rank)];
+      const std::int32_t rank = plan_.q_dst[shard];
+      Seen& seen = seen_[rank];
       if (seen.doc != doc) seen = {.doc = doc, .group = -1, .order = num_ranks++};
-      const bool touches = seen.group >= 0 && result_.groups[to_size(seen.group)].first <= p + 1;
+      const bool touches = seen.group >= 0 && result_.groups[seen.group].first <= p + 1;
       if (touches) {
-        KvGroup& group = result_.groups[to_size(seen.group)];
+        KvGroup& group = result_.groups[seen.group];
         group.first = std::min(group.first, kv_begin(shard));
-        group.context = result_.context[to_size(shards_[group.first])];
+        group.context = result_.context[shards_[group.first]];
         group.rows = rows_between(group.first, group.last);
       } else {
         seen.group = static_cast<std::int32_t>(result_.groups.size());
         append_group(rank, kv_begin(shard), p);
         first_met.push_back(seen.order);
       }
-      result_.query_group[to_size(shard)] = seen.group;
+      result_.query_group[shard] = seen.group;
     }
     order_windows(first_met, num_ranks);
     count_copies();
@@ -134,34 +130,33 @@ class GroupBuilder {
   /// Stable order by rank (last query first), and inside a rank by position.
   void order_windows(const std::vector<std::int32_t>& first_met, std::int32_t num_ranks) {
     const auto num_groups = static_cast<std::int32_t>(first_met.size());
-    std::vector<std::int32_t> next(to_size(num_ranks) + 1);
-    for (const std::int32_t order : first_met) ++next[to_size(order) + 1];
+    std::vector<std::int32_t> next(num_ranks + 1);
+    for (const std::int32_t order : first_met) ++next[order + 1];
     for (std::size_t i = 1; i < next.size(); ++i) next[i] += next[i - 1];
     std::vector<std::int32_t> place(first_met.size());
-    for (std::int32_t g = num_groups - 1; g >= 0; --g)
-      place[to_size(g)] = next[to_size(first_met[to_size(g)])]++;
+    for (std::int32_t g = num_groups - 1; g >= 0; --g) place[g] = next[first_met[g]]++;
     std::vector<KvGroup> ordered(first_met.size());
     for (std::int32_t g = 0; g < num_groups; ++g) {
-      ordered[to_size(place[to_size(g)])] = result_.groups[first_group_ + to_size(g)];
+      ordered[place[g]] = result_.groups[first_group_ + g];
     }
     std::copy(ordered.begin(), ordered.end(),
               result_.groups.begin() + static_cast<std::ptrdiff_t>(first_group_));
     for (std::int32_t p = 0; p < num_shards_; ++p) {
-      std::int32_t& group = result_.query_group[to_size(shards_[p])];
-      group = static_cast<std::int32_t>(first_group_) + place[to_size(group) - first_group_];
+      std::int32_t& group = result_.query_group[shards_[p]];
+      group = static_cast<std::int32_t>(first_group_) + place[group - first_group_];
     }
   }
 
   /// Copies of each shard: groups that hold it, by a running sum of their ends.
   void count_copies() {
-    for (std::int32_t p = 0; p < num_shards_; ++p) result_.copy_offsets[to_size(shards_[p])] = 0;
+    for (std::int32_t p = 0; p < num_shards_; ++p) result_.copy_offsets[shards_[p]] = 0;
     for (std::size_t g = first_group_; g < result_.groups.size(); ++g) {
       const KvGroup& group = result_.groups[g];
-      ++result_.copy_offsets[to_size(shards_[group.first])];
-      if (group.last + 1 < num_shards_) --result_.copy_offsets[to_size(shards_[group.last + 1])];
+      ++result_.copy_offsets[shards_[group.first]];
+      if (group.last + 1 < num_shards_) --result_.copy_offsets[shards_[group.last + 1]];
     }
     for (std::int32_t p = 1; p < num_shards_; ++p) {
-      result_.copy_offsets[to_size(shards_[p])] += result_.copy_offsets[to_size(shards_[p - 1])];
+      result_.copy_offsets[shards_[p]] += result_.copy_offsets[shards_[p - 1]];
     }
   }
 
@@ -183,23 +178,23 @@ class GroupBuilder {
 /// Lays the groups into the KV buffers of their ranks, in the order in which `for_each` names them.
 template <class ForEach>
 void place_groups(std::int32_t world_size, ForEach for_each, KvGroups& result) {
-  result.rank_runs.assign(to_size(world_size) + 1, 0);
-  for (const KvGroup& group : result.groups) ++result.rank_runs[to_size(group.rank) + 1];
+  result.rank_runs.assign(world_size + 1, 0);
+  for (const KvGroup& group : result.groups) ++result.rank_runs[group.rank + 1];
   for (std::size_t r = 1; r < result.rank_runs.size(); ++r) {
     result.rank_runs[r] += result.rank_runs[r - 1];
   }
   result.runs.resize(result.groups.size());
-  result.rank_slots.assign(to_size(world_size), 0);
+  result.rank_slots.assign(world_size, 0);
   std::vector<std::int64_t> next(result.rank_runs.begin(), result.rank_runs.end() - 1);
-  std::vector<std::int64_t> rank_rows(to_size(world_size));
+  std::vector<std::int64_t> rank_rows(world_size);
   for_each([&](std::int32_t group_idx) {
-    KvGroup& group = result.groups[to_size(group_idx)];
-    const auto r = to_size(group.rank);
+    KvGroup& group = result.groups[group_idx];
+    const std::size_t r = group.rank;
     const std::int32_t count = group.last - group.first + 1;
-    result.runs[to_size(next[r]++)] = {.begin = group.doc_begin + group.first,
-                                       .count = count,
-                                       .number = group.number,
-                                       .group = group_idx};
+    result.runs[next[r]++] = {.begin = group.doc_begin + group.first,
+                              .count = count,
+                              .number = group.number,
+                              .group = group_idx};
     group.to_row = rank_rows[r] - group.context;
     rank_rows[r] += group.rows;
     result.rank_slots[r] += count;
@@ -209,10 +204,10 @@ void place_groups(std::int32_t world_size, ForEach for_each, KvGroups& result) {
 }  // namespace
 
 void form_kv_groups(const QkvPlan& plan, KvGroups& result) {
-  const std::size_t num_shards = to_size(plan.num_shards());
+  const std::size_t num_shards = plan.num_shards();
   result.groups.clear();
   result.groups.reserve(num_shards);
-  result.doc_offsets.resize(to_size(plan.num_documents()) + 1);
+  result.doc_offsets.resize(plan.num_documents() + 1);
   result.query_group.resize(num_shards);
   result.context.resize(num_shards);
   result.window.resize(num_shards);
@@ -221,7 +216,7 @@ void form_kv_groups(const QkvPlan& plan, KvGroups& result) {
   result.doc_offsets[0] = 0;
   for (std::int64_t doc = 0; doc < plan.num_documents(); ++doc) {
     builder.add_document(doc);
-    result.doc_offsets[to_size(doc + 1)] = std::ssize(result.groups);
+    result.doc_offsets[doc + 1] = std::ssize(result.groups);
   }
   std::int64_t copies = 0;
   for (std::size_t shard = 0; shard < num_shards; ++shard) {

@@ -14,14 +14,14 @@ void load_rows(const QkvPlan& plan, const Homes& homes, const KvGroups& kv, KvRo
   std::int32_t next_home = -1;
   std::int32_t run_end = 0;
   for (std::size_t k = rows.size(); k-- > 0;) {
-    const auto shard = to_size(plan.doc_shards[k]);
+    const std::size_t shard = plan.doc_shards[k];
     const std::int32_t home = homes.rank[shard];
     if (home != next_home) run_end = static_cast<std::int32_t>(k + 1);
     next_home = home;
     rows[k] = {.len = plan.shard_len[shard],
                .end = kv.context[shard] + plan.shard_len[shard],
                .begin = homes.begin[shard],
-               .plane = homes.rank_rows[to_size(home)],
+               .plane = homes.rank_rows[home],
                .home = home,
                .run_end = run_end};
   }
@@ -41,15 +41,15 @@ void write_forward(const QkvPlan& plan, const KvGroups& kv, std::int64_t doc_beg
   const bool by_query = plan.kv_layout == KvLayout::per_query && plan.mask == MaskKind::causal;
   const std::int64_t step = by_query ? 1 : 0;
   for (std::int64_t doc = doc_begin; doc < doc_end; ++doc) {
-    const KvGroup* groups = kv.groups.data() + kv.doc_offsets[to_size(doc)];
-    const std::int64_t first = plan.doc_shard_offsets[to_size(doc)];
-    for (std::int64_t k = first; k < plan.doc_shard_offsets[to_size(doc + 1)]; ++k) {
-      const auto shard = to_size(plan.doc_shards[to_size(k)]);
+    const KvGroup* groups = kv.groups.data() + kv.doc_offsets[doc];
+    const std::int64_t first = plan.doc_shard_offsets[doc];
+    for (std::int64_t k = first; k < plan.doc_shard_offsets[doc + 1]; ++k) {
+      const std::size_t shard = plan.doc_shards[k];
       const KvGroup* group = groups + step * (k - first);
       const std::int64_t context = kv.context[shard];
       for (std::int64_t copy = kv.copy_offsets[shard]; copy < kv.copy_offsets[shard + 1]; ++copy) {
-        fwd.dst_rank[to_size(copy)] = group->rank;
-        fwd.dst_offset[to_size(copy)] = group->to_row + context;
+        fwd.dst_rank[copy] = group->rank;
+        fwd.dst_offset[copy] = group->to_row + context;
         ++group;
       }
     }
@@ -62,7 +62,7 @@ void number_copies(const QkvPlan& plan, const KvGroups& kv, SparseMetadata& fwd,
   std::vector<std::int64_t> first_entry(kv.groups.size());
   std::int64_t next_entry = 0;
   for (const KvRun& run : kv.runs) {
-    first_entry[to_size(run.group)] = next_entry;
+    first_entry[run.group] = next_entry;
     next_entry += run.count;
   }
   numbers.resize(fwd.dst_rank.size());
@@ -71,11 +71,11 @@ void number_copies(const QkvPlan& plan, const KvGroups& kv, SparseMetadata& fwd,
     const KvGroup& group = kv.groups[g];
     std::int64_t entry = first_entry[g];
     for (std::int64_t k = group.doc_begin + group.first; k <= group.doc_begin + group.last; ++k) {
-      const auto shard = to_size(plan.doc_shards[to_size(k)]);
-      const auto copy = to_size(kv.copy_offsets[shard] + copies[to_size(k)]);
+      const std::size_t shard = plan.doc_shards[k];
+      const std::size_t copy = kv.copy_offsets[shard] + copies[k];
       fwd.dst_rank[copy] = group.rank;
       fwd.dst_offset[copy] = group.to_row + kv.context[shard];
-      numbers[to_size(entry++)] = copies[to_size(k)]++;
+      numbers[entry++] = copies[k]++;
     }
   }
 }
@@ -86,7 +86,7 @@ constexpr std::size_t runs_ahead = 8;
 
 void fetch_ahead(const KvGroups& kv, const KvRows& rows, std::size_t run_idx) {
   if (run_idx + runs_ahead >= kv.runs.size()) return;
-  __builtin_prefetch(&rows[to_size(kv.runs[run_idx + runs_ahead].begin)]);
+  __builtin_prefetch(&rows[kv.runs[run_idx + runs_ahead].begin]);
 }
 
 /// Reverse of one run, from `entry` on. copy_of(i, entry) numbers the copy of its shard i.
@@ -109,11 +109,10 @@ void write_run(const KvRun& run, const KvRows& rows, std::int64_t entry, CopyOf 
 void write_reverse(const QkvPlan& plan, const KvGroups& kv, const KvRows& rows,
                    const CopyNumbers& numbers, std::int64_t begin, std::int64_t end,
                    SparseMetadata& rev) {
-  std::int64_t entry = rev.rank_offsets[to_size(begin)];
+  std::int64_t entry = rev.rank_offsets[begin];
   const bool formula = has_formula(plan);
   const std::int32_t* by_entry = numbers.data();
-  for (auto i = to_size(kv.rank_runs[to_size(begin)]); i < to_size(kv.rank_runs[to_size(end)]);
-       ++i) {
+  for (std::size_t i = kv.rank_runs[begin]; i < to_size(kv.rank_runs[end]); ++i) {
     const KvRun run = kv.runs[i];
     fetch_ahead(kv, rows, i);
     if (plan.kv_layout == KvLayout::per_query && plan.mask == MaskKind::causal) {
@@ -135,15 +134,15 @@ void write_reverse(const QkvPlan& plan, const KvGroups& kv, const KvRows& rows,
 void count_received(const KvGroups& kv, const KvRows& rows, SparseMetadata& fwd) {
   RecvCounter counter(fwd.world_size, fwd.recv);
   for (std::size_t r = 0; r + 1 < kv.rank_runs.size(); ++r) {
-    for (auto i = to_size(kv.rank_runs[r]); i < to_size(kv.rank_runs[r + 1]); ++i) {
+    for (std::size_t i = kv.rank_runs[r]; i < to_size(kv.rank_runs[r + 1]); ++i) {
       const KvRun run = kv.runs[i];
       fetch_ahead(kv, rows, i);
       const std::int32_t run_end = run.begin + run.count;
-      std::int64_t counted = rows[to_size(run.begin)].end - rows[to_size(run.begin)].len;
+      std::int64_t counted = rows[run.begin].end - rows[run.begin].len;
       for (std::int32_t k = run.begin; k < run_end;) {
-        const std::int32_t same_until = std::min(rows[to_size(k)].run_end, run_end);
-        const std::int64_t end = rows[to_size(same_until - 1)].end;
-        counter.add(rows[to_size(k)].home, end - counted);
+        const std::int32_t same_until = std::min(rows[k].run_end, run_end);
+        const std::int64_t end = rows[same_until - 1].end;
+        counter.add(rows[k].home, end - counted);
         counted = end;
         k = same_until;
       }

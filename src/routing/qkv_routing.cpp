@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/to_size.h"
 #include "homes.h"
 #include "kv_groups.h"
 #include "kv_tables.h"
@@ -15,7 +14,6 @@ namespace {
 using detail::Homes;
 using detail::KvGroup;
 using detail::KvGroups;
-using detail::to_size;
 
 /// Offsets of items counted by rank.
 void offsets_from_counts(const std::vector<std::int64_t>& counts,
@@ -28,9 +26,9 @@ void offsets_from_counts(const std::vector<std::int64_t>& counts,
 void resize_entries(SparseMetadata& table, std::int32_t world_size, std::int64_t num_entries,
                     std::int64_t num_destinations) {
   table.world_size = world_size;
-  table.seq_len.resize(to_size(num_entries));
-  table.dst_rank.resize(to_size(num_destinations));
-  table.dst_offset.resize(to_size(num_destinations));
+  table.seq_len.resize(num_entries);
+  table.dst_rank.resize(num_destinations);
+  table.dst_offset.resize(num_destinations);
 }
 
 /// What a rank receives forward it sends in reverse, to where it came from.
@@ -38,8 +36,8 @@ void count_queries(const QkvPlan& plan, QkvRouting& routing) {
   const SparseMetadata& rev = routing.rev_q;
   detail::RecvCounter counter(plan.world_size, routing.fwd_q.recv);
   for (std::int32_t r = 0; r < plan.world_size; ++r) {
-    for (std::int64_t i = rev.rank_offsets[to_size(r)]; i < rev.rank_offsets[to_size(r) + 1]; ++i) {
-      counter.add(rev.dst_rank[to_size(i)], rev.seq_len[to_size(i)]);
+    for (std::int64_t i = rev.rank_offsets[r]; i < rev.rank_offsets[r + 1]; ++i) {
+      counter.add(rev.dst_rank[i], rev.seq_len[i]);
     }
     counter.end_rank();
   }
@@ -57,27 +55,27 @@ void route_queries(const QkvPlan& plan, const Homes& homes, QkvRouting& routing)
   fwd.copy_offsets.clear();
   rev.copy_offsets.clear();
   fwd.rank_offsets = plan.rank_shard_offsets;
-  std::vector<std::int64_t> received(to_size(plan.world_size));
-  for (const std::int32_t dst : plan.q_dst) ++received[to_size(dst)];
+  std::vector<std::int64_t> received(plan.world_size);
+  for (const std::int32_t dst : plan.q_dst) ++received[dst];
   offsets_from_counts(received, rev.rank_offsets);
   attn.rank_offsets = rev.rank_offsets;
-  attn.shard.resize(to_size(num_shards));
-  attn.q_begin.resize(to_size(num_shards));
-  attn.q_len.resize(to_size(num_shards));
-  attn.max_seqlen_q.assign(to_size(plan.world_size), 0);
+  attn.shard.resize(num_shards);
+  attn.q_begin.resize(num_shards);
+  attn.q_len.resize(num_shards);
+  attn.max_seqlen_q.assign(plan.world_size, 0);
 
   std::vector<std::int64_t> next(rev.rank_offsets.begin(), rev.rank_offsets.end() - 1);
-  std::vector<std::int64_t> filled(to_size(plan.world_size));
+  std::vector<std::int64_t> filled(plan.world_size);
   for (std::int64_t s = 0; s < num_shards; ++s) {
-    const auto r = to_size(plan.q_dst[to_size(s)]);
-    const std::int64_t rows = plan.shard_len[to_size(s)];
-    const auto entry = to_size(next[r]++);
-    fwd.seq_len[to_size(s)] = rows;
-    fwd.dst_rank[to_size(s)] = plan.q_dst[to_size(s)];
-    fwd.dst_offset[to_size(s)] = filled[r];
+    const std::size_t r = plan.q_dst[s];
+    const std::int64_t rows = plan.shard_len[s];
+    const std::size_t entry = next[r]++;
+    fwd.seq_len[s] = rows;
+    fwd.dst_rank[s] = plan.q_dst[s];
+    fwd.dst_offset[s] = filled[r];
     rev.seq_len[entry] = rows;
-    rev.dst_rank[entry] = homes.rank[to_size(s)];
-    rev.dst_offset[entry] = homes.begin[to_size(s)];
+    rev.dst_rank[entry] = homes.rank[s];
+    rev.dst_offset[entry] = homes.begin[s];
     attn.shard[entry] = static_cast<std::int32_t>(s);
     attn.q_begin[entry] = filled[r];
     attn.q_len[entry] = rows;
@@ -92,21 +90,20 @@ void place_contexts(const QkvPlan& plan, const KvGroups& kv, QkvRouting& routing
   SparseAttnLayout& attn = routing.attention;
   attn.kv_begin.resize(attn.shard.size());
   attn.kv_len.resize(attn.shard.size());
-  attn.max_seqlen_kv.assign(to_size(plan.world_size), 0);
+  attn.max_seqlen_kv.assign(plan.world_size, 0);
   for (std::int32_t r = 0; r < plan.world_size; ++r) {
     std::int64_t longest = 0;
-    for (std::int64_t i = attn.rank_offsets[to_size(r)]; i < attn.rank_offsets[to_size(r + 1)];
-         ++i) {
-      const auto shard = to_size(attn.shard[to_size(i)]);
-      const KvGroup& group = kv.groups[to_size(kv.query_group[shard])];
+    for (std::int64_t i = attn.rank_offsets[r]; i < attn.rank_offsets[r + 1]; ++i) {
+      const std::size_t shard = attn.shard[i];
+      const KvGroup& group = kv.groups[kv.query_group[shard]];
       const std::int64_t before = kv.window[shard];
-      attn.kv_begin[to_size(i)] = group.to_row + before;
-      attn.kv_len[to_size(i)] = plan.mask == MaskKind::full
-                                    ? group.rows
-                                    : kv.context[shard] + plan.shard_len[shard] - before;
-      longest = std::max(longest, attn.kv_len[to_size(i)]);
+      attn.kv_begin[i] = group.to_row + before;
+      attn.kv_len[i] = plan.mask == MaskKind::full
+                           ? group.rows
+                           : kv.context[shard] + plan.shard_len[shard] - before;
+      longest = std::max(longest, attn.kv_len[i]);
     }
-    attn.max_seqlen_kv[to_size(r)] = longest;
+    attn.max_seqlen_kv[r] = longest;
   }
 }
 

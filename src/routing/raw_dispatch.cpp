@@ -2,13 +2,10 @@
 
 #include <algorithm>
 
-#include "core/to_size.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
 namespace {
-
-using detail::to_size;
 
 /// Where a shard stands in the dense tables.
 struct Entry {
@@ -18,10 +15,9 @@ struct Entry {
 
 std::vector<Entry> find_entries(const QkvPlan& plan) {
   std::vector<Entry> entries;
-  entries.reserve(to_size(plan.num_shards()));
+  entries.reserve(plan.num_shards());
   for (std::int64_t w = 0; w < plan.world_size; ++w) {
-    const std::int64_t count =
-        plan.rank_shard_offsets[to_size(w + 1)] - plan.rank_shard_offsets[to_size(w)];
+    const std::int64_t count = plan.rank_shard_offsets[w + 1] - plan.rank_shard_offsets[w];
     for (std::int64_t s = 0; s < count; ++s) entries.push_back({w, s});
   }
   return entries;
@@ -43,14 +39,14 @@ void fill_document(const QkvPlan& plan, const std::vector<Entry>& entries, std::
                    RawQkvDispatch& raw) {
   const std::int64_t shards_per_rank = raw.cp_seq_lens.dim(1);
   const std::int64_t copies = raw.kv.kv_to_q_rank.dim(2);
-  const std::int64_t first = plan.doc_shard_offsets[to_size(doc)];
-  const std::int64_t num_shards = plan.doc_shard_offsets[to_size(doc + 1)] - first;
+  const std::int64_t first = plan.doc_shard_offsets[doc];
+  const std::int64_t num_shards = plan.doc_shard_offsets[doc + 1] - first;
   const auto mapping = raw.kv.kv_to_q_mapping.i64();
   const auto place = raw.kv.kv_to_q_rank.i64();
   std::int64_t rows = 0;
   for (std::int64_t p = 0; p < num_shards; ++p) {
-    const auto shard = to_size(plan.doc_shards[to_size(first + p)]);
-    const auto entry = to_size(entries[shard].rank * shards_per_rank + entries[shard].idx);
+    const std::size_t shard = plan.doc_shards[first + p];
+    const std::size_t entry = entries[shard].rank * shards_per_rank + entries[shard].idx;
     raw.cp_seq_lens.i64()[entry] = plan.shard_len[shard];
     raw.cp_query_dst.i64()[entry] = plan.q_dst[shard];
     raw.kv.kv_context_size.i64()[entry] = rows;
@@ -58,8 +54,8 @@ void fill_document(const QkvPlan& plan, const std::vector<Entry>& entries, std::
     raw.kv.q_to_num_kv_seq.i64()[entry] = p + 1;
     raw.kv.q_to_num_kv_token.i64()[entry] = rows;
     for (std::int64_t c = 0; p + c < num_shards; ++c) {
-      const Entry& query = entries[to_size(plan.doc_shards[to_size(first + p + c)])];
-      const auto copy = entry * to_size(copies) + to_size(c);
+      const Entry& query = entries[plan.doc_shards[first + p + c]];
+      const auto copy = entry * copies + c;
       place[copy] = p;
       mapping[2 * copy] = query.rank;
       mapping[2 * copy + 1] = query.idx;
@@ -79,18 +75,16 @@ RawQkvDispatch to_raw_dispatch(const QkvPlan& plan, std::int64_t max_cp_degree) 
           "form cannot express one");
   std::int64_t most_shards = 0;
   for (std::int64_t w = 0; w < plan.world_size; ++w) {
-    most_shards = std::max(
-        most_shards, plan.rank_shard_offsets[to_size(w + 1)] - plan.rank_shard_offsets[to_size(w)]);
+    most_shards =
+        std::max(most_shards, plan.rank_shard_offsets[w + 1] - plan.rank_shard_offsets[w]);
   }
   std::int64_t copies = max_cp_degree;
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    copies = std::max(copies,
-                      plan.doc_shard_offsets[to_size(d + 1)] - plan.doc_shard_offsets[to_size(d)]);
+    copies = std::max(copies, plan.doc_shard_offsets[d + 1] - plan.doc_shard_offsets[d]);
   }
   RawQkvDispatch raw = padding(plan.world_size, most_shards, copies);
   for (std::int64_t w = 0; w < plan.world_size; ++w) {
-    raw.num_cp_shards.i64()[to_size(w)] =
-        plan.rank_shard_offsets[to_size(w + 1)] - plan.rank_shard_offsets[to_size(w)];
+    raw.num_cp_shards.i64()[w] = plan.rank_shard_offsets[w + 1] - plan.rank_shard_offsets[w];
   }
   const std::vector<Entry> entries = find_entries(plan);
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) fill_document(plan, entries, d, raw);

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/to_size.h"
 #include "waybill/routing/sparse_metadata.h"
 
 namespace waybill::detail {
@@ -54,22 +53,22 @@ class RecvCounter {
 /// The counts of the way back: [i][r] from [r][i].
 inline void transpose_counts(const RecvCounts& counts, RecvCounts& result) {
   const std::int64_t world_size = std::ssize(counts.total);
-  result.offsets.assign(to_size(world_size) + 1, 0);
-  result.total.assign(to_size(world_size), 0);
+  result.offsets.assign(world_size + 1, 0);
+  result.total.assign(world_size, 0);
   result.src_rank.resize(counts.src_rank.size());
   result.tokens.resize(counts.tokens.size());
-  for (const std::int32_t i : counts.src_rank) ++result.offsets[to_size(i) + 1];
+  for (const std::int32_t i : counts.src_rank) ++result.offsets[i + 1];
   for (std::size_t i = 1; i < result.offsets.size(); ++i) {
     result.offsets[i] += result.offsets[i - 1];
   }
   std::vector<std::int64_t> next(result.offsets.begin(), result.offsets.end() - 1);
   for (std::int64_t r = 0; r < world_size; ++r) {
-    for (std::int64_t k = counts.offsets[to_size(r)]; k < counts.offsets[to_size(r + 1)]; ++k) {
-      const auto i = to_size(counts.src_rank[to_size(k)]);
-      const auto place = to_size(next[i]++);
+    for (std::int64_t k = counts.offsets[r]; k < counts.offsets[r + 1]; ++k) {
+      const std::size_t i = counts.src_rank[k];
+      const std::size_t place = next[i]++;
       result.src_rank[place] = static_cast<std::int32_t>(r);
-      result.tokens[place] = counts.tokens[to_size(k)];
-      result.total[i] += counts.tokens[to_size(k)];
+      result.tokens[place] = counts.tokens[k];
+      result.total[i] += counts.tokens[k];
     }
   }
 }

@@ -1,14 +1,11 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/to_size.h"
 #include "waybill/core/error.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
 namespace {
-
-using detail::to_size;
 
 /// Whether num_seqs counts entries without rows: in tables of KV it does (see compute_metadata_kv).
 enum class Count { entries_with_rows, all_entries };
@@ -16,7 +13,7 @@ enum class Count { entries_with_rows, all_entries };
 std::int64_t most_entries(const SparseMetadata& table) {
   std::int64_t most = 0;
   for (std::int32_t r = 0; r < table.world_size; ++r) {
-    most = std::max(most, table.rank_offsets[to_size(r) + 1] - table.rank_offsets[to_size(r)]);
+    most = std::max(most, table.rank_offsets[r + 1] - table.rank_offsets[r]);
   }
   return most;
 }
@@ -34,10 +31,10 @@ IndexArray dense_counts(const RecvCounts& recv) {
   IndexArray result({world, world + 1});
   const auto cells = result.i64();
   for (std::int64_t r = 0; r < world; ++r) {
-    for (std::int64_t k = recv.offsets[to_size(r)]; k < recv.offsets[to_size(r + 1)]; ++k) {
-      cells[to_size(r * (world + 1) + recv.src_rank[to_size(k)])] = recv.tokens[to_size(k)];
+    for (std::int64_t k = recv.offsets[r]; k < recv.offsets[r + 1]; ++k) {
+      cells[r * (world + 1) + recv.src_rank[k]] = recv.tokens[k];
     }
-    cells[to_size(r * (world + 1) + world)] = recv.total[to_size(r)];
+    cells[r * (world + 1) + world] = recv.total[r];
   }
   return result;
 }
@@ -60,15 +57,14 @@ Metadata dense_table(const SparseMetadata& table, Count count) {
   const auto num_seqs = dense.num_seqs->i64();
   for (std::int64_t r = 0; r < world; ++r) {
     std::int64_t cell = r * entries;
-    for (std::int64_t entry = table.rank_offsets[to_size(r)];
-         entry < table.rank_offsets[to_size(r + 1)]; ++entry, ++cell) {
-      seq_len[to_size(cell)] = table.seq_len[to_size(entry)];
-      num_seqs[to_size(r)] +=
-          count == Count::all_entries || table.seq_len[to_size(entry)] > 0 ? 1 : 0;
+    for (std::int64_t entry = table.rank_offsets[r]; entry < table.rank_offsets[r + 1];
+         ++entry, ++cell) {
+      seq_len[cell] = table.seq_len[entry];
+      num_seqs[r] += count == Count::all_entries || table.seq_len[entry] > 0 ? 1 : 0;
       for (std::int64_t c = table.destination_begin(entry); c < table.destination_end(entry); ++c) {
-        const auto slot = to_size(cell * copies + c - table.destination_begin(entry));
-        dst_rank[slot] = table.dst_rank[to_size(c)];
-        dst_offset[slot] = table.dst_offset[to_size(c)];
+        const std::size_t slot = cell * copies + c - table.destination_begin(entry);
+        dst_rank[slot] = table.dst_rank[c];
+        dst_offset[slot] = table.dst_offset[c];
       }
     }
   }
@@ -88,8 +84,8 @@ IndexArray used_copies(const IndexArray& dst_rank) {
 using Flat = UninitializedVector<std::int64_t>;
 
 IndexArray rank_values(const SparseAttnLayout& attn, const Flat& values, std::int32_t rank) {
-  const auto first = values.begin() + attn.rank_offsets[to_size(rank)];
-  const auto last = values.begin() + attn.rank_offsets[to_size(rank) + 1];
+  const auto first = values.begin() + attn.rank_offsets[rank];
+  const auto last = values.begin() + attn.rank_offsets[rank + 1];
   return {Shape{last - first}, std::vector<std::int64_t>(first, last)};
 }
 
@@ -109,7 +105,7 @@ AttnLayout dense_attention(const SparseAttnLayout& attn, KvLayout kv_layout) {
   for (std::int32_t r = 0; r < world; ++r) {
     const IndexArray kv_len = rank_values(attn, attn.kv_len, r);
     layout.cu_seqlens_q.push_back(cumulative(rank_values(attn, attn.q_len, r)));
-    layout.num_local_seqs_recv.i64()[to_size(r)] = kv_len.size();
+    layout.num_local_seqs_recv.i64()[r] = kv_len.size();
     if (kv_layout == KvLayout::per_query) {
       layout.cu_seqlens_kv.push_back(cumulative(kv_len));
     } else {

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/to_size.h"
 #include "waybill/core/error.h"
 #include "waybill/routing/qkv_routing.h"
 
@@ -9,8 +8,6 @@ namespace waybill {
 namespace {
 
 constexpr const char* in_to_sparse = "to_sparse";
-
-using detail::to_size;
 
 RecvCounts sparse_counts(const IndexArray& dense) {
   const std::int64_t world = dense.dim(0);
@@ -95,7 +92,7 @@ void append_sums(const IndexArray& cu_seqlens, UninitializedVector<std::int64_t>
 }
 
 SparseAttnLayout sparse_attention(const QkvPlan& plan, const AttnLayout& dense) {
-  const std::size_t world = to_size(plan.world_size);
+  const std::size_t world = plan.world_size;
   const bool per_query = plan.kv_layout == KvLayout::per_query;
   require(dense.cu_seqlens_q.size() == world &&
               (per_query ? dense.cu_seqlens_kv.size() == world
@@ -106,7 +103,7 @@ SparseAttnLayout sparse_attention(const QkvPlan& plan, const AttnLayout& dense) 
           " asks for");
   std::vector<std::vector<std::int32_t>> received(world);
   for (std::int32_t s = 0; s < plan.num_shards(); ++s) {
-    received[to_size(plan.q_dst[to_size(s)])].push_back(s);
+    received[plan.q_dst[s]].push_back(s);
   }
   SparseAttnLayout result;
   result.rank_offsets.push_back(0);

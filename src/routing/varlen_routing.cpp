@@ -4,7 +4,6 @@
 #include <numeric>
 #include <span>
 
-#include "core/to_size.h"
 #include "homes.h"
 #include "recv_counts.h"
 
@@ -12,7 +11,6 @@ namespace waybill {
 namespace {
 
 using detail::Homes;
-using detail::to_size;
 
 /// Positions [first, last] of a document whose queries one rank attends to together; its context
 /// are positions [kv_first, kv_last].
@@ -36,9 +34,9 @@ class RunFinder {
 
   void find(std::vector<QueryRun>& staying, std::vector<QueryRun>& dispatched) {
     for (std::int64_t doc = 0; doc < plan_.num_documents(); ++doc) {
-      doc_begin_ = plan_.doc_shard_offsets[to_size(doc)];
-      num_ = static_cast<std::int32_t>(plan_.doc_shard_offsets[to_size(doc + 1)] - doc_begin_);
-      taken_.assign(to_size(num_), 0);
+      doc_begin_ = plan_.doc_shard_offsets[doc];
+      num_ = static_cast<std::int32_t>(plan_.doc_shard_offsets[doc + 1] - doc_begin_);
+      taken_.assign(num_, 0);
       if (in_place_) keep_in_place(staying);
       split(dispatched);
     }
@@ -46,7 +44,7 @@ class RunFinder {
 
  private:
   [[nodiscard]] std::size_t shard(std::int32_t position) const {
-    return to_size(plan_.doc_shards[to_size(doc_begin_ + position)]);
+    return plan_.doc_shards[doc_begin_ + position];
   }
   [[nodiscard]] std::int32_t kv_first(std::int32_t position) const {
     return plan_.first_needed(static_cast<std::int32_t>(shard(position)));
@@ -69,17 +67,15 @@ class RunFinder {
   void keep_in_place(std::vector<QueryRun>& staying) {
     find_blocks();
     candidates_.clear();
-    const bool whole = num_ > 0 && block_[to_size(num_ - 1)] == 0;
+    const bool whole = num_ > 0 && block_[num_ - 1] == 0;
     const auto can_stay = [&](std::int32_t p) {
       if (plan_.q_dst[shard(p)] != homes_.rank[shard(p)]) return false;
-      return plan_.mask == MaskKind::full ? whole : kv_first(p) >= block_[to_size(p)];
+      return plan_.mask == MaskKind::full ? whole : kv_first(p) >= block_[p];
     };
     for (std::int32_t p = 0; p < num_; ++p) {
       if (!can_stay(p)) continue;
       std::int32_t last = p;
-      while (last + 1 < num_ && block_[to_size(last + 1)] == block_[to_size(p)] &&
-             can_stay(last + 1))
-        ++last;
+      while (last + 1 < num_ && block_[last + 1] == block_[p] && can_stay(last + 1)) ++last;
       candidates_.push_back(run_of(p, last));
       p = last;
     }
@@ -105,22 +101,22 @@ class RunFinder {
 
   /// Where the rows begin that lie one after another on one rank, up to each position.
   void find_blocks() {
-    block_.assign(to_size(num_), 0);
+    block_.assign(num_, 0);
     for (std::int32_t p = 1; p < num_; ++p) {
       const std::size_t before = shard(p - 1);
       const bool adjacent =
           homes_.rank[before] == homes_.rank[shard(p)] &&
           homes_.begin[before] + plan_.shard_len[before] == homes_.begin[shard(p)];
-      block_[to_size(p)] = adjacent ? block_[to_size(p - 1)] : p;
+      block_[p] = adjacent ? block_[p - 1] : p;
     }
   }
 
   /// The rest of the document, cut where the destination changes.
   void split(std::vector<QueryRun>& dispatched) {
     for (std::int32_t p = 0; p < num_; ++p) {
-      if (taken_[to_size(p)] != 0) continue;
+      if (taken_[p] != 0) continue;
       std::int32_t last = p;
-      while (last + 1 < num_ && taken_[to_size(last + 1)] == 0 &&
+      while (last + 1 < num_ && taken_[last + 1] == 0 &&
              plan_.q_dst[shard(last + 1)] == plan_.q_dst[shard(p)])
         ++last;
       const QueryRun run = run_of(p, last);
@@ -156,12 +152,12 @@ class TableWriter {
 
  private:
   [[nodiscard]] std::size_t shard(const QueryRun& run, std::int32_t position) const {
-    return to_size(plan_.doc_shards[to_size(run.doc_begin + position)]);
+    return plan_.doc_shards[run.doc_begin + position];
   }
 
   void count() {
-    travels_.assign(to_size(plan_.num_shards()), 0);
-    copies_.assign(to_size(plan_.num_shards()), 0);
+    travels_.assign(plan_.num_shards(), 0);
+    copies_.assign(plan_.num_shards(), 0);
     for (const QueryRun& run : runs_) {
       for (std::int32_t p = run.first; p <= run.last; ++p) travels_[shard(run, p)] = 1;
       for (std::int32_t p = run.kv_first; p <= run.kv_last; ++p) ++copies_[shard(run, p)];
@@ -170,17 +166,16 @@ class TableWriter {
 
   /// Own rows of each rank that travel, and where they stand among those.
   void number_rows() {
-    return_row_.assign(to_size(plan_.num_shards()), 0);
+    return_row_.assign(plan_.num_shards(), 0);
     for (std::int32_t w = 0; w < plan_.world_size; ++w) {
-      VarlenRank& rank = routing_.ranks[to_size(w)];
+      VarlenRank& rank = routing_.ranks[w];
       std::int64_t returned = 0;
-      for (std::int64_t n = plan_.rank_shard_offsets[to_size(w)];
-           n < plan_.rank_shard_offsets[to_size(w) + 1]; ++n) {
-        const RowRange rows{homes_.begin[to_size(n)], plan_.shard_len[to_size(n)]};
-        if (copies_[to_size(n)] > 0) append(rank.kv_rows, rows);
-        if (travels_[to_size(n)] == 0) continue;
+      for (std::int64_t n = plan_.rank_shard_offsets[w]; n < plan_.rank_shard_offsets[w + 1]; ++n) {
+        const RowRange rows{homes_.begin[n], plan_.shard_len[n]};
+        if (copies_[n] > 0) append(rank.kv_rows, rows);
+        if (travels_[n] == 0) continue;
         append(rank.q_rows, rows);
-        return_row_[to_size(n)] = returned;
+        return_row_[n] = returned;
         returned += rows.rows;
       }
     }
@@ -206,7 +201,7 @@ class TableWriter {
       table->copy_offsets[0] = 0;
       for (std::size_t n = 0; n < counts.size(); ++n)
         table->copy_offsets[n + 1] = table->copy_offsets[n] + counts[n];
-      table->dst_rank.resize(to_size(table->copy_offsets[counts.size()]));
+      table->dst_rank.resize(table->copy_offsets[counts.size()]);
       table->dst_offset.resize(table->dst_rank.size());
     }
   }
@@ -227,7 +222,7 @@ class TableWriter {
       std::int64_t q_row = 0;
       std::int64_t kv_row = 0;
       for (; run != by_rank.end() && run->rank == r; ++run) {
-        routing_.ranks[to_size(r)].dispatched.push_back({q_row, run->q_rows, kv_row, run->kv_rows});
+        routing_.ranks[r].dispatched.push_back({q_row, run->q_rows, kv_row, run->kv_rows});
         send_queries(*run, q_row, q_counts);
         send_context(*run, kv_row, kv_counts);
         q_row += run->q_rows;
@@ -246,8 +241,8 @@ class TableWriter {
     for (std::int32_t p = run.first; p <= run.last; ++p) {
       const std::size_t n = shard(run, p);
       const std::int64_t rows = plan_.shard_len[n];
-      fwd.dst_rank[to_size(fwd.copy_offsets[n])] = run.rank;
-      fwd.dst_offset[to_size(fwd.copy_offsets[n])] = row;
+      fwd.dst_rank[fwd.copy_offsets[n]] = run.rank;
+      fwd.dst_offset[fwd.copy_offsets[n]] = row;
       rev.seq_len.push_back(rows);
       rev.dst_rank.push_back(homes_.rank[n]);
       rev.dst_offset.push_back(return_row_[n]);
@@ -260,7 +255,7 @@ class TableWriter {
     SparseMetadata& fwd = routing_.fwd_kv;
     for (std::int32_t p = run.kv_first; p <= run.kv_last; ++p) {
       const std::size_t n = shard(run, p);
-      const auto copy = to_size(next_copy_[n]++);
+      const std::size_t copy = next_copy_[n]++;
       fwd.dst_rank[copy] = run.rank;
       fwd.dst_offset[copy] = row;
       counts.add(homes_.rank[n], plan_.shard_len[n]);
@@ -278,10 +273,9 @@ class TableWriter {
     sums.rank_offsets.assign(1, 0);
     sums.copy_offsets.push_back(0);
     for (std::int32_t w = 0; w < plan_.world_size; ++w) {
-      for (std::int64_t n = all.rank_offsets[to_size(w)]; n < all.rank_offsets[to_size(w) + 1];
-           ++n) {
-        if (copies_[to_size(n)] == 0) continue;
-        sums.seq_len.push_back(all.seq_len[to_size(n)]);
+      for (std::int64_t n = all.rank_offsets[w]; n < all.rank_offsets[w + 1]; ++n) {
+        if (copies_[n] == 0) continue;
+        sums.seq_len.push_back(all.seq_len[n]);
         sums.copy_offsets.push_back(all.destination_end(n));
       }
       sums.rank_offsets.push_back(std::ssize(sums.seq_len));
@@ -308,13 +302,12 @@ VarlenRouting compute_varlen_routing(const QkvPlan& plan, bool in_place) {
   std::vector<QueryRun> dispatched;
   RunFinder(plan, homes, in_place).find(staying, dispatched);
   VarlenRouting routing;
-  routing.ranks.resize(to_size(plan.world_size));
+  routing.ranks.resize(plan.world_size);
   std::sort(staying.begin(), staying.end(),
             [](const QueryRun& a, const QueryRun& b) { return a.q_row < b.q_row; });
   for (const QueryRun& run : staying) {
     if (run.q_rows == 0) continue;
-    routing.ranks[to_size(run.rank)].in_place.push_back(
-        {run.q_row, run.q_rows, run.kv_row, run.kv_rows});
+    routing.ranks[run.rank].in_place.push_back({run.q_row, run.q_rows, run.kv_row, run.kv_rows});
   }
   TableWriter(plan, homes, dispatched, routing).write();
   return routing;

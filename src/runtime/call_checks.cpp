@@ -1,6 +1,5 @@
 #include "call_checks.h"
 
-#include "core/to_size.h"
 #include "row_sum.h"
 #include "waybill/core/error.h"
 

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "call_checks.h"
-#include "core/to_size.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {

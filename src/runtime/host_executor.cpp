@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "core/copy_bytes.h"
-#include "core/to_size.h"
 #include "fingerprint_exchange.h"
 #include "row_sum.h"
 #include "runtime/executor.h"
@@ -15,7 +14,6 @@ namespace {
 
 using detail::FingerprintExchange;
 using detail::StallDetector;
-using detail::to_size;
 
 /// The tables stay where they are: in the plan.
 class NoTables final : public UploadedPlan {};
@@ -95,15 +93,15 @@ class HostExecutor final : public Executor {
     const std::int32_t world = plan.world_size;
     for (const WorkBatch& batch : plan.batches) {
       for (std::int32_t w = batch.first_wait; w < batch.first_wait + batch.num_waits; ++w) {
-        const BatchSlot& slot = plan.waits[to_size(w)];
+        const BatchSlot& slot = plan.waits[w];
         watch.wait(*call.slots, std::int64_t{world} + slot.slot, Rank{slot.rank});
       }
       for (auto c = batch.first_chunk; c < batch.first_chunk + batch.num_chunks; ++c) {
-        run_chunk(call, batch.kind, plan.chunks[to_size(c)]);
+        run_chunk(call, batch.kind, plan.chunks[c]);
       }
       detail::finish_streaming();
       for (std::int32_t s = batch.first_signal; s < batch.first_signal + batch.num_signals; ++s) {
-        const BatchSlot& slot = plan.signals[to_size(s)];
+        const BatchSlot& slot = plan.signals[s];
         transport_.signal(Rank{slot.rank}, {call.slots, std::int64_t{world} + slot.slot},
                           call.epoch);
       }
@@ -115,17 +113,17 @@ class HostExecutor final : public Executor {
       case BatchKind::send:
         return send(call, chunk);
       case BatchKind::forward: {
-        const std::int64_t pitch = call.plan->cuts[to_size(chunk.tensor)].row_bytes;
+        const std::int64_t pitch = call.plan->cuts[chunk.tensor].row_bytes;
         return send_rows(call, chunk, in_window(call, chunk.tensor, chunk), pitch);
       }
       case BatchKind::sum:
         return sum(call, chunk);
       case BatchKind::partial: {
         const auto sums = chunk.tensor + static_cast<std::int32_t>(call.plan->tensors.size());
-        const DType from = call.plan->tensors[to_size(chunk.tensor)].dtype;
+        const DType from = call.plan->tensors[chunk.tensor].dtype;
         const DType to = from == DType::float64 ? DType::float64 : DType::float32;
-        return sum_rows(call, chunk, in_window(call, sums, chunk),
-                        call.plan->cuts[to_size(sums)].row_bytes, to);
+        return sum_rows(call, chunk, in_window(call, sums, chunk), call.plan->cuts[sums].row_bytes,
+                        to);
       }
     }
   }
@@ -133,12 +131,12 @@ class HostExecutor final : public Executor {
   /// The first row of a chunk in this rank's window.
   static std::byte* in_window(const SequenceCall& call, std::int32_t tensor,
                               const RowChunk& chunk) {
-    return call.window->local + call.plan->window_offsets[to_size(tensor)] +
-           chunk.row * call.plan->cuts[to_size(tensor)].row_bytes;
+    return call.window->local + call.plan->window_offsets[tensor] +
+           chunk.row * call.plan->cuts[tensor].row_bytes;
   }
 
   void send(const SequenceCall& call, const RowChunk& chunk) {
-    const ConstTensorView& input = call.inputs[to_size(chunk.tensor)];
+    const ConstTensorView& input = call.inputs[chunk.tensor];
     const std::int64_t pitch = row_pitch(input);
     send_rows(call, chunk, input.data + chunk.row * pitch, pitch);
   }
@@ -151,7 +149,7 @@ class HostExecutor final : public Executor {
     const std::int64_t piece_bytes =
         one_piece ? std::int64_t{chunk.rows} * chunk.part_bytes : chunk.part_bytes;
     for (std::int32_t p = 0; p < chunk.num_addresses; ++p) {
-      const std::uint64_t address = call.plan->addresses[to_size(chunk.first_address + p)];
+      const std::uint64_t address = call.plan->addresses[chunk.first_address + p];
       for (std::int64_t k = 0; k < pieces; ++k) {
         put(*call.window, rank_of(address), offset_of(address) + k * piece_bytes, first + k * pitch,
             piece_bytes);
@@ -161,8 +159,8 @@ class HostExecutor final : public Executor {
 
   void put(const SymmetricBuffer& window, std::int32_t rank, std::int64_t offset,
            const std::byte* source, std::int64_t size_bytes) {
-    if (std::byte* const base = window.peers[to_size(rank)]; base != nullptr) {
-      detail::copy_bytes(base + offset, source, to_size(size_bytes), streaming_);
+    if (std::byte* const base = window.peers[rank]; base != nullptr) {
+      detail::copy_bytes(base + offset, source, size_bytes, streaming_);
     } else {
       transport_.put(window, {Rank{rank}, offset, source, size_bytes});
     }
@@ -192,13 +190,13 @@ class HostExecutor final : public Executor {
       const std::int64_t pitch = row_pitch(input);
       if (row_bytes == 0 || (input.data == base && pitch == row_bytes)) continue;
       for (std::int64_t row = 0; row < call.plan->window_rows[t]; ++row) {
-        std::memcpy(base + row * row_bytes, input.data + row * pitch, to_size(row_bytes));
+        std::memcpy(base + row * row_bytes, input.data + row * pitch, row_bytes);
       }
     }
   }
 
   void sum(const SequenceCall& call, const RowChunk& chunk) {
-    const TensorView& output = call.outputs[to_size(chunk.tensor)];
+    const TensorView& output = call.outputs[chunk.tensor];
     const std::int64_t pitch = output.strides[0] * dtype_bytes(output.dtype);
     sum_rows(call, chunk, output.data + chunk.row * pitch, pitch, output.dtype);
   }
@@ -206,19 +204,19 @@ class HostExecutor final : public Executor {
   /// @param row where the sum of the chunk's first row goes, as `to`
   void sum_rows(const SequenceCall& call, const RowChunk& chunk, std::byte* row, std::int64_t pitch,
                 DType to) {
-    const DType from = call.plan->tensors[to_size(chunk.tensor)].dtype;
+    const DType from = call.plan->tensors[chunk.tensor].dtype;
     const std::int64_t in_bytes = dtype_bytes(from);
     const bool batches = !call.plan->batches.empty();
-    addends_.resize(to_size(chunk.num_addresses));
+    addends_.resize(chunk.num_addresses);
     for (std::int64_t k = 0; k < chunk.rows; ++k) {
       for (std::int32_t p = 0; p < chunk.num_addresses; ++p) {
-        const std::uint64_t address = call.plan->addresses[to_size(chunk.first_address + p)];
+        const std::uint64_t address = call.plan->addresses[chunk.first_address + p];
         const bool is_sum = batches && (address & address_sum_bit) != 0;
         const std::int64_t row_bytes =
-            is_sum ? call.plan->cuts[to_size(chunk.tensor) + call.plan->tensors.size()].row_bytes
+            is_sum ? call.plan->cuts[chunk.tensor + call.plan->tensors.size()].row_bytes
                    : chunk.part_bytes;
-        const std::byte* const base = call.window->peers[to_size(rank_of(address))];
-        addends_[to_size(p)] = {
+        const std::byte* const base = call.window->peers[rank_of(address)];
+        addends_[p] = {
             base + offset_of(is_sum ? address & ~address_sum_bit : address) + k * row_bytes,
             is_sum};
       }

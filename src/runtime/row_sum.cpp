@@ -6,7 +6,6 @@
 #include <type_traits>
 
 #include "core/number.h"
-#include "core/to_size.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
@@ -32,25 +31,25 @@ void sum_as(std::span<const SumAddend> addends, std::byte* out, std::int64_t num
   using Sum = typename From::Sum;
   using OnTheWay = SumOf<From>;
   if (addends.size() == 1 && (addends[0].is_sum ? OnTheWay::dtype : From::dtype) == To::dtype) {
-    std::memcpy(out, addends[0].data, to_size(num_elements) * sizeof(Out));
+    std::memcpy(out, addends[0].data, num_elements * sizeof(Out));
     return;
   }
   std::array<Sum, block_elements> sums{};
   std::array<Sum, block_elements> values;
   std::array<Out, block_elements> rounded;
   for (std::int64_t first = 0; first < num_elements; first += block_elements) {
-    const std::size_t count = to_size(std::min(block_elements, num_elements - first));
+    const std::size_t count = std::min(block_elements, num_elements - first);
     for (std::size_t k = 0; k < addends.size(); ++k) {
       Sum* const into = k == 0 ? sums.data() : values.data();
       if (addends[k].is_sum) {
-        load<OnTheWay>(addends[k].data, to_size(first), count, into);
+        load<OnTheWay>(addends[k].data, first, count, into);
       } else {
-        load<From>(addends[k].data, to_size(first), count, into);
+        load<From>(addends[k].data, first, count, into);
       }
       for (std::size_t i = 0; k > 0 && i < count; ++i) sums[i] += values[i];
     }
     for (std::size_t i = 0; i < count; ++i) rounded[i] = To::round(sums[i]);
-    std::memcpy(out + to_size(first) * sizeof(Out), rounded.data(), count * sizeof(Out));
+    std::memcpy(out + first * sizeof(Out), rounded.data(), count * sizeof(Out));
   }
 }
 

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "core/printable.h"
-#include "core/to_size.h"
 #include "runtime/executor.h"
 #include "transport/transport.h"
 #include "waybill/core/error.h"
@@ -88,7 +87,7 @@ namespace {
 
 /// What came of the ranks of a run; each thread writes its own.
 struct RankErrors {
-  explicit RankErrors(std::int32_t world_size) : errors(detail::to_size(world_size)) {}
+  explicit RankErrors(std::int32_t world_size) : errors(world_size) {}
 
   /// An error of a rank's own comes before a deadline, which may have passed as that rank was gone,
   /// and that before what ranks say that were released.
@@ -147,9 +146,9 @@ void run_ranks_as_threads(std::int32_t world_size,
   std::atomic<std::int32_t> running = world_size;
   const auto run = [&](std::int32_t r) {
     const EnteredWaitScope entered(scope);
-    auto& error = ends.errors[detail::to_size(r)];
+    auto& error = ends.errors[r];
     try {
-      body(std::move(bootstraps[detail::to_size(r)]));
+      body(std::move(bootstraps[r]));
     } catch (...) {
       error = std::current_exception();
       scope->fail(concat("rank ", r, " failed: ", text_of(error)));

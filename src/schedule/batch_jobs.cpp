@@ -4,7 +4,6 @@
 #include <queue>
 
 #include "core/batch_bytes.h"
-#include "core/to_size.h"
 
 namespace waybill::detail {
 
@@ -19,32 +18,32 @@ JobOrder order_jobs(std::int32_t world_size, std::span<const BatchJob> jobs,
   std::vector<std::int32_t> first(count + 1);
   std::vector<std::int32_t> next(edges.size());
   for (const auto& [from, to] : edges) {
-    ++first[to_size(from) + 1];
-    ++waits[to_size(to)];
+    ++first[from + 1];
+    ++waits[to];
   }
   for (std::size_t j = 0; j < count; ++j) first[j + 1] += first[j];
   std::vector<std::int32_t> fill(first.begin(), first.end());
-  for (const auto& [from, to] : edges) next[to_size(fill[to_size(from)]++)] = to;
+  for (const auto& [from, to] : edges) next[fill[from]++] = to;
 
   using Entry = std::pair<std::int64_t, std::int32_t>;  // ready, job
   std::priority_queue<Entry, std::vector<Entry>, std::greater<>> queue;
   for (std::size_t j = 0; j < count; ++j) {
     if (waits[j] == 0) queue.emplace(0, static_cast<std::int32_t>(j));
   }
-  std::vector<std::int64_t> busy(to_size(world_size));
+  std::vector<std::int64_t> busy(world_size);
   while (!queue.empty()) {
     const auto [ready, job] = queue.top();
     queue.pop();
-    const BatchJob& current = jobs[to_size(job)];
-    std::int64_t& end = busy[to_size(current.rank)];
+    const BatchJob& current = jobs[job];
+    std::int64_t& end = busy[current.rank];
     result.order.push_back(job);
-    result.start[to_size(job)] = std::max(ready, end);
-    end = result.start[to_size(job)] + std::max<std::int64_t>(1, current.num_bytes);
-    result.finish[to_size(job)] = end;
-    for (std::int32_t e = first[to_size(job)]; e < first[to_size(job) + 1]; ++e) {
-      const std::int32_t to = next[to_size(e)];
-      result.ready[to_size(to)] = std::max(result.ready[to_size(to)], end);
-      if (--waits[to_size(to)] == 0) queue.emplace(result.ready[to_size(to)], to);
+    result.start[job] = std::max(ready, end);
+    end = result.start[job] + std::max<std::int64_t>(1, current.num_bytes);
+    result.finish[job] = end;
+    for (std::int32_t e = first[job]; e < first[job + 1]; ++e) {
+      const std::int32_t to = next[e];
+      result.ready[to] = std::max(result.ready[to], end);
+      if (--waits[to] == 0) queue.emplace(result.ready[to], to);
     }
   }
   return result;
@@ -61,27 +60,27 @@ std::int64_t batch_size(std::int64_t total_bytes, std::int64_t batch_bytes) {
 }
 
 std::int32_t HopBatches::behind(std::int32_t batch, std::int32_t rank) {
-  for (const std::int32_t other : behind_[to_size(batch)]) {
-    if (jobs[to_size(other)].rank == rank) return other;
+  for (const std::int32_t other : behind_[batch]) {
+    if (jobs[other].rank == rank) return other;
   }
   const auto made = static_cast<std::int32_t>(jobs.size());
   jobs.push_back({rank, 0});
   after.push_back(batch);
   behind_.emplace_back();
-  behind_[to_size(batch)].push_back(made);
+  behind_[batch].push_back(made);
   return made;
 }
 
 void HopBatches::start_own(std::span<const SequencePart> parts, std::span<const PartRoutes> routes,
                            std::int64_t batch_bytes,
                            const std::vector<std::vector<std::uint8_t>>& grouped) {
-  const auto world = to_size(parts.front().metadata->world_size);
+  const std::size_t world = parts.front().metadata->world_size;
   std::vector<std::int64_t> total(world);
   for (std::size_t p = 0; p < parts.size(); ++p) {
     const std::int64_t row_bytes = row_bytes_of(parts[p]);
     for (std::size_t h = 0; h < routes[p].hops.size(); ++h) {
       const RelayHop& hop = routes[p].hops[h];
-      if (grouped[p][h] != 0) total[to_size(hop.src_rank)] += hop.num_rows * row_bytes;
+      if (grouped[p][h] != 0) total[hop.src_rank] += hop.num_rows * row_bytes;
     }
   }
   std::vector<std::int32_t> open(world, -1);
@@ -92,11 +91,11 @@ void HopBatches::start_own(std::span<const SequencePart> parts, std::span<const 
       const RelayHop& hop = routes[p].hops[h];
       std::int32_t batch = -1;
       if (hop.after >= 0) {
-        batch = behind(of[p][to_size(hop.after)], hop.src_rank);
+        batch = behind(of[p][hop.after], hop.src_rank);
       } else if (grouped[p][h] != 0) {
-        std::int32_t& mine = open[to_size(hop.src_rank)];
-        const std::int64_t most = batch_size(total[to_size(hop.src_rank)], batch_bytes);
-        if (mine < 0 || jobs[to_size(mine)].num_bytes >= most) {
+        std::int32_t& mine = open[hop.src_rank];
+        const std::int64_t most = batch_size(total[hop.src_rank], batch_bytes);
+        if (mine < 0 || jobs[mine].num_bytes >= most) {
           mine = static_cast<std::int32_t>(jobs.size());
           jobs.push_back({hop.src_rank, 0});
           after.push_back(-1);
@@ -105,7 +104,7 @@ void HopBatches::start_own(std::span<const SequencePart> parts, std::span<const 
         batch = mine;
       }
       of[p][h] = batch;
-      if (batch >= 0) jobs[to_size(batch)].num_bytes += hop.num_rows * row_bytes;
+      if (batch >= 0) jobs[batch].num_bytes += hop.num_rows * row_bytes;
     }
   }
 }

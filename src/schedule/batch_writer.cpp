@@ -4,7 +4,6 @@
 #include <numeric>
 #include <tuple>
 
-#include "core/to_size.h"
 #include "segment_writer.h"
 #include "waybill/core/error.h"
 
@@ -45,7 +44,7 @@ void BatchAppender::begin(BatchKind kind) {
 }
 
 void BatchAppender::add(RowSegment segment, std::span<const std::uint64_t> addresses) {
-  const RowCut& cut = plan_.cuts[to_size(segment.tensor)];
+  const RowCut& cut = plan_.cuts[segment.tensor];
   segment.bucket = static_cast<std::int32_t>(plan_.batches.size());
   segment.first_chunk = static_cast<std::int32_t>(plan_.num_chunks);
   segment.first_address = static_cast<std::int32_t>(plan_.num_addresses);
@@ -75,12 +74,11 @@ void BatchAppender::end() {
 
 BatchWriter::BatchWriter(SequencePlan& plan, const WindowMap& windows)
     : plan_(plan), windows_(windows), appender_(plan) {
-  plan_.wire_bytes.assign(to_size(plan.world_size), 0);
+  plan_.wire_bytes.assign(plan.world_size, 0);
 }
 
 std::uint64_t BatchWriter::address(std::int32_t tensor, std::int32_t rank, std::int64_t row) const {
-  const std::int64_t offset =
-      windows_.offset(to_size(tensor), rank) + row * plan_.cuts[to_size(tensor)].row_bytes;
+  const std::int64_t offset = windows_.offset(tensor, rank) + row * plan_.cuts[tensor].row_bytes;
   const bool sums = tensor >= std::ssize(plan_.tensors);
   return static_cast<std::uint64_t>(rank) << address_rank_shift |
          static_cast<std::uint64_t>(offset) | (sums ? address_sum_bit : 0);
@@ -88,7 +86,7 @@ std::uint64_t BatchWriter::address(std::int32_t tensor, std::int32_t rank, std::
 
 void BatchWriter::add(std::int32_t tensor, std::int64_t row, std::int64_t rows,
                       std::span<const std::uint64_t> addresses) {
-  if (plan_.cuts[to_size(tensor)].row_bytes == 0 || rows == 0) return;
+  if (plan_.cuts[tensor].row_bytes == 0 || rows == 0) return;
   appender_.add({.row = row, .rows = rows, .tensor = tensor}, addresses);
 }
 
@@ -99,7 +97,7 @@ void BatchWriter::add(std::span<const RowMove> moves) {
     for (const RowMove& move : moves) {
       // Where rows go no executor looks at what they are.
       addresses_.push_back(address(t, move.dst_rank, move.dst_row) & ~address_sum_bit);
-      plan_.wire_bytes[to_size(move.dst_rank)] += move.rows * plan_.cuts[to_size(t)].row_bytes;
+      plan_.wire_bytes[move.dst_rank] += move.rows * plan_.cuts[t].row_bytes;
     }
     add(t, first.row, first.rows, addresses_);
   }
@@ -147,7 +145,7 @@ void alternate_moves(std::vector<RowMove>& moves, std::vector<std::size_t>& grou
     const RowMove& first = moves[groups[g]];
     std::int64_t row_bytes = 0;
     for (std::int32_t t = first.tensor; t < first.tensor + first.num_tensors; ++t)
-      row_bytes += plan.cuts[to_size(t)].row_bytes;
+      row_bytes += plan.cuts[t].row_bytes;
     // Rows that stay block no link.
     const bool local = groups[g + 1] - groups[g] == 1 && first.dst_rank == to_int(plan.rank);
     const std::int64_t most =
@@ -168,9 +166,9 @@ void alternate_moves(std::vector<RowMove>& moves, std::vector<std::size_t>& grou
   begins.push_back(pieces.size());
   moves = std::move(pieces);
   groups = std::move(begins);
-  std::vector<std::int64_t> total(to_size(plan.world_size));
+  std::vector<std::int64_t> total(plan.world_size);
   const auto bucket = [&](std::size_t g) {
-    return to_size(distance(to_int(plan.rank), moves[groups[g]].dst_rank, plan.world_size));
+    return distance(to_int(plan.rank), moves[groups[g]].dst_rank, plan.world_size);
   };
   std::vector<double> middle(bytes.size());
   for (std::size_t g = 0; g < bytes.size(); ++g) {

@@ -4,7 +4,6 @@
 #include "batch_jobs.h"
 #include "batch_writer.h"
 #include "batched_plans.h"
-#include "core/to_size.h"
 #include "network_writer.h"
 #include "plan_checks.h"
 #include "sort_unique.h"
@@ -64,7 +63,7 @@ class DispatchCompiler {
     const auto stages = staged_bytes(parts_, routes_, topology);
     const std::int64_t begin = windows_.add_stage(who_, stages, to_int(plan_.rank));
     split_network(plan_, topology, begin, options_.batch_bytes);
-    plan_.network.stage_bytes = stages[to_size(to_int(plan_.rank))];
+    plan_.network.stage_bytes = stages[to_int(plan_.rank)];
   }
 
   /// Whether somebody at the end of the hop waits for its batch.
@@ -88,14 +87,13 @@ class DispatchCompiler {
   void number_slots() {
     std::vector<std::uint8_t> signals(batches_.jobs.size());
     for (const std::int32_t before : batches_.after) {
-      if (before >= 0) signals[to_size(before)] = 1;
+      if (before >= 0) signals[before] = 1;
     }
     slots_.assign(batches_.jobs.size(), -1);
-    std::vector<std::int32_t> used(to_size(plan_.world_size));
+    std::vector<std::int32_t> used(plan_.world_size);
     for (const std::int32_t b : order_.order) {
-      const std::int32_t rank = batches_.jobs[to_size(b)].rank;
-      if (signals[to_size(b)] != 0)
-        slots_[to_size(b)] = used[to_size(rank)]++ * plan_.world_size + rank;
+      const std::int32_t rank = batches_.jobs[b].rank;
+      if (signals[b] != 0) slots_[b] = used[rank]++ * plan_.world_size + rank;
     }
     plan_.num_slots = *std::ranges::max_element(used);
   }
@@ -116,9 +114,9 @@ class DispatchCompiler {
     moves_.resize(batches_.jobs.size());
     std::vector<std::vector<std::int64_t>> entry_row(parts_.size());
     for (std::size_t p = 0; p < parts_.size(); ++p)
-      entry_row[p].assign(to_size(parts_[p].metadata->num_entries()), 0);
+      entry_row[p].assign(parts_[p].metadata->num_entries(), 0);
     for_own_entries(parts_, plan_.rank, [&](std::size_t p, std::int64_t entry, std::int64_t row) {
-      entry_row[p][to_size(entry)] = row;
+      entry_row[p][entry] = row;
       collect_entry(p, entry, row);
     });
     for (std::size_t p = 0; p < parts_.size(); ++p) {
@@ -129,13 +127,13 @@ class DispatchCompiler {
         if (hop.src_rank != me) continue;
         std::int64_t row = 0;
         if (hop.after < 0) {
-          row = entry_row[p][to_size(hop.shard)] + hop.row_begin;
+          row = entry_row[p][hop.shard] + hop.row_begin;
         } else {
-          const auto feed = to_size(hop.after);
+          const std::size_t feed = hop.after;
           row = routes.dst_row[feed] + hop.row_begin - routes.hops[feed].row_begin;
         }
         const std::int32_t batch = batches_.of[p][h];
-        auto& moves = batch < 0 ? leaves_ : moves_[to_size(batch)];
+        auto& moves = batch < 0 ? leaves_ : moves_[batch];
         moves.push_back(move_of(p, row, hop.num_rows, hop.dst_rank, routes.dst_row[h]));
         if (batch >= 0 && is_waited_for(p, h)) signals_.push_back({batch, hop.dst_rank});
       }
@@ -146,14 +144,13 @@ class DispatchCompiler {
   /// Copies that no hop brings: on this rank, and all of entries without hops.
   void collect_entry(std::size_t p, std::int64_t entry, std::int64_t row) {
     const SparseMetadata& metadata = *parts_[p].metadata;
-    const bool has_hops = routes_[p].has_hops[to_size(entry)] != 0;
+    const bool has_hops = routes_[p].has_hops[entry] != 0;
     for (auto c = metadata.destination_begin(entry); c < metadata.destination_end(entry); ++c) {
-      const std::int32_t dst = metadata.dst_rank[to_size(c)];
+      const std::int32_t dst = metadata.dst_rank[c];
       const bool local = dst == to_int(plan_.rank);
       if (has_hops && !local) continue;
       (local && options_.separate_local_copies ? local_ : leaves_)
-          .push_back(move_of(p, row, metadata.seq_len[to_size(entry)], dst,
-                             metadata.dst_offset[to_size(c)]));
+          .push_back(move_of(p, row, metadata.seq_len[entry], dst, metadata.dst_offset[c]));
     }
   }
 
@@ -161,20 +158,20 @@ class DispatchCompiler {
   void collect_copies(std::size_t p, std::size_t h) {
     const SparseMetadata& metadata = *parts_[p].metadata;
     const RelayHop& hop = routes_[p].hops[h];
-    auto& moves = moves_[to_size(batches_.behind(batches_.of[p][h], hop.dst_rank))];
+    auto& moves = moves_[batches_.behind(batches_.of[p][h], hop.dst_rank)];
     const std::int64_t begin = metadata.destination_begin(hop.shard);
     for (auto c = begin + routes_[p].first_destination[h] + 1;
          c < metadata.destination_end(hop.shard); ++c) {
-      if (metadata.dst_rank[to_size(c)] != hop.dst_rank) continue;
+      if (metadata.dst_rank[c] != hop.dst_rank) continue;
       moves.push_back(move_of(p, routes_[p].dst_row[h], hop.num_rows, hop.dst_rank,
-                              metadata.dst_offset[to_size(c)] + hop.row_begin));
+                              metadata.dst_offset[c] + hop.row_begin));
     }
   }
 
   void write_leaves_apart() {
     for (const RowMove& move : local_) {
       for (std::int32_t t = move.tensor; t < move.tensor + move.num_tensors; ++t) {
-        const std::int64_t row_bytes = plan_.cuts[to_size(t)].row_bytes;
+        const std::int64_t row_bytes = plan_.cuts[t].row_bytes;
         if (row_bytes == 0) continue;
         plan_.local_segments.push_back(
             {.row = move.row,
@@ -183,7 +180,7 @@ class DispatchCompiler {
              .first_destination = static_cast<std::int32_t>(plan_.segment_addresses.size()),
              .num_destinations = 1});
         plan_.segment_addresses.push_back(writer_.address(t, move.dst_rank, move.dst_row));
-        plan_.wire_bytes[to_size(move.dst_rank)] += move.rows * row_bytes;
+        plan_.wire_bytes[move.dst_rank] += move.rows * row_bytes;
       }
     }
     leaf_groups_ = group_moves(leaves_, to_int(plan_.rank), plan_.world_size);
@@ -201,7 +198,7 @@ class DispatchCompiler {
         const RowMove& move = leaves_[i];
         if (move.dst_rank == to_int(plan_.rank)) continue;
         for (std::int32_t t = move.tensor; t < move.tensor + move.num_tensors; ++t)
-          num_bytes -= move.rows * plan_.cuts[to_size(t)].row_bytes;
+          num_bytes -= move.rows * plan_.cuts[t].row_bytes;
       }
     }
     writer_.end();
@@ -211,25 +208,25 @@ class DispatchCompiler {
   void write() {
     std::int64_t busy = 0;
     for (const std::int32_t b : order_.order) {
-      if (batches_.jobs[to_size(b)].rank != to_int(plan_.rank)) continue;
-      write_leaves(order_.start[to_size(b)] - busy);
-      busy = order_.finish[to_size(b)];
+      if (batches_.jobs[b].rank != to_int(plan_.rank)) continue;
+      write_leaves(order_.start[b] - busy);
+      busy = order_.finish[b];
       write_batch(b);
     }
     write_leaves(std::numeric_limits<std::int64_t>::max());
   }
 
   void write_batch(std::int32_t b) {
-    const std::int32_t before = batches_.after[to_size(b)];
+    const std::int32_t before = batches_.after[b];
     writer_.begin(before < 0 ? BatchKind::send : BatchKind::forward);
-    if (before >= 0) writer_.wait({batches_.jobs[to_size(before)].rank, slots_[to_size(before)]});
-    auto& moves = moves_[to_size(b)];
+    if (before >= 0) writer_.wait({batches_.jobs[before].rank, slots_[before]});
+    auto& moves = moves_[b];
     const auto groups = group_moves(moves, to_int(plan_.rank), plan_.world_size);
     for (std::size_t g = 0; g + 1 < groups.size(); ++g)
       writer_.add(std::span(moves).subspan(groups[g], groups[g + 1] - groups[g]));
     for (auto s = std::ranges::lower_bound(signals_, Signal{b, 0});
          s != signals_.end() && s->batch == b; ++s) {
-      writer_.signal({s->rank, slots_[to_size(b)]});
+      writer_.signal({s->rank, slots_[b]});
     }
     writer_.end();
   }

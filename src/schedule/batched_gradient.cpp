@@ -3,7 +3,6 @@
 
 #include "batch_writer.h"
 #include "batched_plans.h"
-#include "core/to_size.h"
 #include "gradient_returns.h"
 #include "network_writer.h"
 #include "sort_unique.h"
@@ -43,7 +42,7 @@ class GradientCompiler {
         returns_(parts, routes_, needed_, topology_of(plan, options), options.batch_bytes),
         windows_(who, parts, returns_.rows, batched_window_bits),
         writer_(plan, windows_),
-        read_from_(to_size(plan.world_size), -1) {}
+        read_from_(plan.world_size, -1) {}
 
   void compile() {
     collect_children();
@@ -77,12 +76,11 @@ class GradientCompiler {
     for (std::size_t p = 0; p < parts_.size(); ++p) {
       const PartRoutes& routes = routes_[p];
       children_.emplace_back(routes.hops.size());
-      from_home_.emplace_back(to_size(parts_[p].metadata->num_entries()));
+      from_home_.emplace_back(parts_[p].metadata->num_entries());
       for (std::size_t h = 0; h < routes.hops.size(); ++h) {
         const RelayHop& hop = routes.hops[h];
         if (hop.src_rank != me) continue;
-        auto& list =
-            hop.after < 0 ? from_home_[p][to_size(hop.shard)] : children_[p][to_size(hop.after)];
+        auto& list = hop.after < 0 ? from_home_[p][hop.shard] : children_[p][hop.after];
         list.push_back(static_cast<std::int32_t>(h));
       }
     }
@@ -95,7 +93,7 @@ class GradientCompiler {
     std::vector<std::int64_t>& cuts = cuts_;
     cuts.assign({begin, end});
     for (const std::int32_t h : children) {
-      const RelayHop& hop = routes_[p].hops[to_size(h)];
+      const RelayHop& hop = routes_[p].hops[h];
       cuts.push_back(std::clamp(hop.row_begin, begin, end));
       cuts.push_back(std::clamp(hop.row_begin + hop.num_rows, begin, end));
     }
@@ -114,26 +112,26 @@ class GradientCompiler {
     piece.first_addend = addends_.size();
     piece.first_wait = waits_.size();
     ++stamp_;
-    read_from_[to_size(me)] = stamp_;
+    read_from_[me] = stamp_;
     for (const std::int32_t h : children) {
-      const RelayHop& hop = routes_[p].hops[to_size(h)];
+      const RelayHop& hop = routes_[p].hops[h];
       if (begin < hop.row_begin || begin >= hop.row_begin + hop.num_rows) continue;
-      if (returns_.kind[p][to_size(h)] == ReturnKind::read) {
-        read_from_[to_size(hop.dst_rank)] = stamp_;
+      if (returns_.kind[p][h] == ReturnKind::read) {
+        read_from_[hop.dst_rank] = stamp_;
       } else {
         add_return(piece, h, begin - hop.row_begin);
       }
     }
     const SparseMetadata& metadata = *parts_[p].metadata;
-    const bool direct = routes_[p].has_hops[to_size(entry)] == 0;
+    const bool direct = routes_[p].has_hops[entry] == 0;
     for (auto c = metadata.destination_begin(entry); c < metadata.destination_end(entry); ++c) {
-      const std::int32_t rank = metadata.dst_rank[to_size(c)];
-      if (!direct && read_from_[to_size(rank)] != stamp_) continue;
+      const std::int32_t rank = metadata.dst_rank[c];
+      if (!direct && read_from_[rank] != stamp_) continue;
       addends_.push_back({.key = static_cast<std::int32_t>(c - metadata.destination_begin(entry)),
                           .from = rank,
                           .rank = rank,
                           .sum = false,
-                          .row = metadata.dst_offset[to_size(c)] + begin});
+                          .row = metadata.dst_offset[c] + begin});
     }
     piece.last_addend = addends_.size();
     piece.last_wait = waits_.size();
@@ -143,17 +141,16 @@ class GradientCompiler {
 
   void add_return(SumPiece& piece, std::int32_t h, std::int64_t row) {
     const std::size_t p = piece.part;
-    const std::int32_t batch = returns_.batch[p][to_size(h)];
-    const bool network = returns_.batches[to_size(batch)].network;
-    const std::int32_t dst = routes_[p].hops[to_size(h)].dst_rank;
-    addends_.push_back(
-        {.key = returns_.key[p][to_size(h)],
-         .from = dst,
-         .rank = network ? to_int(plan_.rank) : dst,
-         .sum = returns_.kind[p][to_size(h)] == ReturnKind::sum,
-         .row = (network ? returns_.land_row : returns_.sum_row)[p][to_size(h)] + row});
+    const std::int32_t batch = returns_.batch[p][h];
+    const bool network = returns_.batches[batch].network;
+    const std::int32_t dst = routes_[p].hops[h].dst_rank;
+    addends_.push_back({.key = returns_.key[p][h],
+                        .from = dst,
+                        .rank = network ? to_int(plan_.rank) : dst,
+                        .sum = returns_.kind[p][h] == ReturnKind::sum,
+                        .row = (network ? returns_.land_row : returns_.sum_row)[p][h] + row});
     waits_.push_back(batch);
-    piece.ready = std::max(piece.ready, returns_.order.finish[to_size(batch)]);
+    piece.ready = std::max(piece.ready, returns_.order.finish[batch]);
   }
 
   /// The sums and the puts of each batch that this rank returns.
@@ -164,7 +161,7 @@ class GradientCompiler {
       for (std::size_t h = 0; h < routes_[p].hops.size(); ++h) {
         const RelayHop& hop = routes_[p].hops[h];
         if (hop.dst_rank != to_int(plan_.rank) || returns_.batch[p][h] < 0) continue;
-        const auto b = to_size(returns_.batch[p][h]);
+        const std::size_t b = returns_.batch[p][h];
         if (returns_.kind[p][h] == ReturnKind::sum) {
           add_pieces(sums_of_[b], p, hop.shard, hop.row_begin, hop.row_begin + hop.num_rows,
                      returns_.sum_row[p][h], children_[p][h]);
@@ -179,8 +176,7 @@ class GradientCompiler {
   void collect_sums() {
     std::vector<SumPiece> all;
     for_own_entries(parts_, plan_.rank, [&](std::size_t p, std::int64_t entry, std::int64_t row) {
-      add_pieces(all, p, entry, 0, parts_[p].metadata->seq_len[to_size(entry)], row,
-                 from_home_[p][to_size(entry)]);
+      add_pieces(all, p, entry, 0, parts_[p].metadata->seq_len[entry], row, from_home_[p][entry]);
     });
     for (const SumPiece& piece : all)
       (piece.first_wait == piece.last_wait ? leaves_ : sums_).push_back(piece);
@@ -199,8 +195,7 @@ class GradientCompiler {
         const Addend& addend = addends_[a];
         const auto tensor = t + (addend.sum ? static_cast<std::int32_t>(plan_.tensors.size()) : 0);
         addresses_.push_back(writer_.address(tensor, addend.rank, addend.row));
-        plan_.wire_bytes[to_size(addend.from)] +=
-            piece.rows * plan_.cuts[to_size(tensor)].row_bytes;
+        plan_.wire_bytes[addend.from] += piece.rows * plan_.cuts[tensor].row_bytes;
       }
       writer_.add(t, piece.to_row, piece.rows, addresses_);
     }
@@ -216,7 +211,7 @@ class GradientCompiler {
     }
     sort_unique(batches);
     for (const std::int32_t b : batches)
-      writer_.wait({returns_.jobs[to_size(b)].rank, returns_.batches[to_size(b)].slot});
+      writer_.wait({returns_.jobs[b].rank, returns_.batches[b].slot});
   }
 
   void write_return(std::size_t b) {
@@ -278,12 +273,12 @@ class GradientCompiler {
       }
     };
     for (const std::int32_t b : returns_.order.order) {
-      if (returns_.jobs[to_size(b)].rank != to_int(plan_.rank)) continue;
-      const std::int64_t ready = returns_.order.ready[to_size(b)];
+      if (returns_.jobs[b].rank != to_int(plan_.rank)) continue;
+      const std::int64_t ready = returns_.order.ready[b];
       write_until(ready);
       write_leaves(ready - busy);
-      busy = std::max(busy, ready) + returns_.jobs[to_size(b)].num_bytes;
-      write_return(to_size(b));
+      busy = std::max(busy, ready) + returns_.jobs[b].num_bytes;
+      write_return(b);
     }
     write_until(std::numeric_limits<std::int64_t>::max());
     write_leaves(std::numeric_limits<std::int64_t>::max());

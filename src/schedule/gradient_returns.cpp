@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "core/to_size.h"
 #include "sort_unique.h"
 
 namespace waybill::detail {
@@ -35,7 +34,7 @@ void GradientReturns::find_kinds(std::span<const PartRoutes> routes, const Topol
     for (std::size_t h = part.hops.size(); h-- > 0;) {
       if (part.first_destination[h] >= 0) keys[h] = std::min(keys[h], part.first_destination[h]);
       if (part.hops[h].after < 0) continue;
-      std::int32_t& feed = keys[to_size(part.hops[h].after)];
+      std::int32_t& feed = keys[part.hops[h].after];
       feed = std::min(feed, keys[h]);
     }
   }
@@ -54,9 +53,9 @@ void GradientReturns::find_batches(std::span<const SequencePart> parts,
     for (std::size_t h = 0; h < routes[p].hops.size(); ++h) {
       if (kind[p][h] == ReturnKind::read) continue;
       const RelayHop& hop = routes[p].hops[h];
-      auto& candidates = of_forward[to_size(forward.of[p][h])];
+      auto& candidates = of_forward[forward.of[p][h]];
       const auto found = std::ranges::find_if(
-          candidates, [&](std::int32_t b) { return jobs[to_size(b)].rank == hop.dst_rank; });
+          candidates, [&](std::int32_t b) { return jobs[b].rank == hop.dst_rank; });
       std::int32_t batch_idx = found != candidates.end() ? *found : -1;
       if (batch_idx < 0) {
         batch_idx = static_cast<std::int32_t>(batches.size());
@@ -67,9 +66,8 @@ void GradientReturns::find_batches(std::span<const SequencePart> parts,
              .network = topology.node(Rank{hop.src_rank}) != topology.node(Rank{hop.dst_rank})});
       }
       batch[p][h] = batch_idx;
-      jobs[to_size(batch_idx)].num_bytes += hop.num_rows * row_bytes;
-      batches[to_size(batch_idx)].sums =
-          batches[to_size(batch_idx)].sums || kind[p][h] == ReturnKind::sum;
+      jobs[batch_idx].num_bytes += hop.num_rows * row_bytes;
+      batches[batch_idx].sums = batches[batch_idx].sums || kind[p][h] == ReturnKind::sum;
     }
   }
 }
@@ -88,9 +86,9 @@ void GradientReturns::take_rows(std::span<const PartRoutes> routes,
       const RelayHop& hop = routes[p].hops[h];
       if (kind[p][h] == ReturnKind::read) continue;
       const bool sum = kind[p][h] == ReturnKind::sum;
-      if (sum) sum_row[p][h] = take(used.sums[to_size(hop.dst_rank)], hop.num_rows);
-      if (!batches[to_size(batch[p][h])].network) continue;
-      land_row[p][h] = take((sum ? used.sums : used.tensor)[to_size(hop.src_rank)], hop.num_rows);
+      if (sum) sum_row[p][h] = take(used.sums[hop.dst_rank], hop.num_rows);
+      if (!batches[batch[p][h]].network) continue;
+      land_row[p][h] = take((sum ? used.sums : used.tensor)[hop.src_rank], hop.num_rows);
     }
     rows.push_back(std::move(used));
   }
@@ -101,18 +99,17 @@ void GradientReturns::order_batches(std::span<const PartRoutes> routes, std::int
   for (std::size_t p = 0; p < routes.size(); ++p) {
     for (std::size_t h = 0; h < routes[p].hops.size(); ++h) {
       const std::int32_t feed = routes[p].hops[h].after;
-      if (feed >= 0 && batch[p][h] >= 0) edges.emplace_back(batch[p][h], batch[p][to_size(feed)]);
+      if (feed >= 0 && batch[p][h] >= 0) edges.emplace_back(batch[p][h], batch[p][feed]);
     }
   }
   sort_unique(edges);
   order = order_jobs(world_size, jobs, edges);
-  std::vector<std::int32_t> used(to_size(world_size));
+  std::vector<std::int32_t> used(world_size);
   for (const std::int32_t b : order.order) {
-    const std::int32_t rank = jobs[to_size(b)].rank;
-    const auto next = [&] { return used[to_size(rank)]++ * world_size + rank; };
-    if (batches[to_size(b)].network && batches[to_size(b)].sums)
-      batches[to_size(b)].own_slot = next();
-    batches[to_size(b)].slot = next();
+    const std::int32_t rank = jobs[b].rank;
+    const auto next = [&] { return used[rank]++ * world_size + rank; };
+    if (batches[b].network && batches[b].sums) batches[b].own_slot = next();
+    batches[b].slot = next();
   }
   num_slots = *std::ranges::max_element(used);
 }

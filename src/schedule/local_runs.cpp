@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/to_size.h"
-
 namespace waybill::detail {
 namespace {
 
@@ -20,15 +18,15 @@ std::vector<LocalRun> local_runs(const SparseMetadata& metadata, Rank rank) {
   std::vector<LocalRun> runs;
   bool open = false;
   std::int64_t row = 0;
-  const auto r = to_size(to_int(rank));
+  const std::size_t r = to_int(rank);
   for (auto j = metadata.rank_offsets[r]; j < metadata.rank_offsets[r + 1]; ++j) {
-    const std::int64_t rows = metadata.seq_len[to_size(j)];
+    const std::int64_t rows = metadata.seq_len[j];
     if (rows == 0) continue;
     const std::int64_t copy = metadata.destination_begin(j);
     const bool stays =
-        metadata.destination_end(j) - copy == 1 && metadata.dst_rank[to_size(copy)] == to_int(rank);
+        metadata.destination_end(j) - copy == 1 && metadata.dst_rank[copy] == to_int(rank);
     if (stays) {
-      const std::int64_t dst_row = metadata.dst_offset[to_size(copy)];
+      const std::int64_t dst_row = metadata.dst_offset[copy];
       if (!open || runs.back().window_row + runs.back().rows != dst_row) {
         runs.push_back({.first_entry = j, .row = row, .window_row = dst_row});
       }
@@ -63,9 +61,9 @@ std::vector<std::vector<LocalRun>> long_local_runs(std::span<const SequencePart>
 std::vector<StagedRows> rows_to_stage(const SequencePlan& plan) {
   std::vector<std::vector<std::pair<std::int64_t, std::int64_t>>> local(plan.tensors.size());
   for (const RowSegment& segment : plan.local_segments) {
-    const std::size_t t = to_size(segment.tensor);
+    const std::size_t t = segment.tensor;
     const auto offset = static_cast<std::int64_t>(
-        plan.segment_addresses[to_size(segment.first_destination)] & address_offset_mask);
+        plan.segment_addresses[segment.first_destination] & address_offset_mask);
     const std::int64_t row = (offset - plan.window_offsets[t]) / plan.cuts[t].row_bytes;
     local[t].emplace_back(row, row + segment.rows);
   }

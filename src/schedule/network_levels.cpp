@@ -26,8 +26,8 @@ class Levels {
         pads_(plans.size()),
         ready_(plans.size()) {
     for (std::size_t r = 0; r < plans.size(); ++r) {
-      pads_[r].resize(to_size(plans[r]->num_slots) * plans.size());
-      ready_[r].resize(to_size(plans[r]->network.num_ready));
+      pads_[r].resize(plans[r]->num_slots * plans.size());
+      ready_[r].resize(plans[r]->network.num_ready);
     }
     for (std::size_t r = 0; r < plans.size(); ++r) note_raisers(r);
   }
@@ -54,32 +54,31 @@ class Levels {
   void note_raisers(std::size_t r) {
     const SequencePlan& plan = *plans_[r];
     const auto note = [&](const BatchSlot& slot, std::size_t idx, bool is_step) {
-      auto& slots = slot.rank == plan.world_size ? ready_[r] : pads_[to_size(slot.rank)];
-      slots.at(to_size(slot.slot)) = {static_cast<std::int32_t>(r), static_cast<std::int32_t>(idx),
-                                      is_step};
+      auto& slots = slot.rank == plan.world_size ? ready_[r] : pads_[slot.rank];
+      slots.at(slot.slot) = {static_cast<std::int32_t>(r), static_cast<std::int32_t>(idx), is_step};
     };
     for (std::size_t b = 0; b < plan.batches.size(); ++b) {
       const WorkBatch& batch = plan.batches[b];
       for (std::int32_t s = 0; s < batch.num_signals; ++s)
-        note(plan.signals[to_size(batch.first_signal + s)], b, false);
+        note(plan.signals[batch.first_signal + s], b, false);
     }
     for (std::size_t i = 0; i < plan.network.steps.size(); ++i) {
       const NetworkStep& step = plan.network.steps[i];
       for (std::int32_t s = 0; s < step.num_signals; ++s)
-        note(plan.network.signals[to_size(step.first_signal + s)], i, true);
+        note(plan.network.signals[step.first_signal + s], i, true);
     }
   }
 
   /// The level at which a wait ends; unknown: so far.
   [[nodiscard]] std::int32_t end_of(std::size_t r, const BatchSlot& slot) const {
     const auto& slots = slot.rank == plans_[r]->world_size ? ready_[r] : pads_[r];
-    const Raiser& raiser = slots.at(to_size(slot.slot));
+    const Raiser& raiser = slots.at(slot.slot);
     if (raiser.rank < 0) {
       throw InternalError(concat("network_levels: nobody raises slot ", slot.slot, " of rank ", r));
     }
-    const auto& known = (raiser.is_step ? steps_ : batches_)[to_size(raiser.rank)];
+    const auto& known = (raiser.is_step ? steps_ : batches_)[raiser.rank];
     if (to_size(raiser.idx) >= known.size()) return unknown;
-    return known[to_size(raiser.idx)] + (raiser.is_step ? 1 : 0);
+    return known[raiser.idx] + (raiser.is_step ? 1 : 0);
   }
 
   /// The highest of `level` and the ends of the waits; unknown: so far.
@@ -97,8 +96,7 @@ class Levels {
     const SequencePlan& plan = *plans_[r];
     if (batches_[r].size() == plan.batches.size()) return false;
     const WorkBatch& batch = plan.batches[batches_[r].size()];
-    const auto waits =
-        std::span(plan.waits).subspan(to_size(batch.first_wait), to_size(batch.num_waits));
+    const auto waits = std::span(plan.waits).subspan(batch.first_wait, batch.num_waits);
     const std::int32_t level = end_of(r, waits, batches_[r].empty() ? 0 : batches_[r].back());
     if (level == unknown) return false;
     batches_[r].push_back(level);
@@ -109,8 +107,7 @@ class Levels {
     const NetworkProgram& network = plans_[r]->network;
     if (steps_[r].size() == network.steps.size()) return false;
     const NetworkStep& step = network.steps[steps_[r].size()];
-    const auto waits =
-        std::span(network.waits).subspan(to_size(step.first_wait), to_size(step.num_waits));
+    const auto waits = std::span(network.waits).subspan(step.first_wait, step.num_waits);
     const std::int32_t level = end_of(r, waits, 0);
     if (level == unknown) return false;
     steps_[r].push_back(level);

@@ -5,7 +5,6 @@
 #include <map>
 #include <tuple>
 
-#include "core/to_size.h"
 #include "network_levels.h"
 
 namespace waybill::detail {
@@ -33,9 +32,9 @@ class PhaseWriter {
   }
 
   std::vector<NetworkPhase> write() {
-    const NetworkProgram& own = plans_[to_size(rank_)]->network;
+    const NetworkProgram& own = plans_[rank_]->network;
     for (std::size_t i = 0; i < own.steps.size(); ++i) {
-      auto& waits = phases_[numbers_[to_size(rank_)][i]].waits;
+      auto& waits = phases_[numbers_[rank_][i]].waits;
       const auto first = own.waits.begin() + own.steps[i].first_wait;
       waits.insert(waits.end(), first, first + own.steps[i].num_waits);
     }
@@ -55,7 +54,7 @@ class PhaseWriter {
 
  private:
   [[nodiscard]] bool is_dispatch() const {
-    return plans_[to_size(rank_)]->operation == SequenceOperation::dispatch;
+    return plans_[rank_]->operation == SequenceOperation::dispatch;
   }
 
   static std::vector<std::int64_t> number_steps(const NetworkProgram& network,
@@ -68,24 +67,24 @@ class PhaseWriter {
       numbers.push_back((std::int64_t{levels[i]} << part_bits) + bytes / phase_bytes);
       const NetworkStep& step = network.steps[i];
       for (std::int32_t p = 0; p < step.num_puts; ++p)
-        bytes += network.puts[to_size(step.first_put + p)].size_bytes;
+        bytes += network.puts[step.first_put + p].size_bytes;
     }
     return numbers;
   }
 
   /// Both sides find the same.
   [[nodiscard]] TrafficByPhase traffic(std::int32_t from, std::int32_t to) const {
-    const NetworkProgram& network = plans_[to_size(from)]->network;
+    const NetworkProgram& network = plans_[from]->network;
     TrafficByPhase result;
     for (std::size_t i = 0; i < network.steps.size(); ++i) {
       const NetworkStep& step = network.steps[i];
-      const std::int64_t number = numbers_[to_size(from)][i];
+      const std::int64_t number = numbers_[from][i];
       for (std::int32_t p = step.first_put; p < step.first_put + step.num_puts; ++p) {
-        const NetworkPut& put = network.puts[to_size(p)];
+        const NetworkPut& put = network.puts[p];
         if (put.peer == to && put.size_bytes > 0) add(result[number].puts, put);
       }
       for (std::int32_t s = step.first_signal; s < step.first_signal + step.num_signals; ++s) {
-        const BatchSlot& slot = network.signals[to_size(s)];
+        const BatchSlot& slot = network.signals[s];
         if (slot.rank == to) result[number].slots.push_back(slot.slot);
       }
     }

@@ -6,7 +6,6 @@
 
 #include "batch_jobs.h"
 #include "batch_writer.h"
-#include "core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -33,7 +32,7 @@ class NetworkSplitter {
         waits_(std::exchange(plan.waits, {})),
         signals_(std::exchange(plan.signals, {})),
         appender_(plan),
-        last_put_(to_size(plan.world_size)) {
+        last_put_(plan.world_size) {
     plan.num_chunks = 0;
     plan.num_addresses = 0;
   }
@@ -67,11 +66,10 @@ class NetworkSplitter {
     return rank < plan_.world_size && topology_.node(Rank{rank}) != node_;
   }
   [[nodiscard]] std::span<const std::uint64_t> addresses_of(const RowSegment& segment) const {
-    return std::span(addresses_)
-        .subspan(to_size(segment.first_destination), to_size(segment.num_destinations));
+    return std::span(addresses_).subspan(segment.first_destination, segment.num_destinations);
   }
   [[nodiscard]] std::int64_t bytes_of(const RowSegment& segment) const {
-    return segment.rows * plan_.cuts[to_size(segment.tensor)].row_bytes;
+    return segment.rows * plan_.cuts[segment.tensor].row_bytes;
   }
   [[nodiscard]] std::int64_t network_bytes(const RowSegment& segment) const {
     const auto far = std::ranges::count_if(
@@ -81,7 +79,7 @@ class NetworkSplitter {
   [[nodiscard]] std::int64_t network_bytes(const WorkBatch& batch) const {
     std::int64_t bytes = 0;
     for (std::int32_t s = 0; s < batch.num_segments; ++s)
-      bytes += network_bytes(segments_[to_size(batch.first_segment + s)]);
+      bytes += network_bytes(segments_[batch.first_segment + s]);
     return bytes;
   }
   static bool is_leaf(const WorkBatch& batch) {
@@ -94,7 +92,7 @@ class NetworkSplitter {
     std::int64_t bytes = 0;
     chosen_.clear();
     for (std::int32_t s = batch.first_segment; s < batch.first_segment + batch.num_segments; ++s) {
-      const std::int64_t more = network_bytes(segments_[to_size(s)]);
+      const std::int64_t more = network_bytes(segments_[s]);
       if (more == 0) {
         rest.push_back(s);
         continue;
@@ -119,11 +117,10 @@ class NetworkSplitter {
     } else if (from.kind == BatchKind::forward) {
       put_from_window();
     } else {
-      for (const std::int32_t s : chosen_)
-        appender_.add(segments_[to_size(s)], addresses_of(segments_[to_size(s)]));
+      for (const std::int32_t s : chosen_) appender_.add(segments_[s], addresses_of(segments_[s]));
     }
     for (std::int32_t s = from.first_signal; s < from.first_signal + from.num_signals; ++s) {
-      const BatchSlot& slot = signals_[to_size(s)];
+      const BatchSlot& slot = signals_[s];
       (is_far(slot.rank) ? plan_.network.signals : plan_.signals).push_back(slot);
     }
     end_step(from);
@@ -142,7 +139,7 @@ class NetworkSplitter {
   /// Own rows: one address in the stage instead of those on other nodes, from which they are put.
   void stage() {
     const auto first_far = [&](std::int32_t s) {
-      const auto addresses = addresses_of(segments_[to_size(s)]);
+      const auto addresses = addresses_of(segments_[s]);
       const auto far = std::ranges::find_if(
           addresses, [&](std::uint64_t address) { return is_far(rank_of(address)); });
       return far == addresses.end() ? ~std::uint64_t{0} : *far;
@@ -151,7 +148,7 @@ class NetworkSplitter {
     std::ranges::stable_sort(order, {}, first_far);
     std::vector<std::pair<std::int32_t, std::int64_t>> staged;  // segment, where
     for (const std::int32_t s : order) {
-      const RowSegment& segment = segments_[to_size(s)];
+      const RowSegment& segment = segments_[s];
       if (network_bytes(segment) == 0) continue;
       staged.emplace_back(s, stage_);
       put_far(segment, stage_);
@@ -160,20 +157,20 @@ class NetworkSplitter {
     std::ranges::sort(staged);
     for (const std::int32_t s : chosen_) {
       const auto where = std::ranges::lower_bound(staged, std::pair(s, std::int64_t{0}));
-      keep_near(segments_[to_size(s)]);
+      keep_near(segments_[s]);
       if (where != staged.end() && where->first == s) {
         near_.push_back(static_cast<std::uint64_t>(to_int(plan_.rank)) << address_rank_shift |
                         static_cast<std::uint64_t>(where->second));
       }
-      if (!near_.empty()) appender_.add(segments_[to_size(s)], near_);
+      if (!near_.empty()) appender_.add(segments_[s], near_);
     }
   }
 
   void put_from_window() {
     for (const std::int32_t s : chosen_) {
-      const RowSegment& segment = segments_[to_size(s)];
-      put_far(segment, plan_.window_offsets[to_size(segment.tensor)] +
-                           segment.row * plan_.cuts[to_size(segment.tensor)].row_bytes);
+      const RowSegment& segment = segments_[s];
+      put_far(segment, plan_.window_offsets[segment.tensor] +
+                           segment.row * plan_.cuts[segment.tensor].row_bytes);
       keep_near(segment);
       if (!near_.empty()) appender_.add(segment, near_);
     }
@@ -196,17 +193,16 @@ class NetworkSplitter {
   /// What continues the last put to the peer is one with it, up to max_put_bytes.
   void add_put(std::int32_t peer, std::int64_t from, std::int64_t to, std::int64_t bytes) {
     std::vector<NetworkPut>& puts = plan_.network.puts;
-    std::int32_t& last = last_put_[to_size(peer)];
+    std::int32_t& last = last_put_[peer];
     while (bytes > 0) {
-      const bool continues =
-          last >= 0 && puts[to_size(last)].from_bytes + puts[to_size(last)].size_bytes == from &&
-          puts[to_size(last)].to_bytes + puts[to_size(last)].size_bytes == to &&
-          puts[to_size(last)].size_bytes < max_put_bytes;
+      const bool continues = last >= 0 && puts[last].from_bytes + puts[last].size_bytes == from &&
+                             puts[last].to_bytes + puts[last].size_bytes == to &&
+                             puts[last].size_bytes < max_put_bytes;
       if (!continues) {
         last = static_cast<std::int32_t>(puts.size());
         puts.push_back({.from_bytes = from, .to_bytes = to, .peer = peer, .step = num_steps()});
       }
-      NetworkPut& put = puts[to_size(last)];
+      NetworkPut& put = puts[last];
       const std::int64_t size = std::min(bytes, max_put_bytes - put.size_bytes);
       put.size_bytes += size;
       from += size;
@@ -229,7 +225,7 @@ class NetworkSplitter {
     step_.num_puts = static_cast<std::int32_t>(network.puts.size()) - step_.first_put;
     if (from.kind != BatchKind::send) {
       for (std::int32_t w = from.first_wait; w < from.first_wait + from.num_waits; ++w)
-        network.waits.push_back(waits_[to_size(w)]);
+        network.waits.push_back(waits_[w]);
     } else if (appender_.has_chunks()) {
       const BatchSlot ready{plan_.world_size, network.num_ready++};
       plan_.signals.push_back(ready);
@@ -242,7 +238,7 @@ class NetworkSplitter {
   void end_batch(const WorkBatch& from) {
     if (appender_.is_empty()) return;
     for (std::int32_t w = from.first_wait; w < from.first_wait + from.num_waits; ++w)
-      plan_.waits.push_back(waits_[to_size(w)]);
+      plan_.waits.push_back(waits_[w]);
     appender_.end();
   }
 
@@ -270,7 +266,7 @@ class NetworkSplitter {
 std::vector<std::int64_t> staged_bytes(std::span<const SequencePart> parts,
                                        std::span<const PartRoutes> routes,
                                        const Topology& topology) {
-  std::vector<std::int64_t> bytes(to_size(topology.world_size));
+  std::vector<std::int64_t> bytes(topology.world_size);
   const auto crosses = [&](std::int32_t from, std::int32_t to) {
     return topology.node(Rank{from}) != topology.node(Rank{to});
   };
@@ -279,14 +275,13 @@ std::vector<std::int64_t> staged_bytes(std::span<const SequencePart> parts,
     const SparseMetadata& metadata = *parts[p].metadata;
     for (const RelayHop& hop : routes[p].hops) {
       if (hop.after < 0 && crosses(hop.src_rank, hop.dst_rank))
-        bytes[to_size(hop.src_rank)] += hop.num_rows * row_bytes;
+        bytes[hop.src_rank] += hop.num_rows * row_bytes;
     }
     for (std::int64_t entry = 0; entry < metadata.num_entries(); ++entry) {
-      if (routes[p].has_hops[to_size(entry)] != 0) continue;
-      const std::int32_t home = routes[p].home[to_size(entry)];
+      if (routes[p].has_hops[entry] != 0) continue;
+      const std::int32_t home = routes[p].home[entry];
       for (auto c = metadata.destination_begin(entry); c < metadata.destination_end(entry); ++c) {
-        if (crosses(home, metadata.dst_rank[to_size(c)]))
-          bytes[to_size(home)] += metadata.seq_len[to_size(entry)] * row_bytes;
+        if (crosses(home, metadata.dst_rank[c])) bytes[home] += metadata.seq_len[entry] * row_bytes;
       }
     }
   }

@@ -41,13 +41,13 @@ bool all_below(std::span<const std::int32_t> values, std::int32_t end) {
 /// Names the value that is not as it should be.
 void check_values(const char* who, const SparseMetadata& metadata) {
   for (std::int64_t j = 0; j < metadata.num_entries(); ++j) {
-    const std::int64_t rows = metadata.seq_len[to_size(j)];
+    const std::int64_t rows = metadata.seq_len[j];
     require(0 <= rows && rows < max_rows, who, ": seq_len[", j, "] = ", rows,
             ", expected 0..2^44 - 1");
   }
   for (std::int64_t c = 0; c < metadata.num_destinations(); ++c) {
-    const std::int32_t r = metadata.dst_rank[to_size(c)];
-    const std::int64_t row = metadata.dst_offset[to_size(c)];
+    const std::int32_t r = metadata.dst_rank[c];
+    const std::int64_t row = metadata.dst_offset[c];
     require(0 <= r && r < metadata.world_size, who, ": dst_rank[", c, "] = ", r, ", expected 0..",
             metadata.world_size - 1);
     require(0 <= row && row < max_rows, who, ": dst_offset[", c, "] = ", row,
@@ -101,7 +101,7 @@ void check_traffic(const char* who, std::span<const SequencePart> parts) {
     double rows = 0;
     for (std::int64_t j = 0; j < metadata.num_entries(); ++j) {
       const std::int64_t copies = metadata.destination_end(j) - metadata.destination_begin(j);
-      rows += static_cast<double>(metadata.seq_len[to_size(j)]) * static_cast<double>(1 + copies);
+      rows += static_cast<double>(metadata.seq_len[j]) * static_cast<double>(1 + copies);
     }
     double row_bytes = 1;
     for (const TensorFormat& format : part.tensors)
@@ -114,13 +114,13 @@ void check_traffic(const char* who, std::span<const SequencePart> parts) {
 
 std::vector<std::int64_t> rows_needed(const SequencePart& part) {
   const SparseMetadata& metadata = *part.metadata;
-  std::vector<std::int64_t> rows(to_size(metadata.world_size), part.min_window_rows);
+  std::vector<std::int64_t> rows(metadata.world_size, part.min_window_rows);
   for (std::int64_t j = 0; j < metadata.num_entries(); ++j) {
-    const std::int64_t len = metadata.seq_len[to_size(j)];
+    const std::int64_t len = metadata.seq_len[j];
     if (len == 0) continue;
     for (std::int64_t c = metadata.destination_begin(j); c < metadata.destination_end(j); ++c) {
-      std::int64_t& end = rows[to_size(metadata.dst_rank[to_size(c)])];
-      end = std::max(end, metadata.dst_offset[to_size(c)] + len);
+      std::int64_t& end = rows[metadata.dst_rank[c]];
+      end = std::max(end, metadata.dst_offset[c] + len);
     }
   }
   return rows;
@@ -132,7 +132,7 @@ TensorFormat sum_format(const TensorFormat& format) {
 
 WindowMap::WindowMap(const char* who, std::span<const SequencePart> parts,
                      std::span<const WindowRows> rows, int bits)
-    : used_(to_size(parts.front().metadata->world_size)), bits_(bits) {
+    : used_(parts.front().metadata->world_size), bits_(bits) {
   for (std::size_t p = 0; p < parts.size(); ++p) {
     for (const TensorFormat& format : parts[p].tensors) add(who, format, rows[p].tensor);
   }
@@ -160,7 +160,7 @@ void WindowMap::take(const char* who, std::size_t rank, std::int64_t bytes) {
 
 std::int64_t WindowMap::add_stage(const char* who, std::span<const std::int64_t> size_bytes,
                                   std::int32_t rank) {
-  const std::int64_t begin = used_[to_size(rank)];
+  const std::int64_t begin = used_[rank];
   for (std::size_t r = 0; r < used_.size(); ++r) take(who, r, size_bytes[r]);
   return begin;
 }

@@ -4,7 +4,6 @@
 #include <span>
 #include <vector>
 
-#include "core/to_size.h"
 #include "schedule/sequence_plan.h"
 
 namespace waybill::detail {
@@ -40,7 +39,7 @@ class WindowMap {
             int bits = address_rank_shift);
 
   [[nodiscard]] std::int64_t offset(std::size_t tensor, std::int32_t rank) const {
-    return offsets_[tensor][to_size(rank)];
+    return offsets_[tensor][rank];
   }
   [[nodiscard]] std::size_t num_tensors() const { return offsets_.size(); }
   [[nodiscard]] std::int64_t largest() const;

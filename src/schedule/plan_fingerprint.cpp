@@ -3,7 +3,6 @@
 #include <array>
 
 #include "core/hash.h"
-#include "core/to_size.h"
 
 namespace waybill::detail {
 namespace {
@@ -24,8 +23,7 @@ std::uint64_t hash_words(std::int64_t count, WordAt&& word_at) {
   std::array<std::uint64_t, num_lanes> lanes = {1, 2, 3, 4};
   std::int64_t i = 0;
   for (; i + num_lanes <= count; i += num_lanes) {
-    for (std::int64_t k = 0; k < num_lanes; ++k)
-      lanes[to_size(k)] = mix(lanes[to_size(k)], word_at(i + k));
+    for (std::int64_t k = 0; k < num_lanes; ++k) lanes[k] = mix(lanes[k], word_at(i + k));
   }
   for (; i < count; ++i) lanes[0] = mix(lanes[0], word_at(i));
   Hash hash;
@@ -37,20 +35,20 @@ std::uint64_t hash_words(std::int64_t count, WordAt&& word_at) {
 std::uint64_t hash_entries(const SparseMetadata& metadata) {
   if (metadata.copy_offsets.empty()) {
     return hash_words(metadata.num_entries(), [&](std::int64_t j) {
-      return static_cast<std::uint64_t>(metadata.seq_len[to_size(j)]) ^
+      return static_cast<std::uint64_t>(metadata.seq_len[j]) ^
              static_cast<std::uint64_t>(j + 1) * odd_factor;
     });
   }
   return hash_words(metadata.num_entries(), [&](std::int64_t j) {
-    return static_cast<std::uint64_t>(metadata.seq_len[to_size(j)]) ^
-           static_cast<std::uint64_t>(metadata.copy_offsets[to_size(j + 1)]) * odd_factor;
+    return static_cast<std::uint64_t>(metadata.seq_len[j]) ^
+           static_cast<std::uint64_t>(metadata.copy_offsets[j + 1]) * odd_factor;
   });
 }
 
 std::uint64_t hash_copies(const SparseMetadata& metadata) {
   return hash_words(metadata.num_destinations(), [&](std::int64_t c) {
-    return static_cast<std::uint64_t>(metadata.dst_offset[to_size(c)]) |
-           static_cast<std::uint64_t>(metadata.dst_rank[to_size(c)]) << high_bits;
+    return static_cast<std::uint64_t>(metadata.dst_offset[c]) |
+           static_cast<std::uint64_t>(metadata.dst_rank[c]) << high_bits;
   });
 }
 
@@ -62,7 +60,7 @@ std::uint64_t hash_hops(std::span<const RelayHop> hops) {
            static_cast<std::uint32_t>(low);
   };
   return hash_words(std::ssize(hops) * words, [&](std::int64_t i) {
-    const RelayHop& hop = hops[to_size(i / words)];
+    const RelayHop& hop = hops[i / words];
     switch (i % words) {
       case 0:
         return pair(hop.src_rank, hop.dst_rank);

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "batch_jobs.h"
-#include "core/to_size.h"
 #include "plan_checks.h"
 #include "planner/node_routes.h"
 #include "planner/relay_checks.h"
@@ -25,38 +24,36 @@ struct EntryDestinations {
 /// @param hops of entries of the metadata, to ranks of its world
 EntryDestinations count_destinations(const SparseMetadata& metadata, std::span<const RelayHop> hops,
                                      std::span<const std::int32_t> homes) {
-  std::vector<std::int64_t> hops_of(
-      to_size(metadata.num_entries() + 1));  // [entries + 1] first in by_line
-  for (const RelayHop& hop : hops) ++hops_of[to_size(hop.shard) + 1];
+  std::vector<std::int64_t> hops_of(metadata.num_entries() + 1);  // [entries + 1] first in by_line
+  for (const RelayHop& hop : hops) ++hops_of[hop.shard + 1];
   std::partial_sum(hops_of.begin(), hops_of.end(), hops_of.begin());
   std::vector<std::size_t> by_entry(hops.size());
   std::vector<std::int64_t> fill = hops_of;
-  for (std::size_t h = 0; h < hops.size(); ++h)
-    by_entry[to_size(fill[to_size(hops[h].shard)]++)] = h;
+  for (std::size_t h = 0; h < hops.size(); ++h) by_entry[fill[hops[h].shard]++] = h;
 
   EntryDestinations copies;
   copies.count.resize(hops.size());
   copies.first.resize(hops.size());
-  copies.receivers.resize(to_size(metadata.num_entries()));
-  std::vector<std::int32_t> count(to_size(metadata.world_size));  // of the entry at hand
-  std::vector<std::int32_t> first(to_size(metadata.world_size), -1);
+  copies.receivers.resize(metadata.num_entries());
+  std::vector<std::int32_t> count(metadata.world_size);  // of the entry at hand
+  std::vector<std::int32_t> first(metadata.world_size, -1);
   for (std::int64_t entry = 0; entry < metadata.num_entries(); ++entry) {
-    if (hops_of[to_size(entry)] == hops_of[to_size(entry + 1)]) continue;
+    if (hops_of[entry] == hops_of[entry + 1]) continue;
     const std::int64_t begin = metadata.destination_begin(entry);
     for (auto c = begin; c < metadata.destination_end(entry); ++c) {
-      const std::int32_t rank = metadata.dst_rank[to_size(c)];
-      if (count[to_size(rank)]++ > 0) continue;
-      first[to_size(rank)] = static_cast<std::int32_t>(c - begin);
-      if (rank != homes[to_size(entry)]) ++copies.receivers[to_size(entry)];
+      const std::int32_t rank = metadata.dst_rank[c];
+      if (count[rank]++ > 0) continue;
+      first[rank] = static_cast<std::int32_t>(c - begin);
+      if (rank != homes[entry]) ++copies.receivers[entry];
     }
-    for (auto i = hops_of[to_size(entry)]; i < hops_of[to_size(entry + 1)]; ++i) {
-      const std::size_t h = by_entry[to_size(i)];
-      copies.count[h] = count[to_size(hops[h].dst_rank)];
-      copies.first[h] = first[to_size(hops[h].dst_rank)];
+    for (auto i = hops_of[entry]; i < hops_of[entry + 1]; ++i) {
+      const std::size_t h = by_entry[i];
+      copies.count[h] = count[hops[h].dst_rank];
+      copies.first[h] = first[hops[h].dst_rank];
     }
     for (auto c = begin; c < metadata.destination_end(entry); ++c) {
-      count[to_size(metadata.dst_rank[to_size(c)])] = 0;
-      first[to_size(metadata.dst_rank[to_size(c)])] = -1;
+      count[metadata.dst_rank[c]] = 0;
+      first[metadata.dst_rank[c]] = -1;
     }
   }
   return copies;
@@ -77,10 +74,10 @@ void add_traffic(std::vector<LinkBytes>& links, const Topology& topology,
   const bool back = operation == SequenceOperation::kv_gradient;
   const std::vector<std::int32_t> homes = homes_of(metadata.rank_offsets);
   std::vector<std::uint8_t> feeds(hops.size());
-  std::vector<std::uint8_t> has_hops(to_size(metadata.num_entries()));
+  std::vector<std::uint8_t> has_hops(metadata.num_entries());
   for (const RelayHop& hop : hops) {
-    if (hop.after >= 0) feeds[to_size(hop.after)] = 1;
-    has_hops[to_size(hop.shard)] = 1;
+    if (hop.after >= 0) feeds[hop.after] = 1;
+    has_hops[hop.shard] = 1;
   }
   const std::int64_t row_bytes = row_bytes_of(part);
   const std::int64_t sum_bytes = sum_row_bytes_of(part);
@@ -104,11 +101,10 @@ void add_traffic(std::vector<LinkBytes>& links, const Topology& topology,
     add(hop.src_rank, hop.dst_rank, hop.num_rows * bytes);
   }
   for (std::int64_t j = 0; j < metadata.num_entries(); ++j) {
-    if (has_hops[to_size(j)] != 0) continue;
+    if (has_hops[j] != 0) continue;
     for (auto c = metadata.destination_begin(j); c < metadata.destination_end(j); ++c) {
-      const std::int32_t dst = metadata.dst_rank[to_size(c)];
-      if (dst != homes[to_size(j)])
-        add(homes[to_size(j)], dst, metadata.seq_len[to_size(j)] * row_bytes);
+      const std::int32_t dst = metadata.dst_rank[c];
+      if (dst != homes[j]) add(homes[j], dst, metadata.seq_len[j] * row_bytes);
     }
   }
 }
@@ -117,14 +113,14 @@ void add_traffic(std::vector<LinkBytes>& links, const Topology& topology,
 std::vector<RelayHop> completed(const SparseMetadata& metadata, const RelaySchedule& schedule,
                                 const std::vector<RelayHop>& others) {
   std::vector<RelayHop> hops = schedule.hops;
-  std::vector<std::uint8_t> has_hops(to_size(metadata.num_entries()));
-  for (const RelayHop& hop : hops) has_hops[to_size(hop.shard)] = 1;
+  std::vector<std::uint8_t> has_hops(metadata.num_entries());
+  for (const RelayHop& hop : hops) has_hops[hop.shard] = 1;
   std::vector<std::int32_t> moved(others.size(), -1);
   for (std::size_t h = 0; h < others.size(); ++h) {
-    if (has_hops[to_size(others[h].shard)] != 0) continue;
+    if (has_hops[others[h].shard] != 0) continue;
     moved[h] = static_cast<std::int32_t>(hops.size());
     hops.push_back(others[h]);
-    if (others[h].after >= 0) hops.back().after = moved[to_size(others[h].after)];
+    if (others[h].after >= 0) hops.back().after = moved[others[h].after];
   }
   return hops;
 }
@@ -172,7 +168,7 @@ class WayFinder {
   /// @throws InvalidArgument for schedules that do not fit
   [[nodiscard]] Hops by_schedules(const char* who, const Hops& others) const {
     Hops hops;
-    const std::vector<std::int64_t> no_rows(to_size(topology_.world_size));
+    const std::vector<std::int64_t> no_rows(topology_.world_size);
     for (std::size_t p = 0; p < parts_.size(); ++p) {
       hops.push_back(others[p]);
       if (!has_relay(parts_[p])) continue;
@@ -184,7 +180,7 @@ class WayFinder {
   }
 
   [[nodiscard]] double seconds(const Hops& hops) const {
-    std::vector<LinkBytes> links(to_size(topology_.world_size));
+    std::vector<LinkBytes> links(topology_.world_size);
     for (std::size_t p = 0; p < parts_.size(); ++p)
       add_traffic(links, topology_, operation_, parts_[p], hops[p]);
     return limit_seconds(links, options_.nvlink_bytes_per_second,
@@ -214,9 +210,9 @@ PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vec
   PartRoutes routes;
   routes.hops = std::move(hops);
   routes.home = homes_of(metadata.rank_offsets);
-  routes.has_hops.assign(to_size(metadata.num_entries()), 0);
+  routes.has_hops.assign(metadata.num_entries(), 0);
   routes.feeds.assign(routes.hops.size(), 0);
-  routes.passed_rows.assign(to_size(metadata.world_size), 0);
+  routes.passed_rows.assign(metadata.world_size, 0);
   const RelayedShards shards{metadata.world_size, metadata.seq_len, routes.home};
   double total_rows = 0;
   for (std::size_t h = 0; h < routes.hops.size(); ++h) {
@@ -225,26 +221,25 @@ PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vec
     require(expected == nullptr, who, ": relay hop ", h, ": ", hop.num_rows, " rows from ",
             hop.row_begin, " of shard ", hop.shard, ", from rank ", hop.src_rank, " to ",
             hop.dst_rank, ", expected ", expected);
-    routes.has_hops[to_size(hop.shard)] = 1;
-    if (hop.after >= 0) routes.feeds[to_size(hop.after)] = 1;
+    routes.has_hops[hop.shard] = 1;
+    if (hop.after >= 0) routes.feeds[hop.after] = 1;
     total_rows += static_cast<double>(hop.num_rows);
   }
   require(total_rows < most_call_bytes, who, ": the relay hops move ", total_rows,
           " rows, expected below 2^60");
   EntryDestinations copies = count_destinations(metadata, routes.hops, routes.home);
-  std::vector<std::int64_t> missing(
-      to_size(metadata.num_entries()));  // rows of receivers without a hop
+  std::vector<std::int64_t> missing(metadata.num_entries());  // rows of receivers without a hop
   for (std::size_t j = 0; j < missing.size(); ++j)
     missing[j] = copies.receivers[j] * metadata.seq_len[j];
   for (std::size_t h = 0; h < routes.hops.size(); ++h) {
     const RelayHop& hop = routes.hops[h];
     if (copies.count[h] > 0) {
-      missing[to_size(hop.shard)] -= hop.num_rows;
+      missing[hop.shard] -= hop.num_rows;
       const auto copy = metadata.destination_begin(hop.shard) + copies.first[h];
-      routes.dst_row.push_back(metadata.dst_offset[to_size(copy)] + hop.row_begin);
+      routes.dst_row.push_back(metadata.dst_offset[copy] + hop.row_begin);
     } else {
-      std::int64_t& passed = routes.passed_rows[to_size(hop.dst_rank)];
-      routes.dst_row.push_back(rows_needed[to_size(hop.dst_rank)] + passed);
+      std::int64_t& passed = routes.passed_rows[hop.dst_rank];
+      routes.dst_row.push_back(rows_needed[hop.dst_rank] + passed);
       passed += hop.num_rows;
     }
   }
@@ -258,7 +253,7 @@ PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vec
   const auto wrong = std::ranges::find_if(missing, [](std::int64_t rows) { return rows != 0; });
   if (wrong == missing.end()) return routes;
   const std::int64_t entry = wrong - missing.begin();
-  const std::int64_t needed = copies.receivers[to_size(entry)] * metadata.seq_len[to_size(entry)];
+  const std::int64_t needed = copies.receivers[entry] * metadata.seq_len[entry];
   throw InvalidArgument(concat(who, ": the relay hops of entry ", entry, " bring ", needed - *wrong,
                                " rows to ranks that need them, expected ", needed));
 }

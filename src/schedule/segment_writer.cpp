@@ -4,7 +4,6 @@
 #include <limits>
 #include <numeric>
 
-#include "core/to_size.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
@@ -23,8 +22,8 @@ RowCut cut_rows(std::int64_t row_bytes, std::int64_t chunk_bytes) {
 SegmentWriter::SegmentWriter(SequencePlan& plan, const WindowMap& windows,
                              bool separate_local_copies)
     : plan_(plan), windows_(windows), separates_local_(separate_local_copies) {
-  plan_.wire_bytes.assign(to_size(plan.world_size), 0);
-  plan_.bucket_chunks.assign(to_size(plan.world_size), 0);
+  plan_.wire_bytes.assign(plan.world_size, 0);
+  plan_.bucket_chunks.assign(plan.world_size, 0);
 }
 
 void SegmentWriter::begin_part(const SequencePart& part, std::int32_t first_tensor) {
@@ -78,9 +77,9 @@ void SegmentWriter::add_group(std::int64_t row, std::int64_t rows, std::span<con
   const bool stays =
       plan_.operation == SequenceOperation::dispatch && bucket == plan_.world_size - 1;
   for (std::int32_t t = first_tensor_; t < first_tensor_ + num_formats_; ++t) {
-    const RowCut& cut = plan_.cuts[to_size(t)];
+    const RowCut& cut = plan_.cuts[t];
     if (cut.row_bytes == 0) continue;
-    std::int64_t& bucket_chunks = plan_.bucket_chunks[to_size(bucket)];
+    std::int64_t& bucket_chunks = plan_.bucket_chunks[bucket];
     RowSegment& segment = (local ? plan_.local_segments : plan_.segments).emplace_back();
     segment = {.row = row,
                .rows = rows,
@@ -91,11 +90,11 @@ void SegmentWriter::add_group(std::int64_t row, std::int64_t rows, std::span<con
                .first_destination = static_cast<std::int32_t>(plan_.segment_addresses.size()),
                .num_destinations = static_cast<std::int32_t>(copies.size())};
     for (const Copy& copy : copies) {
-      const std::int64_t offset = windows_.offset(to_size(t), copy.rank) + copy.row * cut.row_bytes;
+      const std::int64_t offset = windows_.offset(t, copy.rank) + copy.row * cut.row_bytes;
       plan_.segment_addresses.push_back(static_cast<std::uint64_t>(copy.rank)
                                             << address_rank_shift |
                                         static_cast<std::uint64_t>(offset));
-      plan_.wire_bytes[to_size(copy.rank)] += rows * cut.row_bytes;
+      plan_.wire_bytes[copy.rank] += rows * cut.row_bytes;
     }
     if (local) continue;
     const std::int64_t chunks = (rows + cut.rows_each - 1) / cut.rows_each * cut.parts;
@@ -120,9 +119,9 @@ namespace {
 /// bucket of a dispatch) are behind all others.
 /// @return bucket by bucket: where the chunk goes
 std::vector<std::int32_t> interleaved(const SequencePlan& plan) {
-  std::vector<std::int32_t> positions(to_size(plan.num_chunks));
+  std::vector<std::int32_t> positions(plan.num_chunks);
   const std::int64_t total = plan.num_wire_chunks;
-  std::vector<std::int32_t> before(to_size(total + 1));
+  std::vector<std::int32_t> before(total + 1);
   std::span<const std::int64_t> buckets(plan.bucket_chunks);
   if (total < plan.num_chunks) {
     buckets = buckets.first(buckets.size() - 1);
@@ -140,7 +139,7 @@ std::vector<std::int32_t> interleaved(const SequencePlan& plan) {
   };
   each([&](std::int64_t, std::uint64_t where) { ++before[where + 1]; });
   for (std::size_t i = 1; i < before.size(); ++i) before[i] += before[i - 1];
-  each([&](std::int64_t idx, std::uint64_t where) { positions[to_size(idx)] = before[where]++; });
+  each([&](std::int64_t idx, std::uint64_t where) { positions[idx] = before[where]++; });
   return positions;
 }
 
@@ -150,20 +149,20 @@ std::uint64_t address_of(const SequencePlan& plan, const RowSegment& segment, st
                          std::int64_t offset) {
   if (plan.batches.empty() || (address & address_sum_bit) == 0)
     return address + static_cast<std::uint64_t>(offset);
-  const std::int64_t sum_row = plan.cuts[to_size(segment.tensor) + plan.tensors.size()].row_bytes;
-  const std::int64_t row_bytes = plan.cuts[to_size(segment.tensor)].row_bytes;
+  const std::int64_t sum_row = plan.cuts[segment.tensor + plan.tensors.size()].row_bytes;
+  const std::int64_t row_bytes = plan.cuts[segment.tensor].row_bytes;
   return address + static_cast<std::uint64_t>(offset * (sum_row / row_bytes));
 }
 
 /// @param position of chunk k of the segment
 template <class Position>
 void expand_segment(SequencePlan& plan, const RowSegment& segment, Position&& position) {
-  const RowCut& cut = plan.cuts[to_size(segment.tensor)];
+  const RowCut& cut = plan.cuts[segment.tensor];
   std::int64_t address = segment.first_address;
   std::int64_t idx = 0;
   for (std::int64_t k = 0; k < segment.rows; k += cut.rows_each) {
     for (std::int64_t col = 0; col < cut.row_bytes; col += cut.part_bytes) {
-      RowChunk& chunk = plan.chunks[to_size(position(idx++))];
+      RowChunk& chunk = plan.chunks[position(idx++)];
       chunk.row = segment.row + k;
       chunk.rows =
           static_cast<std::int32_t>(std::min<std::int64_t>(cut.rows_each, segment.rows - k));
@@ -174,9 +173,9 @@ void expand_segment(SequencePlan& plan, const RowSegment& segment, Position&& po
       chunk.first_address = static_cast<std::int32_t>(address);
       chunk.num_addresses = segment.num_destinations;
       for (std::int32_t c = 0; c < segment.num_destinations; ++c) {
-        plan.addresses[to_size(address++)] = address_of(
-            plan, segment, plan.segment_addresses[to_size(segment.first_destination + c)],
-            k * cut.row_bytes + col);
+        plan.addresses[address++] =
+            address_of(plan, segment, plan.segment_addresses[segment.first_destination + c],
+                       k * cut.row_bytes + col);
       }
     }
   }
@@ -186,9 +185,8 @@ void expand_segment(SequencePlan& plan, const RowSegment& segment, Position&& po
 }  // namespace detail
 
 void expand_chunks(SequencePlan& plan) {
-  using detail::to_size;
-  plan.chunks.resize(to_size(plan.num_chunks));
-  plan.addresses.resize(to_size(plan.num_addresses));
+  plan.chunks.resize(plan.num_chunks);
+  plan.addresses.resize(plan.num_addresses);
   if (!plan.batches.empty()) {
     for (const RowSegment& segment : plan.segments) {
       detail::expand_segment(plan, segment,
@@ -201,9 +199,8 @@ void expand_chunks(SequencePlan& plan) {
   for (std::size_t b = 1; b < begin.size(); ++b)
     begin[b] = begin[b - 1] + plan.bucket_chunks[b - 1];
   for (const RowSegment& segment : plan.segments) {
-    const std::int64_t first = begin[to_size(segment.bucket)] + segment.first_chunk;
-    detail::expand_segment(plan, segment,
-                           [&](std::int64_t k) { return positions[to_size(first + k)]; });
+    const std::int64_t first = begin[segment.bucket] + segment.first_chunk;
+    detail::expand_segment(plan, segment, [&](std::int64_t k) { return positions[first + k]; });
   }
 }
 

@@ -6,7 +6,6 @@
 #include "batched_plans.h"
 #include "core/number.h"
 #include "core/parallel_for.h"
-#include "core/to_size.h"
 #include "local_runs.h"
 #include "network_phases.h"
 #include "plan_checks.h"
@@ -20,7 +19,6 @@ namespace {
 using detail::ChosenWay;
 using detail::LocalRun;
 using detail::SegmentWriter;
-using detail::to_size;
 using detail::WindowMap;
 using detail::WindowRows;
 
@@ -52,7 +50,7 @@ bool local_rows_go_apart(std::span<const SequencePart> parts, Rank rank, std::in
   std::int64_t bytes = 0;
   std::int64_t sent_bytes = 0;
   std::int64_t pieces = 0;
-  const auto r = to_size(to_int(rank));
+  const std::size_t r = to_int(rank);
   for (const SequencePart& part : parts) {
     const SparseMetadata& metadata = *part.metadata;
     std::int64_t rows = 0;
@@ -62,15 +60,15 @@ bool local_rows_go_apart(std::span<const SequencePart> parts, Rank rank, std::in
     std::int64_t row = 0;
     std::int64_t next_row = -1;
     for (auto j = metadata.rank_offsets[r]; j < metadata.rank_offsets[r + 1]; ++j) {
-      const std::int64_t len = metadata.seq_len[to_size(j)];
+      const std::int64_t len = metadata.seq_len[j];
       for (auto c = metadata.destination_begin(j); c < metadata.destination_end(j); ++c) {
-        if (metadata.dst_rank[to_size(c)] != to_int(rank)) {
+        if (metadata.dst_rank[c] != to_int(rank)) {
           sent += len;
           continue;
         }
         rows += len;
-        if (metadata.dst_offset[to_size(c)] != next || row != next_row) ++runs;
-        next = metadata.dst_offset[to_size(c)] + len;
+        if (metadata.dst_offset[c] != next || row != next_row) ++runs;
+        next = metadata.dst_offset[c] + len;
         next_row = row + len;
       }
       row += len;
@@ -89,7 +87,7 @@ bool local_rows_go_apart(std::span<const SequencePart> parts, Rank rank, std::in
 /// All entries of the plan's rank. @param local [parts] runs that stand apart
 void write_entries(SegmentWriter& writer, std::span<const SequencePart> parts,
                    std::span<const std::vector<LocalRun>> local, SequencePlan& plan) {
-  const auto r = to_size(to_int(plan.rank));
+  const std::size_t r = to_int(plan.rank);
   std::int32_t first_tensor = 0;
   for (std::size_t p = 0; p < parts.size(); ++p) {
     const SequencePart& part = parts[p];
@@ -105,11 +103,10 @@ void write_entries(SegmentWriter& writer, std::span<const SequencePart> parts,
         continue;
       }
       const std::int64_t begin = metadata.destination_begin(j);
-      const auto count = to_size(metadata.destination_end(j) - begin);
-      writer.add_entry(row, metadata.seq_len[to_size(j)],
-                       std::span(metadata.dst_rank.data() + begin, count),
+      const std::size_t count = metadata.destination_end(j) - begin;
+      writer.add_entry(row, metadata.seq_len[j], std::span(metadata.dst_rank.data() + begin, count),
                        std::span(metadata.dst_offset.data() + begin, count));
-      row += metadata.seq_len[to_size(j)];
+      row += metadata.seq_len[j];
     }
     plan.own_rows.insert(plan.own_rows.end(), part.tensors.size(), row);
     first_tensor += static_cast<std::int32_t>(part.tensors.size());
@@ -139,9 +136,9 @@ void compile_batched(const char* who, std::span<const SequencePart> parts, const
                      CompileOptions options, SequencePlan& plan) {
   for (const SequencePart& part : parts) {
     std::int64_t rows = 0;
-    const auto r = to_size(to_int(plan.rank));
+    const std::size_t r = to_int(plan.rank);
     for (auto j = part.metadata->rank_offsets[r]; j < part.metadata->rank_offsets[r + 1]; ++j)
-      rows += part.metadata->seq_len[to_size(j)];
+      rows += part.metadata->seq_len[j];
     plan.own_rows.insert(plan.own_rows.end(), part.tensors.size(), rows);
   }
   if (plan.operation == SequenceOperation::dispatch) {
@@ -172,17 +169,17 @@ std::vector<NetworkPhase> compile_phases(const char* who, std::span<const Sequen
   if (topology.num_nodes() == 1) return {};
   options.two_sided_network = false;
   options.chunks = false;
-  std::vector<SequencePlan> others(to_size(plan.world_size));
+  std::vector<SequencePlan> others(plan.world_size);
   parallel_for(plan.world_size, 1, 0, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t r = begin; r < end; ++r) {
       if (r == to_int(plan.rank)) continue;
-      others[to_size(r)] = compile(who, plan.operation, parts, Rank{static_cast<std::int32_t>(r)},
-                                   options, Compares::no);
+      others[r] = compile(who, plan.operation, parts, Rank{static_cast<std::int32_t>(r)}, options,
+                          Compares::no);
     }
   });
   std::vector<const SequencePlan*> plans;
   for (const SequencePlan& other : others) plans.push_back(&other);
-  plans[to_size(to_int(plan.rank))] = &plan;
+  plans[to_int(plan.rank)] = &plan;
   return detail::network_phases(plans, topology, plan.rank, options.phase_bytes);
 }
 
@@ -217,7 +214,7 @@ SequencePlan compile(const char* who, SequenceOperation operation,
     plan.formats = detail::hash_formats(parts);
   }
   for (const SequencePart& part : parts) {
-    const std::int64_t rows = detail::rows_needed(part)[to_size(to_int(rank))];
+    const std::int64_t rows = detail::rows_needed(part)[to_int(rank)];
     plan.window_rows.insert(plan.window_rows.end(), part.tensors.size(), rows);
   }
   if (!way.batched) {

@@ -1,7 +1,5 @@
 #include "schedule/workspace_phase.h"
 
-#include "core/to_size.h"
-
 namespace waybill {
 
 NetworkPhase workspace_phase(const Topology& topology, std::int32_t rank,
@@ -13,8 +11,8 @@ NetworkPhase workspace_phase(const Topology& topology, std::int32_t rank,
   for (std::int32_t k = 1; k < topology.num_nodes(); ++k) {
     const std::int32_t node = (own_node + k) % topology.num_nodes();
     const std::int32_t peer = node * ranks + rank % ranks;
-    const std::int64_t sent = parts.empty() ? 0 : rows.sent[detail::to_size(node)];
-    const std::int64_t received = parts.empty() ? 0 : rows.received[detail::to_size(node)];
+    const std::int64_t sent = parts.empty() ? 0 : rows.sent[node];
+    const std::int64_t received = parts.empty() ? 0 : rows.received[node];
     for (const WorkspacePart& part : parts) {
       const std::int64_t from = part.from_bytes + node * part.from_node_bytes;
       const std::int64_t to = part.to_bytes + node * part.to_node_bytes;

@@ -41,8 +41,8 @@ IndexArray count_cells(const Metadata& metadata) {
     const std::int64_t entry = cell / copies;
     const std::int64_t r = dst[cell];
     if (r < 0 || r >= world) continue;
-    counts.i64()[to_size(r * (world + 1) + entry / per_rank)] += len[entry];
-    counts.i64()[to_size(r * (world + 1) + world)] += len[entry];
+    counts.i64()[r * (world + 1) + entry / per_rank] += len[entry];
+    counts.i64()[r * (world + 1) + world] += len[entry];
   }
   return counts;
 }
@@ -54,7 +54,7 @@ IndexArray count_entries(const Metadata& metadata, const Counts& counts) {
   const std::int64_t per_rank = metadata.seq_len.dim(1);
   IndexArray result({world});
   for (std::int64_t entry = 0; entry < world * per_rank; ++entry) {
-    if (counts(entry)) ++result.i64()[to_size(entry / per_rank)];
+    if (counts(entry)) ++result.i64()[entry / per_rank];
   }
   return result;
 }
@@ -103,12 +103,12 @@ void check_mask(const QkvDispatch& dispatch, const QkvPlan& plan, const Expected
   IndexArray mask(fwd.shape());
   IndexArray lens({fwd.dim(0), num_shards});
   for (std::int64_t w = 0; w < plan.world_size; ++w) {
-    const std::int64_t first = plan.rank_shard_offsets[to_size(w)];
-    for (std::int64_t s = first; s < plan.rank_shard_offsets[to_size(w) + 1]; ++s) {
+    const std::int64_t first = plan.rank_shard_offsets[w];
+    for (std::int64_t s = first; s < plan.rank_shard_offsets[w + 1]; ++s) {
       const std::int64_t entry = w * num_shards + s - first;
-      lens.i64()[to_size(entry)] = plan.shard_len[to_size(s)];
-      for (std::int64_t c = 0; c < std::min(copies, expected.num_destinations[to_size(s)]); ++c) {
-        mask.i64()[to_size(entry * copies + c)] = 1;
+      lens.i64()[entry] = plan.shard_len[s];
+      for (std::int64_t c = 0; c < std::min(copies, expected.num_destinations[s]); ++c) {
+        mask.i64()[entry * copies + c] = 1;
       }
     }
   }
@@ -140,11 +140,11 @@ void check_attention_layout(const QkvPlan& plan, const ExpectedLayout& expected,
   IndexArray max_q({plan.world_size});
   IndexArray max_kv({plan.world_size});
   IndexArray received({plan.world_size});
-  for (std::size_t r = 0; r < to_size(plan.world_size); ++r) {
+  for (std::int32_t r = 0; r < plan.world_size; ++r) {
     std::vector<std::int64_t> q_lens;
     std::vector<std::int64_t> kv_lens;
     for (std::int64_t i = expected.rank_offsets[r]; i < expected.rank_offsets[r + 1]; ++i) {
-      const auto shard = to_size(expected.received[to_size(i)]);
+      const std::size_t shard = expected.received[i];
       q_lens.push_back(plan.shard_len[shard]);
       kv_lens.push_back(expected.kv_len[shard]);
       max_q.i64()[r] = std::max(max_q.i64()[r], q_lens.back());

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "check_tables.h"
-#include "core/to_size.h"
 #include "expected_layout.h"
 #include "finding_list.h"
 #include "identity_rows.h"
@@ -19,8 +18,6 @@ namespace {
 using detail::ExpectedLayout;
 using detail::FindingList;
 using detail::RankBuffers;
-
-using detail::to_size;
 
 /// Numbers of rows, of all ranks one after another.
 using RowIds = std::vector<std::int64_t>;
@@ -54,7 +51,7 @@ class RowCheck {
     if (id == detail::damaged_row) return "bytes of no row";
     const std::vector<std::int64_t>& first = origin_.first_row();
     const auto rank = std::ranges::upper_bound(first, id) - first.begin() - 1;
-    return concat("row ", id - first[to_size(rank)], " of rank ", rank);
+    return concat("row ", id - first[rank], " of rank ", rank);
   }
 
   FindingList& findings_;
@@ -119,7 +116,7 @@ class DispatchChecker {
     }
     std::int64_t rows = 0;
     for (std::int64_t entry = 0; entry < metadata.num_entries(); ++entry) {
-      rows += metadata.seq_len[to_size(entry)] *
+      rows += metadata.seq_len[entry] *
               (metadata.destination_end(entry) - metadata.destination_begin(entry));
     }
     const std::int64_t row_bytes = source.row_bytes();
@@ -162,13 +159,12 @@ class DispatchChecker {
     const RowIds ids = identify(attention, home.num_rows());
     check_ranks([&](std::int64_t r, FindingList& findings) {
       std::int64_t row = 0;
-      for (std::int64_t i = expected_.rank_offsets[to_size(r)];
-           i < expected_.rank_offsets[to_size(r) + 1]; ++i) {
-        const std::int32_t shard = expected_.received[to_size(i)];
+      for (std::int64_t i = expected_.rank_offsets[r]; i < expected_.rank_offsets[r + 1]; ++i) {
+        const std::int32_t shard = expected_.received[i];
         RowCheck rows(findings, home, {{}, "fwd_q", "rows", r, shard, -1, "", ""});
-        const std::int64_t first = attention.first_row()[to_size(r)];
-        for (std::int64_t k = 0; k < plan_.shard_len[to_size(shard)]; ++k, ++row) {
-          rows.expect(row, ids[to_size(first + row)], expected_.home_begin[to_size(shard)] + k);
+        const std::int64_t first = attention.first_row()[r];
+        for (std::int64_t k = 0; k < plan_.shard_len[shard]; ++k, ++row) {
+          rows.expect(row, ids[first + row], expected_.home_begin[shard] + k);
         }
         rows.finish();
       }
@@ -178,12 +174,11 @@ class DispatchChecker {
   void check_queries_back(const RankBuffers& home, const RankBuffers& back) {
     const RowIds ids = identify(back, home.num_rows());
     check_ranks([&](std::int64_t w, FindingList& findings) {
-      for (std::int64_t s = plan_.rank_shard_offsets[to_size(w)];
-           s < plan_.rank_shard_offsets[to_size(w) + 1]; ++s) {
+      for (std::int64_t s = plan_.rank_shard_offsets[w]; s < plan_.rank_shard_offsets[w + 1]; ++s) {
         RowCheck rows(findings, home, {{}, "rev_q", "rows", w, s, -1, "", ""});
-        const std::int64_t begin = expected_.home_begin[to_size(s)];
-        for (std::int64_t k = 0; k < plan_.shard_len[to_size(s)]; ++k) {
-          rows.expect(begin + k - home.first_row()[to_size(w)], ids[to_size(begin + k)], begin + k);
+        const std::int64_t begin = expected_.home_begin[s];
+        for (std::int64_t k = 0; k < plan_.shard_len[s]; ++k) {
+          rows.expect(begin + k - home.first_row()[w], ids[begin + k], begin + k);
         }
         rows.finish();
       }
@@ -216,16 +211,15 @@ class DispatchChecker {
   }
 
   void check_contexts(const RankBuffers& home, const RankBuffers& attention, const RowIds& ids) {
-    std::vector<std::int64_t> context_rows(to_size(plan_.world_size));
+    std::vector<std::int64_t> context_rows(plan_.world_size);
     check_ranks([&](std::int64_t r, FindingList& findings) {
-      std::vector<std::int64_t> readers(to_size(expected_.kv_rows[to_size(r)]) + 1);  // differences
-      const std::span<const std::int64_t> rank_ids(ids.data() + attention.first_row()[to_size(r)],
-                                                   to_size(expected_.kv_rows[to_size(r)]));
-      for (std::int64_t i = expected_.rank_offsets[to_size(r)];
-           i < expected_.rank_offsets[to_size(r) + 1]; ++i) {
-        const std::int32_t shard = expected_.received[to_size(i)];
-        const std::int64_t begin = routing_.attention.kv_begin[to_size(i)];
-        const std::int64_t rows = routing_.attention.kv_len[to_size(i)];
+      std::vector<std::int64_t> readers(expected_.kv_rows[r] + 1);  // differences
+      const std::span<const std::int64_t> rank_ids(ids.data() + attention.first_row()[r],
+                                                   expected_.kv_rows[r]);
+      for (std::int64_t i = expected_.rank_offsets[r]; i < expected_.rank_offsets[r + 1]; ++i) {
+        const std::int32_t shard = expected_.received[i];
+        const std::int64_t begin = routing_.attention.kv_begin[i];
+        const std::int64_t rows = routing_.attention.kv_len[i];
         const std::int64_t limit = std::ssize(rank_ids);
         // A wrong length is a finding of check_attention already; here it must only be readable.
         if (begin < 0 || rows < 0 || rows > limit || begin > limit - rows) {
@@ -234,10 +228,10 @@ class DispatchChecker {
                         concat("rows within 0..", limit)});
           continue;
         }
-        ++readers[to_size(begin)];
-        --readers[to_size(begin + rows)];
-        check_context(findings, home, r, shard, rank_ids.subspan(to_size(begin), to_size(rows)));
-        context_rows[to_size(r)] += rows;
+        ++readers[begin];
+        --readers[begin + rows];
+        check_context(findings, home, r, shard, rank_ids.subspan(begin, rows));
+        context_rows[r] += rows;
       }
       check_readers(findings, r, readers);
     });
@@ -249,12 +243,12 @@ class DispatchChecker {
   /// last.
   void check_context(FindingList& findings, const RankBuffers& home, std::int64_t rank,
                      std::int32_t shard, std::span<const std::int64_t> ids) const {
-    const auto doc = plan_.doc_shard_offsets[to_size(expected_.document[to_size(shard)])];
+    const auto doc = plan_.doc_shard_offsets[expected_.document[shard]];
     RowCheck rows(findings, home, {{}, "fwd_kv", "context", rank, shard, -1, "", ""});
     std::size_t row = 0;
     for (std::int32_t p = detail::first_needed(plan_, shard);
          p <= detail::last_needed(plan_, expected_, shard); ++p) {
-      const auto kv_shard = to_size(plan_.doc_shards[to_size(doc + p)]);
+      const std::size_t kv_shard = plan_.doc_shards[doc + p];
       for (std::int64_t k = 0; k < plan_.shard_len[kv_shard] && row < ids.size(); ++k, ++row) {
         rows.expect(static_cast<std::int64_t>(row), ids[row], expected_.home_begin[kv_shard] + k);
       }
@@ -282,27 +276,24 @@ class DispatchChecker {
     const RowIds ids = identify(planes, attention.num_rows());
     const SparseMetadata& forward = routing_.fwd_kv;
     check_ranks([&](std::int64_t w, FindingList& findings) {
-      const std::int64_t num_rows = expected_.home_rows[to_size(w)];
+      const std::int64_t num_rows = expected_.home_rows[w];
       std::int64_t shard_row = 0;
-      for (std::int64_t s = plan_.rank_shard_offsets[to_size(w)];
-           s < plan_.rank_shard_offsets[to_size(w) + 1]; ++s) {
+      for (std::int64_t s = plan_.rank_shard_offsets[w]; s < plan_.rank_shard_offsets[w + 1]; ++s) {
         const std::int64_t copies = forward.destination_end(s) - forward.destination_begin(s);
-        for (std::int64_t c = 0; c < expected_.num_planes[to_size(w)]; ++c) {
+        for (std::int64_t c = 0; c < expected_.num_planes[w]; ++c) {
           RowCheck rows(findings, attention, {{}, "rev_kv", "planes", w, s, c, "", ""});
           std::int64_t from = detail::untouched_row;
           if (c < copies) {
-            const auto copy = to_size(forward.destination_begin(s) + c);
-            from =
-                attention.first_row()[to_size(forward.dst_rank[copy])] + forward.dst_offset[copy];
+            const std::size_t copy = forward.destination_begin(s) + c;
+            from = attention.first_row()[forward.dst_rank[copy]] + forward.dst_offset[copy];
           }
-          for (std::int64_t k = 0; k < plan_.shard_len[to_size(s)]; ++k) {
+          for (std::int64_t k = 0; k < plan_.shard_len[s]; ++k) {
             const std::int64_t row = c * num_rows + shard_row + k;
-            rows.expect(row, ids[to_size(planes.first_row()[to_size(w)] + row)],
-                        c < copies ? from + k : from);
+            rows.expect(row, ids[planes.first_row()[w] + row], c < copies ? from + k : from);
           }
           rows.finish();
         }
-        shard_row += plan_.shard_len[to_size(s)];
+        shard_row += plan_.shard_len[s];
       }
     });
   }

@@ -35,11 +35,11 @@ bool has_size(const char* field, const Value& table, std::int64_t expected, Find
 template <class Body>
 void for_each_copy(const SparseMetadata& metadata, const Body& body) {
   for (std::int32_t w = 0; w < metadata.world_size; ++w) {
-    for (std::int64_t entry = metadata.rank_offsets[to_size(w)];
-         entry < metadata.rank_offsets[to_size(w) + 1]; ++entry) {
+    for (std::int64_t entry = metadata.rank_offsets[w]; entry < metadata.rank_offsets[w + 1];
+         ++entry) {
       for (std::int64_t c = metadata.destination_begin(entry); c < metadata.destination_end(entry);
            ++c) {
-        body(w, c, metadata.seq_len[to_size(entry)]);
+        body(w, c, metadata.seq_len[entry]);
       }
     }
   }
@@ -51,9 +51,9 @@ RecvCounts count_entries(const SparseMetadata& metadata) {
     std::int32_t src_rank;
     std::int64_t rows;
   };
-  std::vector<std::vector<Part>> parts(to_size(metadata.world_size));  // by receiving rank
+  std::vector<std::vector<Part>> parts(metadata.world_size);  // by receiving rank
   for_each_copy(metadata, [&](std::int32_t w, std::int64_t copy, std::int64_t rows) {
-    std::vector<Part>& list = parts[to_size(metadata.dst_rank[to_size(copy)])];
+    std::vector<Part>& list = parts[metadata.dst_rank[copy]];
     if (rows == 0) return;
     if (list.empty() || list.back().src_rank != w) list.push_back({w, 0});
     list.back().rows += rows;
@@ -94,21 +94,20 @@ bool check_attention(const QkvPlan& plan, const ExpectedLayout& expected,
   for (std::int64_t r = 0; r < plan.world_size; ++r) {
     std::int64_t max_q = 0;
     std::int64_t max_kv = 0;
-    for (std::int64_t i = expected.rank_offsets[to_size(r)];
-         i < expected.rank_offsets[to_size(r) + 1]; ++i) {
-      const std::int32_t shard = expected.received[to_size(i)];
+    for (std::int64_t i = expected.rank_offsets[r]; i < expected.rank_offsets[r + 1]; ++i) {
+      const std::int32_t shard = expected.received[i];
       const AttentionField field{findings, r, shard};
-      field.expect("shard", attention.shard[to_size(i)], shard);
-      field.expect("q_begin", attention.q_begin[to_size(i)], expected.q_begin[to_size(shard)]);
-      field.expect("q_len", attention.q_len[to_size(i)], plan.shard_len[to_size(shard)]);
-      field.expect("kv_begin", attention.kv_begin[to_size(i)], expected.kv_begin[to_size(shard)]);
-      field.expect("kv_len", attention.kv_len[to_size(i)], expected.kv_len[to_size(shard)]);
-      max_q = std::max(max_q, plan.shard_len[to_size(shard)]);
-      max_kv = std::max(max_kv, expected.kv_len[to_size(shard)]);
+      field.expect("shard", attention.shard[i], shard);
+      field.expect("q_begin", attention.q_begin[i], expected.q_begin[shard]);
+      field.expect("q_len", attention.q_len[i], plan.shard_len[shard]);
+      field.expect("kv_begin", attention.kv_begin[i], expected.kv_begin[shard]);
+      field.expect("kv_len", attention.kv_len[i], expected.kv_len[shard]);
+      max_q = std::max(max_q, plan.shard_len[shard]);
+      max_kv = std::max(max_kv, expected.kv_len[shard]);
     }
     const AttentionField field{findings, r, -1};
-    field.expect("max_seqlen_q", attention.max_seqlen_q[to_size(r)], max_q);
-    field.expect("max_seqlen_kv", attention.max_seqlen_kv[to_size(r)], max_kv);
+    field.expect("max_seqlen_q", attention.max_seqlen_q[r], max_q);
+    field.expect("max_seqlen_kv", attention.max_seqlen_kv[r], max_kv);
   }
   return true;
 }
@@ -125,7 +124,7 @@ void check_counts(const char* table, const SparseMetadata& metadata, FindingList
     add("recv", -1, "other pairs of ranks", "the pairs that exchange rows");
   } else {
     for (std::size_t r = 0; r + 1 < expected.offsets.size(); ++r) {
-      for (auto i = to_size(expected.offsets[r]); i < to_size(expected.offsets[r + 1]); ++i) {
+      for (std::size_t i = expected.offsets[r]; i < to_size(expected.offsets[r + 1]); ++i) {
         if (got.tokens[i] == expected.tokens[i]) continue;
         add("recv.tokens", static_cast<std::int64_t>(r),
             concat(got.tokens[i], " rows from rank ", expected.src_rank[i]),
@@ -153,9 +152,9 @@ bool check_copies(const QkvPlan& plan, const ExpectedLayout& expected, const Spa
   }
   for (std::int64_t s = 0; s < plan.num_shards(); ++s) {
     const std::int64_t got = fwd_kv.destination_end(s) - fwd_kv.destination_begin(s);
-    if (got == expected.num_destinations[to_size(s)]) continue;
-    findings.add({FindingKind::count, "fwd_kv", "copies", expected.home_rank[to_size(s)], s, -1,
-                  concat(got), concat(expected.num_destinations[to_size(s)])});
+    if (got == expected.num_destinations[s]) continue;
+    findings.add({FindingKind::count, "fwd_kv", "copies", expected.home_rank[s], s, -1, concat(got),
+                  concat(expected.num_destinations[s])});
   }
   return true;
 }
@@ -163,7 +162,7 @@ bool check_copies(const QkvPlan& plan, const ExpectedLayout& expected, const Spa
 std::int64_t rows_over_the_wire(const SparseMetadata& metadata) {
   std::int64_t sum = 0;
   for_each_copy(metadata, [&](std::int32_t w, std::int64_t copy, std::int64_t rows) {
-    if (metadata.dst_rank[to_size(copy)] != w) sum += rows;
+    if (metadata.dst_rank[copy] != w) sum += rows;
   });
   return sum;
 }

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <span>
 
-#include "core/to_size.h"
-
 namespace waybill::detail {
 namespace {
 
@@ -12,23 +10,22 @@ void place_at_home(const QkvPlan& plan, ExpectedLayout& layout) {
   std::int64_t row = 0;
   for (std::int32_t w = 0; w < plan.world_size; ++w) {
     const std::int64_t first_row = row;
-    for (std::int64_t s = plan.rank_shard_offsets[to_size(w)];
-         s < plan.rank_shard_offsets[to_size(w + 1)]; ++s) {
+    for (std::int64_t s = plan.rank_shard_offsets[w]; s < plan.rank_shard_offsets[w + 1]; ++s) {
       layout.home_begin.push_back(row);
       layout.home_rank.push_back(w);
-      row += plan.shard_len[to_size(s)];
+      row += plan.shard_len[s];
     }
     layout.home_rows.push_back(row - first_row);
   }
 }
 
 void place_queries(const QkvPlan& plan, ExpectedLayout& layout) {
-  std::vector<std::vector<std::int32_t>> lists(to_size(plan.world_size));
-  layout.q_rows.assign(to_size(plan.world_size), 0);
+  std::vector<std::vector<std::int32_t>> lists(plan.world_size);
+  layout.q_rows.assign(plan.world_size, 0);
   for (std::int32_t s = 0; s < plan.num_shards(); ++s) {
-    const auto r = to_size(plan.q_dst[to_size(s)]);
+    const std::size_t r = plan.q_dst[s];
     layout.q_begin.push_back(layout.q_rows[r]);
-    layout.q_rows[r] += plan.shard_len[to_size(s)];
+    layout.q_rows[r] += plan.shard_len[s];
     lists[r].push_back(s);
   }
   layout.rank_offsets.push_back(0);
@@ -42,26 +39,23 @@ void place_queries(const QkvPlan& plan, ExpectedLayout& layout) {
 class DocumentWalk {
  public:
   DocumentWalk(const QkvPlan& plan, ExpectedLayout& layout)
-      : plan_(plan),
-        layout_(layout),
-        next_(to_size(plan.world_size)),
-        doc_of_rank_(to_size(plan.world_size)) {
+      : plan_(plan), layout_(layout), next_(plan.world_size), doc_of_rank_(plan.world_size) {
     std::ranges::fill(doc_of_rank_, -1);
   }
 
   void add_document(std::int64_t doc) {
-    const auto first = to_size(plan_.doc_shard_offsets[to_size(doc)]);
-    const auto last = to_size(plan_.doc_shard_offsets[to_size(doc + 1)]);
+    const std::size_t first = plan_.doc_shard_offsets[doc];
+    const std::size_t last = plan_.doc_shard_offsets[doc + 1];
     const std::span<const std::int32_t> shards(plan_.doc_shards.data() + first, last - first);
     std::vector<std::int64_t> rows_before{0};
     std::vector<std::int64_t> copies(shards.size() + 1);  // differences along the positions
     for (const std::int32_t shard : shards) {
-      rows_before.push_back(rows_before.back() + plan_.shard_len[to_size(shard)]);
+      rows_before.push_back(rows_before.back() + plan_.shard_len[shard]);
     }
     for (std::size_t p = 0; p < shards.size(); ++p) {
-      const auto shard = to_size(shards[p]);
-      const auto rank = to_size(plan_.q_dst[shard]);
-      const auto begin = to_size(first_needed(plan_, shards[p]));
+      const std::size_t shard = shards[p];
+      const std::size_t rank = plan_.q_dst[shard];
+      const std::size_t begin = first_needed(plan_, shards[p]);
       if (doc_of_rank_[rank] != doc) next_[rank] = 0;
       doc_of_rank_[rank] = doc;
       // per_rank: what an earlier query of the rank brought is there already.
@@ -81,7 +75,7 @@ class DocumentWalk {
     std::int64_t holders = 0;
     for (std::size_t p = 0; p < shards.size(); ++p) {
       holders += copies[p];
-      layout_.num_destinations[to_size(shards[p])] = holders;
+      layout_.num_destinations[shards[p]] = holders;
     }
   }
 
@@ -96,28 +90,28 @@ class DocumentWalk {
 
 ExpectedLayout expect_layout(const QkvPlan& plan) {
   ExpectedLayout layout;
-  const std::size_t num_shards = to_size(plan.num_shards());
+  const std::size_t num_shards = plan.num_shards();
   place_at_home(plan, layout);
   place_queries(plan, layout);
   layout.document.resize(num_shards);
   layout.position.resize(num_shards);
   layout.kv_begin.resize(num_shards);
   layout.kv_len.resize(num_shards);
-  layout.kv_rows.assign(to_size(plan.world_size), 0);
+  layout.kv_rows.assign(plan.world_size, 0);
   layout.num_destinations.resize(num_shards);
   DocumentWalk walk(plan, layout);
   for (std::int64_t doc = 0; doc < plan.num_documents(); ++doc) walk.add_document(doc);
   if (plan.kv_layout == KvLayout::per_query) {  // one context after the other
-    std::vector<std::int64_t> filled(to_size(plan.world_size));
+    std::vector<std::int64_t> filled(plan.world_size);
     for (std::size_t s = 0; s < num_shards; ++s) {
-      const auto rank = to_size(plan.q_dst[s]);
+      const std::size_t rank = plan.q_dst[s];
       layout.kv_begin[s] = filled[rank];
       filled[rank] += layout.kv_len[s];
     }
   }
-  layout.num_planes.assign(to_size(plan.world_size), 0);
+  layout.num_planes.assign(plan.world_size, 0);
   for (std::size_t s = 0; s < num_shards; ++s) {
-    std::int64_t& planes = layout.num_planes[to_size(layout.home_rank[s])];
+    std::int64_t& planes = layout.num_planes[layout.home_rank[s]];
     planes = std::max(planes, layout.num_destinations[s]);
   }
   return layout;

@@ -31,8 +31,7 @@ bool all_zero(std::span<const float> values) {
 /// Rows of [W, n, H] float32.
 std::span<const float> row_of(const HostTensor& tensor, std::int64_t rank, std::int64_t row) {
   const std::int64_t hidden = tensor.shape()[2];
-  return tensor.as<float>().subspan(to_size((rank * tensor.shape()[1] + row) * hidden),
-                                    to_size(hidden));
+  return tensor.as<float>().subspan((rank * tensor.shape()[1] + row) * hidden, hidden);
 }
 
 class DenseTester {
@@ -158,10 +157,9 @@ class DenseTester {
   /// Rows [row, row + count) of `got` at `rank` are the rows of shard `shard` in `source`.
   void expect_shard(Finding place, const HostTensor& got, std::int64_t row, std::int32_t shard,
                     const HostTensor& source) {
-    const std::int64_t home = expected_.home_rank[to_size(shard)];
-    const std::int64_t begin =
-        expected_.home_begin[to_size(shard)] - rank_first_row_[to_size(home)];
-    for (std::int64_t k = 0; k < plan_.shard_len[to_size(shard)]; ++k) {
+    const std::int64_t home = expected_.home_rank[shard];
+    const std::int64_t begin = expected_.home_begin[shard] - rank_first_row_[home];
+    for (std::int64_t k = 0; k < plan_.shard_len[shard]; ++k) {
       const auto found = row_of(got, place.rank, row + k);
       const auto wanted = row_of(source, home, begin + k);
       result_.elements_compared += std::ssize(wanted);
@@ -191,23 +189,22 @@ class DenseTester {
     const auto attention = run_table("fwd_q", dispatch_.metadata.fwd_q, q, rows);
     if (!attention) return;
     for (std::int64_t r = 0; r < plan_.world_size; ++r) {
-      for (std::int64_t i = expected_.rank_offsets[to_size(r)];
-           i < expected_.rank_offsets[to_size(r) + 1]; ++i) {
-        const std::int32_t shard = expected_.received[to_size(i)];
+      for (std::int64_t i = expected_.rank_offsets[r]; i < expected_.rank_offsets[r + 1]; ++i) {
+        const std::int32_t shard = expected_.received[i];
         expect_shard({{}, "fwd_q", "rows", r, shard, -1, "", ""}, *attention,
-                     expected_.q_begin[to_size(shard)], shard, q);
+                     expected_.q_begin[shard], shard, q);
       }
-      expect_zeros("fwd_q", *attention, r, expected_.q_rows[to_size(r)]);
+      expect_zeros("fwd_q", *attention, r, expected_.q_rows[r]);
     }
     const auto back = run_table("rev_q", dispatch_.metadata.rev_q, *attention, most_home_rows_);
     if (!back) return;
     for (std::int32_t s = 0; s < plan_.num_shards(); ++s) {
-      const std::int64_t home = expected_.home_rank[to_size(s)];
+      const std::int64_t home = expected_.home_rank[s];
       expect_shard({{}, "rev_q", "rows", home, s, -1, "", ""}, *back,
-                   expected_.home_begin[to_size(s)] - rank_first_row_[to_size(home)], s, q);
+                   expected_.home_begin[s] - rank_first_row_[home], s, q);
     }
     for (std::int64_t w = 0; w < plan_.world_size; ++w) {
-      expect_zeros("rev_q", *back, w, expected_.home_rows[to_size(w)]);
+      expect_zeros("rev_q", *back, w, expected_.home_rows[w]);
     }
   }
 
@@ -217,19 +214,19 @@ class DenseTester {
     const auto attention = run_table("fwd_kv", dispatch_.metadata.fwd_kv, kv, rows);
     if (!attention) return;
     for (std::int32_t query = 0; query < plan_.num_shards(); ++query) {
-      const std::int64_t rank = plan_.q_dst[to_size(query)];
-      const auto doc = plan_.doc_shard_offsets[to_size(expected_.document[to_size(query)])];
-      std::int64_t row = expected_.kv_begin[to_size(query)];
+      const std::int64_t rank = plan_.q_dst[query];
+      const auto doc = plan_.doc_shard_offsets[expected_.document[query]];
+      std::int64_t row = expected_.kv_begin[query];
       for (std::int32_t p = detail::first_needed(plan_, query);
            p <= detail::last_needed(plan_, expected_, query); ++p) {
-        const std::int32_t shard = plan_.doc_shards[to_size(doc + p)];
+        const std::int32_t shard = plan_.doc_shards[doc + p];
         expect_shard({{}, "fwd_kv", "context", rank, query, -1, "", ""}, *attention, row, shard,
                      kv);
-        row += plan_.shard_len[to_size(shard)];
+        row += plan_.shard_len[shard];
       }
     }
     for (std::int64_t r = 0; r < plan_.world_size; ++r) {
-      expect_zeros("fwd_kv", *attention, r, expected_.kv_rows[to_size(r)]);
+      expect_zeros("fwd_kv", *attention, r, expected_.kv_rows[r]);
     }
     const std::int64_t copies = dispatch_.metadata.fwd_kv.dst_rank.dim(2);
     const auto planes = run_table("rev_kv", dispatch_.metadata.rev_kv, *attention,
@@ -240,16 +237,16 @@ class DenseTester {
   /// Of the planes of each row, exactly those of its copies hold it; the others hold nothing.
   void test_planes(const HostTensor& kv, const HostTensor& planes, std::int64_t copies) {
     for (std::int32_t s = 0; s < plan_.num_shards(); ++s) {
-      const std::int64_t home = expected_.home_rank[to_size(s)];
-      const std::int64_t num_rows = expected_.home_rows[to_size(home)];
-      const std::int64_t begin = expected_.home_begin[to_size(s)] - rank_first_row_[to_size(home)];
+      const std::int64_t home = expected_.home_rank[s];
+      const std::int64_t num_rows = expected_.home_rows[home];
+      const std::int64_t begin = expected_.home_begin[s] - rank_first_row_[home];
       for (std::int64_t c = 0; c < copies; ++c) {
-        if (c < expected_.num_destinations[to_size(s)]) {
+        if (c < expected_.num_destinations[s]) {
           expect_shard({{}, "rev_kv", "planes", home, s, c, "", ""}, planes, c * num_rows + begin,
                        s, kv);
           continue;
         }
-        for (std::int64_t k = 0; k < plan_.shard_len[to_size(s)]; ++k) {
+        for (std::int64_t k = 0; k < plan_.shard_len[s]; ++k) {
           const std::int64_t row = c * num_rows + begin + k;
           if (all_zero(row_of(planes, home, row))) continue;
           findings_.add({FindingKind::bounds, "rev_kv", "planes", home, s, c,
@@ -259,7 +256,7 @@ class DenseTester {
       }
     }
     for (std::int64_t w = 0; w < plan_.world_size; ++w) {
-      expect_zeros("rev_kv", planes, w, copies * expected_.home_rows[to_size(w)]);
+      expect_zeros("rev_kv", planes, w, copies * expected_.home_rows[w]);
     }
     if (findings_.empty()) test_sums(kv, planes, copies);
   }
@@ -267,7 +264,7 @@ class DenseTester {
   /// The gradient sum of equal copies is their number times the row.
   void test_sums(const HostTensor& kv, const HostTensor& planes, std::int64_t copies) {
     for (std::int32_t w = 0; w < plan_.world_size; ++w) {
-      const std::int64_t num_rows = expected_.home_rows[to_size(w)];
+      const std::int64_t num_rows = expected_.home_rows[w];
       ConstTensorView rank_planes = planes.view();
       rank_planes.data += w * rank_planes.strides[0] * 4;
       rank_planes.shape = {copies * num_rows, options_.hidden_k};
@@ -276,8 +273,7 @@ class DenseTester {
       sum_kv_copies(rank_planes,
                     {sums.bytes().data(), DType::float32, {num_rows, options_.hidden_k}},
                     dispatch_.metadata.rev_kv, Rank{w}, options_.num_threads);
-      for (std::int64_t s = plan_.rank_shard_offsets[to_size(w)];
-           s < plan_.rank_shard_offsets[to_size(w) + 1]; ++s) {
+      for (std::int64_t s = plan_.rank_shard_offsets[w]; s < plan_.rank_shard_offsets[w + 1]; ++s) {
         expect_mean(kv, sums, w, s);
       }
     }
@@ -285,10 +281,9 @@ class DenseTester {
 
   void expect_mean(const HostTensor& kv, const HostTensor& sums, std::int64_t rank,
                    std::int64_t shard) {
-    const auto num = static_cast<float>(expected_.num_destinations[to_size(shard)]);
-    const std::int64_t begin =
-        expected_.home_begin[to_size(shard)] - rank_first_row_[to_size(rank)];
-    for (std::int64_t row = begin; row < begin + plan_.shard_len[to_size(shard)]; ++row) {
+    const auto num = static_cast<float>(expected_.num_destinations[shard]);
+    const std::int64_t begin = expected_.home_begin[shard] - rank_first_row_[rank];
+    for (std::int64_t row = begin; row < begin + plan_.shard_len[shard]; ++row) {
       const auto sum = row_of(sums, 0, row);
       const auto one = row_of(kv, rank, row);
       result_.elements_compared += std::ssize(one);

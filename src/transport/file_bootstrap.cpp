@@ -1,7 +1,6 @@
 #include <string>
 #include <utility>
 
-#include "core/to_size.h"
 #include "file_meeting.h"
 #include "peer_text.h"
 #include "tcp_frames.h"
@@ -14,7 +13,6 @@ namespace {
 using detail::FileMeeting;
 using detail::max_entry_bytes;
 using detail::peer_text;
-using detail::to_size;
 
 constexpr double look_for_ends_every_s = 0.02;
 
@@ -90,7 +88,7 @@ class FileBootstrap final : public Bootstrap {
       throw TransportError(concat("file bootstrap: ", entry_name(round_, to_int(rank())), " is in ",
                                   meeting_.folder(), " already"));
     }
-    std::vector<std::optional<Bytes>> found(to_size(world_size()));
+    std::vector<std::optional<Bytes>> found(world_size());
     PollingWait wait(timeout_s());
     double next_look_s = 0;
     while (const auto missing = first_missing(found)) {
@@ -110,7 +108,7 @@ class FileBootstrap final : public Bootstrap {
   std::optional<std::int32_t> first_missing(std::vector<std::optional<Bytes>>& found) const {
     std::optional<std::int32_t> missing;
     for (std::int32_t r = 0; r < world_size(); ++r) {
-      auto& entry = found[to_size(r)];
+      auto& entry = found[r];
       if (!entry) entry = meeting_.read(entry_name(round_, r), max_entry_bytes);
       if (!entry && !missing) missing = r;
     }
@@ -121,7 +119,7 @@ class FileBootstrap final : public Bootstrap {
   void look_for_ends(const std::vector<std::optional<Bytes>>& found,
                      std::string_view operation) const {
     for (std::int32_t r = 0; r < world_size(); ++r) {
-      if (found[to_size(r)]) continue;
+      if (found[r]) continue;
       const auto reason = meeting_.read_text(of_rank("end.", r));
       if (!reason || meeting_.exists(entry_name(round_, r))) continue;
       if (!reason->empty()) {

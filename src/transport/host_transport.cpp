@@ -4,7 +4,6 @@
 #include <cstring>
 #include <string>
 
-#include "core/to_size.h"
 #include "waybill/core/wait.h"
 
 namespace waybill::detail {
@@ -17,7 +16,7 @@ static_assert(std::atomic_ref<std::uint64_t>::is_always_lock_free);
 
 void HostTransport::put(const SymmetricBuffer& to, const PutRequest& piece) {
   std::byte* const place = place_of(to, piece);
-  if (piece.size_bytes > 0) std::memcpy(place, piece.source, to_size(piece.size_bytes));
+  if (piece.size_bytes > 0) std::memcpy(place, piece.source, piece.size_bytes);
 }
 
 void HostTransport::signal(Rank peer, SignalSlot slot, std::uint64_t epoch) {

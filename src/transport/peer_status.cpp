@@ -7,12 +7,9 @@
 #include <string>
 #include <utility>
 
-#include "core/to_size.h"
-
 namespace waybill {
 namespace {
 
-using detail::to_size;
 using namespace std::chrono_literals;
 
 constexpr auto look_every = 80ms;
@@ -48,7 +45,7 @@ class PeerStatus::Scope final : public WaitScope {
 };
 
 PeerStatus::PeerStatus(Rank rank, std::vector<std::shared_ptr<void>> blocks, IsThere is_there)
-    : rank_(to_size(to_int(rank))),
+    : rank_(to_int(rank)),
       blocks_(std::move(blocks)),
       is_there_(std::move(is_there)),
       looks_(blocks_.size()) {}
@@ -112,7 +109,7 @@ void PeerStatus::check_gone(std::string_view operation, std::size_t rank,
 
 void PeerStatus::check(std::string_view operation, Rank awaited) {
   check_failed(operation);
-  check_gone(operation, to_size(to_int(awaited)), 0ms);
+  check_gone(operation, to_int(awaited), 0ms);
 }
 
 std::shared_ptr<const WaitScope> PeerStatus::scope_of(std::string_view operation) {

@@ -4,12 +4,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "core/to_size.h"
-
 namespace waybill {
 namespace {
-
-using detail::to_size;
 
 /// Ranks that are set up differently would wait for each other: that is said before.
 Topology topology_of(Bootstrap& bootstrap, std::int32_t ranks_per_node) {
@@ -107,7 +103,7 @@ void PeerTransport::defer_release(std::vector<std::shared_ptr<void>> memory) {
 
 std::uint64_t* PeerTransport::slot_of(Rank peer, SignalSlot slot) const {
   check_slot(slot);
-  const auto r = to_size(to_int(peer));
+  const std::size_t r = to_int(peer);
   require(r < slot.pad->peers.size(), "signal: peer = ", peer, ", expected 0..",
           topology().world_size - 1);
   auto* const base = static_cast<std::uint64_t*>(slot.pad->memory[r].get());
@@ -116,7 +112,7 @@ std::uint64_t* PeerTransport::slot_of(Rank peer, SignalSlot slot) const {
 
 std::byte* PeerTransport::place_of(const SymmetricBuffer& to, const PutRequest& piece) const {
   check_piece(to, piece);
-  auto* const base = static_cast<std::byte*>(to.memory[to_size(to_int(piece.peer))].get());
+  auto* const base = static_cast<std::byte*>(to.memory[to_int(piece.peer)].get());
   return base == nullptr ? nullptr : base + piece.dst_offset_bytes;
 }
 
@@ -136,10 +132,10 @@ void PeerTransport::share(Symmetric& result, std::int64_t size_bytes, std::strin
     table = make_table(result.memory, name);
   });
   for (std::int32_t r = 0; r < topology().world_size; ++r) {
-    auto* const part = static_cast<Element*>(result.memory[to_size(r)].get());
+    auto* const part = static_cast<Element*>(result.memory[r].get());
     result.peers.push_back(reach(Rank{r}) == Reach::network ? nullptr : part);
   }
-  result.local = result.peers[to_size(to_int(rank()))];
+  result.local = result.peers[to_int(rank())];
   result.table = static_cast<Element* const*>(table.get());
   if (table != nullptr) result.memory.push_back(std::move(table));
 }

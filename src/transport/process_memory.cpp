@@ -6,7 +6,6 @@
 #include <iomanip>
 #include <sstream>
 
-#include "core/to_size.h"
 #include "hmac.h"
 #include "waybill/transport/agree.h"
 
@@ -70,7 +69,7 @@ std::vector<std::string> ProcessMemory::names_of(std::int64_t number) const {
 /// worst, an empty name.
 std::vector<SharedFile> ProcessMemory::open(Bootstrap& bootstrap, const std::string& operation) {
   const std::vector<std::string> names = names_of(num_blocks_++);
-  const auto me = to_size(to_int(bootstrap.rank()));
+  const std::size_t me = to_int(bootstrap.rank());
   const NameGuard guard(names);
   std::vector<SharedFile> files(names.size());
   run_collectively(bootstrap, operation, [&] { files[me] = SharedFile::create(names[me]); });
@@ -89,7 +88,7 @@ std::vector<std::shared_ptr<void>> ProcessMemory::make(Bootstrap& bootstrap,
   check_same_block(bootstrap, {size_bytes, num_blocks_}, operation);
   const auto files = open(bootstrap, operation);
   const std::int64_t room = std::max<std::int64_t>(size_bytes, 1);
-  const auto me = to_size(to_int(bootstrap.rank()));
+  const std::size_t me = to_int(bootstrap.rank());
   std::vector<std::shared_ptr<void>> parts;
   run_collectively(bootstrap, operation, [&] { files[me].reserve(room); });
   run_collectively(bootstrap, operation, [&] {

@@ -4,7 +4,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/to_size.h"
 #include "host_transport.h"
 #include "process_memory.h"
 #include "transport/peer_status.h"
@@ -12,8 +11,6 @@
 
 namespace waybill {
 namespace {
-
-using detail::to_size;
 
 class ProcessTransport final : public detail::HostTransport {
  public:
@@ -36,7 +33,7 @@ class ProcessTransport final : public detail::HostTransport {
 std::shared_ptr<PeerStatus> make_peer_status(Bootstrap& bootstrap) {
   const std::string operation = "peer status";
   constexpr auto size = std::int64_t{sizeof(PeerStatusBlock)};
-  const auto me = to_size(to_int(bootstrap.rank()));
+  const std::size_t me = to_int(bootstrap.rank());
   detail::ProcessMemory memory(bootstrap);
   const auto files =
       std::make_shared<std::vector<detail::SharedFile>>(memory.open(bootstrap, operation));
@@ -48,7 +45,7 @@ std::shared_ptr<PeerStatus> make_peer_status(Bootstrap& bootstrap) {
   });
   return std::make_shared<PeerStatus>(
       bootstrap.rank(), std::move(blocks),
-      [files](std::int32_t rank) { return (*files)[to_size(rank)].is_marked(); });
+      [files](std::int32_t rank) { return (*files)[rank].is_marked(); });
 }
 
 std::unique_ptr<Transport> make_process_transport(std::shared_ptr<Bootstrap> bootstrap,

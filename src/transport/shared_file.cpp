@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "core/errno_text.h"
-#include "core/to_size.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
@@ -82,7 +81,7 @@ bool SharedFile::is_marked() const noexcept {
 }
 
 std::shared_ptr<void> SharedFile::map(std::int64_t size_bytes) const {
-  const std::size_t size = to_size(size_bytes);
+  const std::size_t size = size_bytes;
   struct stat status {};
   if (fstat(descriptor_, &status) != 0 || status.st_size < size_bytes) {
     throw TransportError(concat("the shared memory of a rank has ", status.st_size,

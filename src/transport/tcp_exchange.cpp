@@ -118,28 +118,27 @@ void TcpExchange::tell_failure(std::string_view reason) noexcept {
 TcpExchange::Entries TcpExchange::gather_and_answer(std::span<const std::byte> mine,
                                                     std::string_view operation) {
   const Deadline deadline(timeout_s_);
-  Entries all(to_size(world_size_));
+  Entries all(world_size_);
   all[0].assign(mine.begin(), mine.end());
   for (;;) {
     PollSet missing;
     std::vector<std::int32_t> ranks;
     for (std::int32_t r = 1; r < world_size_; ++r) {
-      if (peers_[to_size(r)].frame() != nullptr) continue;
-      (void)missing.add(peers_[to_size(r)].socket(), PollSet::to_read);
+      if (peers_[r].frame() != nullptr) continue;
+      (void)missing.add(peers_[r].socket(), PollSet::to_read);
       ranks.push_back(r);
     }
     const bool late = deadline.passed();
     if (!ranks.empty() && !late) missing.wait(deadline);
     for (std::size_t i = 0; i < ranks.size(); ++i) {
-      if (late || missing.is_ready(i)) peers_[to_size(ranks[i])].read();
+      if (late || missing.is_ready(i)) peers_[ranks[i]].read();
     }
     for (std::int32_t r = 1; r < world_size_; ++r) {
       if (const auto verdict = trouble_of(r, late)) give_verdict(*verdict, deadline, operation);
     }
     if (ranks.empty()) break;
   }
-  for (std::int32_t r = 1; r < world_size_; ++r)
-    all[to_size(r)] = peers_[to_size(r)].take_frame().bytes;
+  for (std::int32_t r = 1; r < world_size_; ++r) all[r] = peers_[r].take_frame().bytes;
   const Bootstrap::Bytes packed = pack_entries(all);
   const HeaderBytes header = encode(FrameHeader{.round = round_, .size_bytes = packed.size()});
   Bootstrap::Bytes answer(header.begin(), header.end());
@@ -150,7 +149,7 @@ TcpExchange::Entries TcpExchange::gather_and_answer(std::span<const std::byte> m
 
 /// What keeps a rank from taking part in this round; nullopt: nothing is known.
 std::optional<Frame> TcpExchange::trouble_of(std::int32_t peer, bool deadline_passed) {
-  TcpPeer& from = peers_[to_size(peer)];
+  TcpPeer& from = peers_[peer];
   const std::uint64_t before = round_ - 1;
   if (Frame* const frame = from.frame()) {
     if (frame->header.kind == FrameKind::data && frame->header.round == round_) return std::nullopt;
@@ -211,8 +210,8 @@ TcpExchange::Entries TcpExchange::send_and_wait(std::span<const std::byte> mine,
   }
   const Frame answer = root.take_frame();
   if (answer.header.kind != FrameKind::data) fail_with(answer, deadline.waited_s(), operation);
-  auto all = answer.header.round == round_ ? unpack_entries(answer.bytes, to_size(world_size_))
-                                           : std::nullopt;
+  auto all =
+      answer.header.round == round_ ? unpack_entries(answer.bytes, world_size_) : std::nullopt;
   if (!all) throw TransportError(concat(operation, ": rank 0 sent an incomplete table of entries"));
   return std::move(*all);
 }

@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "core/to_size.h"
 #include "hmac.h"
 #include "peer_text.h"
 #include "waybill/core/error.h"
@@ -72,7 +71,7 @@ Greeter::Step Greeter::judge_claim(const Admission& admission) {
     return refuse(concat("rank = ", hello_.rank, ", expected 1..", world - 1));
   }
   if (!admission.failure.empty()) return refuse(admission.failure);
-  if (admission.taken[to_size(rank())])
+  if (admission.taken[rank()])
     return refuse(concat("rank ", rank(), " connected twice",
                          ", expected another rank (RANK, or what its launcher sets) in each "
                          "process"));

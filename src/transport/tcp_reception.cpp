@@ -68,13 +68,13 @@ void RefusalLog::line(std::string_view caller, std::string_view why) {
 
 Reception::Reception(Socket door, std::int32_t world_size, std::string job_id, std::string secret)
     : door_(std::move(door)),
-      peers_(to_size(world_size)),
-      watched_(to_size(world_size), false),
+      peers_(world_size),
+      watched_(world_size, false),
       max_callers_(room_for_callers(world_size)) {
   admission_.world_size = world_size;
   admission_.job_id = std::move(job_id);
   admission_.secret = std::move(secret);
-  admission_.taken.assign(to_size(world_size), false);
+  admission_.taken.assign(world_size, false);
   callers_.reserve(max_callers_ + 1);
 }
 
@@ -130,9 +130,9 @@ void Reception::serve(const Deadline& deadline) {
   for (const Caller& caller : callers_) (void)set.add(caller.socket, PollSet::to_read);
   std::vector<std::int32_t> ranks;
   for (std::int32_t r = 1; r < admission_.world_size; ++r) {
-    if (!watched_[to_size(r)]) continue;
-    const bool has_spoken = peers_[to_size(r)].frame() != nullptr;
-    (void)set.add(peers_[to_size(r)].socket(), has_spoken ? PollSet::hang_up : PollSet::to_read);
+    if (!watched_[r]) continue;
+    const bool has_spoken = peers_[r].frame() != nullptr;
+    (void)set.add(peers_[r].socket(), has_spoken ? PollSet::hang_up : PollSet::to_read);
     ranks.push_back(r);
   }
   const std::size_t door = set.add(door_, PollSet::to_read);
@@ -179,7 +179,7 @@ void Reception::admit(Caller& caller) {
   if (!caller.socket.send_now(caller.greeter.answer())) {
     return hang_up(caller, "it does not accept the answer");
   }
-  const std::size_t r = to_size(caller.greeter.rank());
+  const std::size_t r = caller.greeter.rank();
   const auto most = TcpExchange::max_frame_bytes(0, admission_.world_size);
   peers_[r] = TcpPeer(std::exchange(caller.socket, Socket()), most);
   admission_.taken[r] = true;
@@ -194,7 +194,7 @@ void Reception::hang_up(Caller& caller, std::string_view why) {
 
 /// A rank that is here may have begun its first exchange, failed or died.
 void Reception::watch(std::int32_t rank) {
-  TcpPeer& peer = peers_[to_size(rank)];
+  TcpPeer& peer = peers_[rank];
   const bool had_spoken = peer.frame() != nullptr;
   peer.read();
   const Frame* const frame = peer.frame();
@@ -207,7 +207,7 @@ void Reception::watch(std::int32_t rank) {
     reason = "";
   }
   if (!reason) return;
-  watched_[to_size(rank)] = false;
+  watched_[rank] = false;
   if (!verdict_) {
     verdict_ =
         verdict_frame(reason->empty() ? FrameKind::left : FrameKind::failed, rank, 0, *reason);

@@ -4,21 +4,19 @@
 #include <mutex>
 #include <string>
 
-#include "core/to_size.h"
 #include "waybill/core/wait.h"
 #include "waybill/transport/bootstraps.h"
 
 namespace waybill {
 namespace {
 
-using detail::to_size;
 using Bytes = Bootstrap::Bytes;
 
 /// What the threads share. Round k is over when all ranks have given their bytes to it. Two slots
 /// are enough: nobody begins round k + 2 before everybody has begun, hence left round k.
 struct Meeting {
-  explicit Meeting(std::int32_t world_size) : rounds(to_size(world_size)) {
-    for (auto& slot : slots) slot.resize(to_size(world_size));
+  explicit Meeting(std::int32_t world_size) : rounds(world_size) {
+    for (auto& slot : slots) slot.resize(world_size);
     ended = scope->on_end([changed = changed] { changed->notify_all(); });
   }
 
@@ -65,7 +63,7 @@ class ThreadBootstrap final : public Bootstrap {
  private:
   std::vector<Bytes> exchange(std::span<const std::byte> mine,
                               std::string_view operation) override {
-    const auto me = to_size(to_int(rank()));
+    const std::size_t me = to_int(rank());
     std::unique_lock lock(meeting_->mutex);
     const std::uint64_t round = ++meeting_->rounds[me];
     auto& slot = meeting_->slots[round % 2];
@@ -107,14 +105,14 @@ class ThreadBootstrap final : public Bootstrap {
                    .rank = to_int(rank()),
                    .peer = peer,
                    .wanted = round,
-                   .seen = meeting_->rounds[to_size(peer)],
+                   .seen = meeting_->rounds[peer],
                    .seconds = waited_s});
   }
 
   /// The first rank that has not begun a round, of which there is one.
   [[nodiscard]] std::int32_t missing(std::uint64_t round) const {
     std::int32_t r = 0;
-    while (meeting_->rounds[to_size(r)] >= round) ++r;
+    while (meeting_->rounds[r] >= round) ++r;
     return r;
   }
 

@@ -5,14 +5,11 @@
 #include <new>
 #include <utility>
 
-#include "core/to_size.h"
 #include "host_transport.h"
 #include "transport/share_memory.h"
 
 namespace waybill {
 namespace {
-
-using detail::to_size;
 
 constexpr std::int64_t alignment_bytes = 256;
 constexpr std::int64_t least_mapped_bytes = 64 << 10;
@@ -21,17 +18,17 @@ constexpr std::int64_t least_mapped_bytes = 64 << 10;
 /// here: calloc writes zeros into what a thread's arena gives it.
 std::shared_ptr<void> make_block(std::int64_t size_bytes) {
   if (size_bytes >= least_mapped_bytes) {
-    const std::size_t bytes = to_size(size_bytes);
+    const std::size_t bytes = size_bytes;
     void* const first =
         mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (first == MAP_FAILED) throw std::bad_alloc();
     return {first, [bytes](void* block) { (void)munmap(block, bytes); }};
   }
-  std::size_t room = to_size(size_bytes + alignment_bytes);
+  std::size_t room = size_bytes + alignment_bytes;
   std::shared_ptr<void> block(std::calloc(room, 1), std::free);
   if (block == nullptr) throw std::bad_alloc();
   void* first = block.get();
-  std::align(alignment_bytes, to_size(size_bytes), first, room);
+  std::align(alignment_bytes, size_bytes, first, room);
   return {block, first};
 }
 

@@ -1,7 +1,5 @@
 #include "transport/transport.h"
 
-#include "core/to_size.h"
-
 namespace waybill {
 
 Transport::Transport(Rank rank, Topology topology, double timeout_s)

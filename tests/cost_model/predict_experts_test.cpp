@@ -6,7 +6,6 @@
 #include <cmath>
 #include <iostream>
 
-#include "core/to_size.h"
 #include "support/expect_error.h"
 #include "waybill/core/random.h"
 #include "waybill/moe/simulate.h"
@@ -14,7 +13,6 @@
 namespace waybill {
 namespace {
 
-using detail::to_size;
 using test::rejects;
 using Ids = std::vector<std::vector<std::int32_t>>;
 
@@ -33,7 +31,7 @@ EPConfig layer(std::int32_t nodes, std::int32_t per_node, std::int64_t tokens,
 /// topk different experts for each of `tokens` tokens.
 Ids uniform_ids(const EPConfig& config, std::int64_t tokens, std::uint64_t seed = 1) {
   Random random(seed);
-  Ids ids(to_size(config.world_size));
+  Ids ids(config.world_size);
   for (auto& rank : ids) {
     while (std::ssize(rank) < tokens * config.topk) {
       const auto id = static_cast<std::int32_t>(random.below(config.num_experts));
@@ -85,28 +83,27 @@ TEST(PredictExperts, BytesAreThoseOfTheSimulation) {
       std::int64_t ranges = 0;
       for (std::int64_t s = 0; s < world; ++s) {
         const bool inside = r / per_node == s / per_node;
-        const std::int64_t out = traffic.crossings.i64()[to_size(r * world + s)];
-        const std::int64_t in = traffic.crossings.i64()[to_size(s * world + r)];
+        const std::int64_t out = traffic.crossings.i64()[r * world + s];
+        const std::int64_t in = traffic.crossings.i64()[s * world + r];
         (inside ? want.nvlink_out : want.network_out) += out * row;
         (inside ? want.nvlink_in : want.network_in) += in * row;
         if (!inside) {
-          straight += traffic.unique_tokens_per_rank_pair.i64()[to_size(r * world + s)] * row;
+          straight += traffic.unique_tokens_per_rank_pair.i64()[r * world + s] * row;
         }
       }
       for (std::int64_t n = 0; n < nodes; ++n)
-        ranges += traffic.inter_node_ranges.i64()[to_size(r * nodes + n)];
+        ranges += traffic.inter_node_ranges.i64()[r * nodes + n];
       for (const auto kind : {ExpertCallKind::grouped_dispatch, ExpertCallKind::cached_dispatch})
-        EXPECT_EQ(of(calls, kind).links[to_size(r)], want) << nodes << " x " << per_node;
-      const LinkBytes& low = of(calls, ExpertCallKind::low_latency_dispatch).links[to_size(r)];
+        EXPECT_EQ(of(calls, kind).links[r], want) << nodes << " x " << per_node;
+      const LinkBytes& low = of(calls, ExpertCallKind::low_latency_dispatch).links[r];
       EXPECT_EQ(low.network_out, straight);
       // A combine sends as many rows back, of token_dtype and without scales.
-      const LinkBytes& back = of(calls, ExpertCallKind::summed_combine).links[to_size(r)];
+      const LinkBytes& back = of(calls, ExpertCallKind::summed_combine).links[r];
       EXPECT_EQ(back.nvlink_in, want.nvlink_out / row * 512);
       EXPECT_EQ(back.network_out, want.network_in / row * 512);
-      EXPECT_EQ(of(calls, ExpertCallKind::grouped_combine).links[to_size(r)].network_out,
-                back.network_out);
+      EXPECT_EQ(of(calls, ExpertCallKind::grouped_combine).links[r].network_out, back.network_out);
       // Two puts, of rows and of scales, for each range, and one more where 32 tokens are full.
-      const std::int64_t puts = of(calls, ExpertCallKind::grouped_dispatch).puts[to_size(r)];
+      const std::int64_t puts = of(calls, ExpertCallKind::grouped_dispatch).puts[r];
       EXPECT_GE(puts, 2 * ranges);
       EXPECT_LE(puts, 2 * (ranges + 2 * (nodes - 1)));
     }
@@ -121,9 +118,9 @@ TEST(PredictExperts, RowsOfSlotsAreThoseOfTheSimulation) {
   for (std::int64_t r = 0; r < 8; ++r) {
     std::int64_t in = 0;
     for (std::int64_t s = 0; s < 8; ++s) {
-      if (s != r) in += traffic.rows_per_rank_pair.i64()[to_size(r * 8 + s)] * 512;
+      if (s != r) in += traffic.rows_per_rank_pair.i64()[r * 8 + s] * 512;
     }
-    EXPECT_EQ(of(calls, ExpertCallKind::grouped_combine).links[to_size(r)].nvlink_in, in);
+    EXPECT_EQ(of(calls, ExpertCallKind::grouped_combine).links[r].nvlink_in, in);
   }
 }
 

@@ -9,7 +9,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/to_size.h"
 #include "runtime/executor.h"
 #include "transport/transport.h"
 #include "waybill/core/host_tensor.h"
@@ -50,7 +49,7 @@ class DeviceArena {
 
   explicit DeviceArena(World& world, std::int64_t size_bytes = std::int64_t{256} << 20)
       : world_(world), size_(size_bytes) {
-    cuda_ok(cudaMalloc(&memory_, detail::to_size(size_)));
+    cuda_ok(cudaMalloc(&memory_, size_));
     cuda_ok(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     reset();
   }
@@ -66,7 +65,7 @@ class DeviceArena {
   /// Forgets all pieces.
   void reset() {
     used_ = 0;
-    cuda_ok(cudaMemsetAsync(memory_, guard, detail::to_size(size_), stream_), world_);
+    cuda_ok(cudaMemsetAsync(memory_, guard, size_, stream_), world_);
   }
 
   /// A contiguous tensor. Its rows begin at a multiple of 256 bytes, plus `shift`.
@@ -113,7 +112,7 @@ class DeviceArena {
 
   /// Queues a copy to the device or on it.
   void copy(void* to, const void* from, std::int64_t bytes) const {
-    cuda_ok(cudaMemcpyAsync(to, from, detail::to_size(bytes), cudaMemcpyDefault, stream_), world_);
+    cuda_ok(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_), world_);
   }
 
   /// Copies to the host, after all that is on the stream. It waits first: a copy to pageable memory

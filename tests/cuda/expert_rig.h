@@ -156,7 +156,7 @@ class ExpertRig {
 /// The first elements of a table as numbers.
 inline std::vector<std::int64_t> numbers(const DeviceArena& arena, const ConstTensorView& view,
                                          std::int64_t count) {
-  std::vector<std::int32_t> raw(to_size(count));
+  std::vector<std::int32_t> raw(count);
   arena.read(raw.data(), view.data, count * 4);
   return {raw.begin(), raw.end()};
 }
@@ -170,7 +170,7 @@ inline std::vector<std::int64_t> numbers(const std::vector<std::int32_t>& values
 /// What the tables of a dispatch hold is what the simulation says of `rank`.
 inline void expect_tables(const DeviceArena& arena, const ExpertTableViews& got,
                           const ExpertDispatch& expected, std::int32_t rank) {
-  const auto r = to_size(rank);
+  const std::size_t r = rank;
   const EPAll2AllLayoutDesc& desc = expected.layout[r];
   const auto same = [&](const char* name, const ConstTensorView& view,
                         const std::vector<std::int64_t>& want) {
@@ -208,7 +208,7 @@ inline void expect_tables(const DeviceArena& arena, const ExpertTableViews& got,
 /// The last dispatch's rows, scales and weights are what the simulation says.
 inline void expect_rows(const ExpertRig& rig, const DeviceArena& arena,
                         const ExpertDispatch& expected) {
-  const auto r = to_size(rig.config().rank);
+  const std::size_t r = rig.config().rank;
   const ExpertWindowLayout& window = rig.memory().window;
   const auto same = [&](const char* name, std::int64_t offset, const HostTensor& want) {
     HostTensor got(want.dtype(), want.shape());
@@ -224,7 +224,7 @@ inline void expect_rows(const ExpertRig& rig, const DeviceArena& arena,
 struct DeviceInput {
   DeviceInput(DeviceArena& arena, const ExpertCase& sample, std::int32_t rank, bool weights = true,
               std::int64_t shift = 0) {
-    const auto r = to_size(rank);
+    const std::size_t r = rank;
     input.tokens = arena.upload(sample.tokens[r], shift);
     input.ids = arena.upload(sample.ids[r]);
     if (weights && !sample.weights.empty()) input.weights = arena.upload(sample.weights[r]);
@@ -295,7 +295,7 @@ inline std::vector<CombineCase> combine_cases(const ExpertDispatch& dispatch,
 /// Combines on a rank, and compares. @param staged the outputs are in the window already
 inline void expect_combine(ExpertRig& rig, DeviceArena& arena, const ExpertTables& tables,
                            const CombineCase& sample, const HostTensor& outputs, bool staged) {
-  const auto r = to_size(rig.config().rank);
+  const std::size_t r = rig.config().rank;
   const Stream stream{arena.stream()};
   ExpertCombineInput input;
   if (staged) {

@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 
+#include "core/to_size.h"
 #include "cuda/captured.h"
 #include "cuda/gpu_expert_rounds.h"
 
@@ -78,22 +79,22 @@ class DelayedCalls {
 
  private:
   void load(const AnsweredCase& round) {
-    const auto r = to_size(rig_.config().rank);
+    const std::size_t r = rig_.config().rank;
     const auto replace = [&](const ConstTensorView& to, const HostTensor& from) {
       arena_.copy(const_cast<std::byte*>(to.data), from.bytes().data(), from.size_bytes());
     };
     replace(input_.input.tokens, round.sample.tokens[r]);
     replace(input_.input.ids, round.sample.ids[r]);
     if (!round.sample.weights.empty()) replace(input_.input.weights, round.sample.weights[r]);
-    cuda_ok(cudaMemsetAsync(sums_.data, 0xFF, to_size(sums_.shape[0] * sums_.shape[1] * 2),
-                            arena_.stream()));
+    cuda_ok(
+        cudaMemsetAsync(sums_.data, 0xFF, sums_.shape[0] * sums_.shape[1] * 2, arena_.stream()));
     arena_.synchronize();
   }
 
   std::shared_ptr<const ExpertTables> pair(const ExpertTables* known) {
     auto tables = rig_.dispatch(input_.input, stream_, known);
     cuda_ok(cudaMemcpyAsync(rig_.combine_window(), rig_.window(),
-                            to_size(capacity_ * rig_.config().hidden * 2), cudaMemcpyDefault,
+                            capacity_ * rig_.config().hidden * 2, cudaMemcpyDefault,
                             arena_.stream()));
     const ConstTensorView rows(rig_.combine_window(), rig_.config().token_dtype,
                                {capacity_, rig_.config().hidden});
@@ -103,7 +104,7 @@ class DelayedCalls {
 
   void expect(const AnsweredCase& round, const std::string& what) {
     SCOPED_TRACE(concat(what, ", rank ", rig_.config().rank));
-    EXPECT_TRUE(same_bytes(arena_.download(sums_), round.sums[to_size(rig_.config().rank)]));
+    EXPECT_TRUE(same_bytes(arena_.download(sums_), round.sums[rig_.config().rank]));
     test::expect_rows(rig_, arena_, round.dispatch);
   }
 

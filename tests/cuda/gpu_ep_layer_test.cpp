@@ -58,7 +58,7 @@ void expect_dispatched(const DeviceArena& arena, const EPDispatched& got,
 /// Combines, with the experts' outputs copied by the layer or written where it wants them.
 void expect_sums(EPAll2AllLayer& layer, DeviceArena& arena, const EPLayout& layout,
                  const Step& step, bool in_place) {
-  const auto rank = to_size(layer.config().rank);
+  const std::size_t rank = layer.config().rank;
   const HostTensor& outputs = step.outputs[rank];
   ExpertCombineInput input;
   if (in_place) {
@@ -98,10 +98,10 @@ void check_layer(const EPConfig& config, const EPLayerOptions& options, std::uin
           arena.reset();
           const DeviceInput device(arena, steps[i].sample, own.rank);
           const EPDispatched got = layer.dispatch(device.input, {arena.stream()});
-          expect_dispatched(arena, got, steps[i].dispatch, to_size(own.rank));
+          expect_dispatched(arena, got, steps[i].dispatch, own.rank);
           expect_sums(layer, arena, *got.layout, steps[i], i % 2 == 1);
           const EPDispatched again = layer.dispatch(device.input, *got.layout, {arena.stream()});
-          expect_dispatched(arena, again, steps[i].dispatch, to_size(own.rank));
+          expect_dispatched(arena, again, steps[i].dispatch, own.rank);
           expect_sums(layer, arena, *again.layout, steps[i], i % 2 == 0);
         }
         // A row per token and rank: there is room for all of them from the start.
@@ -160,7 +160,7 @@ TEST(GpuEpLayer, compact_rows) {
           arena.reset();
           const DeviceInput device(arena, step.sample, own.rank);
           const EPDispatched got = layer.dispatch(device.input, {arena.stream()});
-          expect_dispatched(arena, got, step.dispatch, to_size(own.rank));
+          expect_dispatched(arena, got, step.dispatch, own.rank);
           expect_sums(layer, arena, *got.layout, step, true);
         }
         world.barrier();

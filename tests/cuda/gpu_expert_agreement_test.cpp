@@ -137,8 +137,7 @@ std::vector<RankResult> run_threads(const GpuWay& way, double seconds,
   return test::run_ranks(way.world_size, [&](std::int32_t rank) {
     const int device = rank % num_gpus();
     test::cuda_ok(cudaSetDevice(device));
-    World world =
-        make_gpu_thread_world(std::move(bootstraps[to_size(rank)]), device, way.per_node());
+    World world = make_gpu_thread_world(std::move(bootstraps[rank]), device, way.per_node());
     body(world);
   });
 }

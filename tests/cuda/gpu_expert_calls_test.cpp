@@ -86,7 +86,7 @@ void follow_each_other(const EPConfig& config) {
       [&](World& world) {
         DeviceArena arena(world, std::int64_t{256} << 20);
         const Stream stream{arena.stream()};
-        const auto r = to_size(to_int(world.rank()));
+        const std::size_t r = to_int(world.rank());
         ExpertRig rig(world, config, {}, most_recv_rows(config, {}), 4);
         Random delays(r);
         std::vector<TensorView> sums;
@@ -149,12 +149,12 @@ void count_rows_past_the_capacity(const EPConfig& config) {
         const DeviceInput second(arena, small, rig.config().rank);
         // Dispatch windows are larger than their rows: what lies between the parts must stay.
         const std::int64_t bytes = rig.memory().window.total;
-        std::vector<std::byte> marks(to_size(bytes), std::byte{0x77});
+        std::vector<std::byte> marks(bytes, std::byte{0x77});
         arena.copy(rig.memory().dispatch_windows[0].local, marks.data(), bytes);
         arena.synchronize();
         world.barrier();
         (void)rig.dispatch(first.input, stream);
-        std::vector<std::byte> after(to_size(bytes));
+        std::vector<std::byte> after(bytes);
         arena.read(after.data(), rig.window(), bytes);
         const ExpertOverflow over = rig.executor().take_overflow();
         EXPECT_EQ(over.rows, too_many.rows.largest_recv_rows);  // on all ranks
@@ -166,7 +166,7 @@ void count_rows_past_the_capacity(const EPConfig& config) {
               std::pair{window.tags + capacity * 16, window.scales},
               std::pair{window.weights + capacity * 4, window.topk}}) {
           for (std::int64_t i = end; i < next; ++i) {
-            ASSERT_EQ(after[to_size(i)], std::byte{0x77}) << "byte " << i;
+            ASSERT_EQ(after[i], std::byte{0x77}) << "byte " << i;
           }
         }
         const auto tables = rig.dispatch(second.input, stream);

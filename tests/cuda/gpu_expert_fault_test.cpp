@@ -30,15 +30,15 @@ void a_rank_never_calls(bool in_combine, std::int32_t ranks_per_node,
   const ExpertDispatch dispatched = sample.dispatch();
   auto bootstraps = make_thread_bootstraps(world_size, 2.0);
   const auto results = test::run_ranks(world_size, [&](std::int32_t rank) {
-    World world = make_gpu_thread_world(std::move(bootstraps[to_size(rank)]), rank % num_gpus(),
-                                        ranks_per_node);
+    World world =
+        make_gpu_thread_world(std::move(bootstraps[rank]), rank % num_gpus(), ranks_per_node);
     DeviceArena arena(world, arena_bytes);
     const Stream stream{arena.stream()};
     ExpertRig rig(world, config, {}, most_recv_rows(config, {}), 4);
     const DeviceInput device(arena, sample, rank);
-    const auto& rows = dispatched.recv_tokens[to_size(rank)];
+    const auto& rows = dispatched.recv_tokens[rank];
     const TensorView copy = arena.take(rows.dtype(), rows.shape());
-    const TensorView sum = arena.take(config.token_dtype, sample.tokens[to_size(rank)].shape());
+    const TensorView sum = arena.take(config.token_dtype, sample.tokens[rank].shape());
     for (int call = 1; call <= 2; ++call) {
       if (call == 2 && !in_combine && rank == 1) {
         std::this_thread::sleep_for(std::chrono::seconds(4));
@@ -59,7 +59,7 @@ void a_rank_never_calls(bool in_combine, std::int32_t ranks_per_node,
       in_combine ? "for signal >= 4 from rank 1" : "for signal >= 3 from rank 1";
   int named = 0;
   for (const std::int32_t r : {0, 2, 3}) {
-    const std::string& text = results[to_size(r)].text;
+    const std::string& text = results[r].text;
     EXPECT_NE(text.find(signal), std::string::npos) << "rank " << r << ": " << text;
     if (text.find(wanted + std::to_string(r) + " waited 2") != std::string::npos) ++named;
   }

@@ -48,8 +48,7 @@ class Replay {
   /// What arrived to where the experts' rows are awaited.
   void answer(cudaStream_t stream) {
     cuda_ok(cudaMemcpyAsync(rig_.combine_window(), rig_.window(),
-                            to_size(capacity_ * rig_.config().hidden * 2), cudaMemcpyDefault,
-                            stream));
+                            capacity_ * rig_.config().hidden * 2, cudaMemcpyDefault, stream));
   }
 
   void combine(cudaStream_t stream) {
@@ -65,7 +64,7 @@ class Replay {
     arena_.synchronize();
     world_.barrier();
     const Captured graph(stream(), calls);
-    const auto r = to_size(rig_.config().rank);
+    const std::size_t r = rig_.config().rank;
     for (const AnsweredCase& round : rounds_) {
       const auto replace = [&](const ConstTensorView& to, const HostTensor& from) {
         arena_.copy(const_cast<std::byte*>(to.data), from.bytes().data(), from.size_bytes());

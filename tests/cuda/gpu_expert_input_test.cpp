@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "core/to_size.h"
 #include "cuda/gpu_expert_rounds.h"
 #include "cuda/gpu_processes.h"
 #include "support/run_ranks.h"
@@ -110,8 +111,8 @@ void expect_found(const EPConfig& config, const std::function<void(World&)>& bod
   const auto results = test::run_ranks(config.world_size, [&](std::int32_t rank) {
     const int device = rank % num_gpus();
     test::cuda_ok(cudaSetDevice(device));
-    World world = make_gpu_thread_world(std::move(bootstraps[to_size(rank)]), device,
-                                        config.local_world_size);
+    World world =
+        make_gpu_thread_world(std::move(bootstraps[rank]), device, config.local_world_size);
     body(world);
   });
   for (std::size_t r = 0; r < results.size(); ++r) {
@@ -260,7 +261,7 @@ void find_a_position_twice(const EPConfig& config) {
            ids[source].begin();
   };
   const auto wrong = with_positions(good, 0, [&](std::span<std::int32_t> positions) {
-    positions[to_size(at_rank_1(0))] = positions[to_size(20 * config.topk + at_rank_1(1))];
+    positions[at_rank_1(0)] = positions[20 * config.topk + at_rank_1(1)];
   });
   find_wrong_positions(config, wrong, " of rank 1, where another topk slot is", false);
 }

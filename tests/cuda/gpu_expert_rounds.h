@@ -35,7 +35,7 @@ inline Round make_round(std::string name, ExpertCase sample, const EPDispatchOpt
 
 /// Takes a rank's tokens away.
 inline void empty_rank(ExpertCase& sample, std::int32_t rank) {
-  const auto r = to_size(rank);
+  const std::size_t r = rank;
   const auto none = [](HostTensor& tensor) {
     tensor = HostTensor(tensor.dtype(), {0, tensor.shape()[1]});
   };
@@ -89,8 +89,8 @@ inline void check_round(ExpertRig& rig, DeviceArena& arena, const Round& round, 
       if (!pushes && i > 1) continue;
       rig.use_slabs(pushes);
       for (const bool staged : {false, true}) {
-        expect_combine(rig, arena, *tables, round.combines[i],
-                       round.outputs[to_size(rig.config().rank)], staged);
+        expect_combine(rig, arena, *tables, round.combines[i], round.outputs[rig.config().rank],
+                       staged);
       }
     }
   }

@@ -23,7 +23,7 @@ void a_rank_never_calls(int num_sms) {
   const auto results = test::stall_at_the_third_call(sample, num_sms, 0);
   int named = 0;
   for (const std::int32_t r : {0, 2, 3}) {
-    const std::string& text = results[to_size(r)].text;
+    const std::string& text = results[r].text;
     // A rank that shares its device may lose it to another one's report, and then says whose.
     EXPECT_NE(text.find("for signal >= 3 from rank 1"), std::string::npos)
         << "rank " << r << ": " << text;
@@ -43,7 +43,7 @@ TEST(GpuFault, an_odd_number_of_captured_calls_over_nodes_is_found) {
   const Expected expected(sample);
   auto bootstraps = make_thread_bootstraps(2, 5.0);
   const auto results = test::run_ranks(2, [&](std::int32_t rank) {
-    const auto r = to_size(rank);
+    const std::size_t r = rank;
     World world = make_gpu_thread_world(std::move(bootstraps[r]), rank % num_gpus(), 1);
     DeviceArena arena(world, std::int64_t{16} << 20);
     const Stream stream{arena.stream()};

@@ -29,7 +29,7 @@ constexpr std::int64_t arena_bytes = std::int64_t{128} << 20;
 class Rank {
  public:
   Rank(World& world, EPConfig config, const EPLayerOptions& options)
-      : world_(world), arena_(world, arena_bytes), r_(to_size(to_int(world.rank()))) {
+      : world_(world), arena_(world, arena_bytes), r_(to_int(world.rank())) {
     config.rank = to_int(world.rank());
     layer_ = std::make_unique<EPAll2AllLayer>(world, config, options);
   }

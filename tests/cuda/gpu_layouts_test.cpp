@@ -67,7 +67,7 @@ std::vector<Step> steps_of_one_routing(const EPConfig& config, const EPLayerOpti
 class Rank {
  public:
   Rank(World& world, EPConfig config, const EPLayerOptions& options)
-      : arena_(world, arena_bytes), r_(to_size(to_int(world.rank()))) {
+      : arena_(world, arena_bytes), r_(to_int(world.rank())) {
     config.rank = to_int(world.rank());
     layer_ = std::make_unique<EPAll2AllLayer>(world, config, options);
   }
@@ -268,7 +268,7 @@ TEST(GpuLayouts, leave_their_memory_to_work_that_was_noted) {
             std::this_thread::sleep_for(std::chrono::milliseconds(200));
           };
           test::cuda_ok(cudaLaunchHostFunc(late, sleep, nullptr));
-          test::cuda_ok(cudaMemcpyAsync(copy.data, table.data, to_size(ids.size_bytes()),
+          test::cuda_ok(cudaMemcpyAsync(copy.data, table.data, ids.size_bytes(),
                                         cudaMemcpyDeviceToDevice, late));
           got.layout->note_use({late});
           got = {};

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <string>
 
+#include "core/to_size.h"
 #include "cuda/captured.h"
 #include "cuda/device_arena.h"
 #include "cuda/ways.h"
@@ -126,7 +127,7 @@ TEST(GpuLocalGradient, a_graph_replays_it_and_keeps_its_plan) {
       [&](World& world) {
         DeviceArena arena(world);
         const Stream stream{arena.stream()};
-        const auto r = to_size(to_int(world.rank()));
+        const std::size_t r = to_int(world.rank());
         for (const bool apart : {true, false}) {
           SequenceDispatcher dispatcher(world, {.num_sms = 8, .local_by_copy_engine = apart});
           dispatcher.reserve(std::int64_t{32} << 20, stream);

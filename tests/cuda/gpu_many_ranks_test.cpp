@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 
+#include "core/to_size.h"
 #include "cuda/experts/launch.h"
 #include "cuda/one_of_many.h"
 #include "cuda/sequence/sequence_launch.h"
@@ -65,7 +66,7 @@ std::vector<Ints> random_ids(const EPConfig& config) {
   std::vector<Ints> ids;
   for (std::int32_t r = 0; r < config.world_size; ++r) {
     const std::int64_t tokens = r == config.rank ? max_tokens : random.below(3);
-    Ints& of_rank = ids.emplace_back(to_size(tokens * topk));
+    Ints& of_rank = ids.emplace_back(tokens * topk);
     for (std::int32_t& id : of_rank) {
       const bool near = random.below(2) == 0;  // several topk slots of a token on one rank
       id = static_cast<std::int32_t>(near ? random.below(8) : random.below(config.num_experts + 1));
@@ -87,7 +88,7 @@ class Counting {
       counts.insert(counts.end(), own.begin(), own.end());
     }
     rows_ = locate_rows(config, options_, counts);
-    places_ = place_topk_slots(config, options_, rows_, config.rank, ids_[to_size(config.rank)]);
+    places_ = place_topk_slots(config, options_, rows_, config.rank, ids_[config.rank]);
     fill(config, counts);
   }
 
@@ -117,14 +118,14 @@ class Counting {
     EXPECT_EQ(DeviceBlocks::download(params_.expert_offsets, per_rank + 1),
               own(rows_.expert_offsets, per_rank + 1));
     for (std::int64_t r = 0; r < world; ++r) {
-      EXPECT_EQ(params_.host[r] & 0xFFFFFFFF, to_size(rows_.num_recv_rows[to_size(r)])) << r;
+      EXPECT_EQ(params_.host[r] & 0xFFFFFFFF, to_size(rows_.num_recv_rows[r])) << r;
     }
     check_places();
   }
 
  private:
   void check_places() {
-    const Ints& ids = ids_[to_size(shape_.rank)];
+    const Ints& ids = ids_[shape_.rank];
     EXPECT_EQ(DeviceBlocks::download(params_.dst_rows, max_tokens * topk), places_);
     const auto addresses = DeviceBlocks::download(params_.addresses, max_tokens * topk);
     for (std::size_t i = 0; i < addresses.size(); ++i) {
@@ -153,7 +154,7 @@ class Counting {
         blocks.take<std::byte>(cuda::moe_state_bytes(config.world_size)));
     params_.m.arrive = many_.arrive(cuda::FaultKind::moe_dispatch, &params_.m.state->call);
     params_.shape = shape_;
-    params_.ids = blocks.upload(ids_[to_size(config.rank)]);
+    params_.ids = blocks.upload(ids_[config.rank]);
     params_.dropped_id = config.num_experts;
     params_.fitting_rows = std::numeric_limits<std::int32_t>::max();
     params_.max_per_expert = std::numeric_limits<std::int32_t>::max();
@@ -248,7 +249,7 @@ std::int64_t row_of(std::int64_t address) {
 void check_combine(std::int32_t world_size, bool bulk) {
   OneOfMany many(world_size, world_size / 2);
   DeviceBlocks& blocks = many.blocks();
-  std::vector<float> rows(to_size(world_size * window_rows * row_floats));
+  std::vector<float> rows(world_size * window_rows * row_floats);
   for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<float>(i % 4099);
   const float* const window = blocks.upload(rows);
   auto addresses = random_addresses(world_size);
@@ -262,7 +263,7 @@ void check_combine(std::int32_t world_size, bool bulk) {
   params.addresses = blocks.upload(addresses);
   params.windows =
       many.table_of_all(reinterpret_cast<const std::byte*>(window), window_rows * row_bytes);
-  std::vector<float> lost(to_size(row_floats), std::numeric_limits<float>::quiet_NaN());
+  std::vector<float> lost(row_floats, std::numeric_limits<float>::quiet_NaN());
   params.lost_row = reinterpret_cast<const std::byte*>(blocks.upload(lost));
   params.in_call = true;
   params.row_bytes = row_bytes;
@@ -277,10 +278,10 @@ void check_combine(std::int32_t world_size, bool bulk) {
     for (std::int64_t h = 0; h < row_floats; ++h) {
       float sum = 0;
       for (std::int64_t k = 0; k < topk; ++k) {
-        const std::int64_t address = addresses[to_size(t * topk + k)];
+        const std::int64_t address = addresses[t * topk + k];
         if (address >= 0) sum += rows[to_size(row_of(address) * row_floats + h) % rows.size()];
       }
-      const float got = sums[to_size(t * row_floats + h)];
+      const float got = sums[t * row_floats + h];
       ASSERT_TRUE(t == 0 ? std::isnan(got) : got == sum) << t << ", " << h;
     }
   }
@@ -296,7 +297,7 @@ TEST(GpuManyRanks, are_summed) {
 void check_rows(std::int32_t world_size, bool bulk) {
   OneOfMany many(world_size, world_size / 2);
   DeviceBlocks& blocks = many.blocks();
-  std::vector<float> tokens(to_size(max_tokens * row_floats));
+  std::vector<float> tokens(max_tokens * row_floats);
   for (std::size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<float>(i);
   const auto addresses = random_addresses(world_size);
   auto* const windows = blocks.take<std::byte>(world_size * window_rows * row_bytes);
@@ -319,8 +320,7 @@ void check_rows(std::int32_t world_size, bool bulk) {
   params.own_channels = blocks.take<std::uint64_t>(channels + 2 * world_size);
   DeviceBlocks::write(
       params.own_channels + channels,
-      std::vector<std::uint64_t>(to_size(world_size),
-                                 cuda::channel_config(OneOfMany::epoch, 1, 4, false)));
+      std::vector<std::uint64_t>(world_size, cuda::channel_config(OneOfMany::epoch, 1, 4, false)));
   auto* const others = blocks.take<std::uint64_t>(channels + 2 * world_size);
   params.channels = many.peers(params.own_channels, others);
   params.records = blocks.take<std::int32_t>(world_size * max_tokens * topk);
@@ -331,7 +331,7 @@ void check_rows(std::int32_t world_size, bool bulk) {
   test::cuda_ok(cuda::prepare_rows(bulk));
   test::cuda_ok(cuda::launch_rows(params, {bulk, false, 4}, nullptr));
   ASSERT_TRUE(many.finish());
-  std::vector<float> expected(to_size(world_size * window_rows * row_floats));
+  std::vector<float> expected(world_size * window_rows * row_floats);
   for (std::size_t i = 0; i < addresses.size(); ++i) {
     if (addresses[i] < 0) continue;
     const auto token = static_cast<std::ptrdiff_t>(i / topk);
@@ -342,7 +342,7 @@ void check_rows(std::int32_t world_size, bool bulk) {
                                           world_size * window_rows * row_floats);
   ASSERT_TRUE(got == expected);
   const auto configs = DeviceBlocks::download(others + channels, world_size);
-  EXPECT_NE(configs[to_size(many.rank())], 0U);  // this rank has announced how it sends
+  EXPECT_NE(configs[many.rank()], 0U);  // this rank has announced how it sends
 }
 
 TEST(GpuManyRanks, are_sent_rows) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/to_size.h"
 #include "cuda/device/call_words.h"
 #include "cuda/experts/nodes/params.h"
 #include "cuda/network/peer_path_kernel.h"
@@ -74,7 +75,7 @@ void check_path(const Program& program, bool bulk, bool whole_steps, int blocks)
   OneOfMany one(num_peers + 1, 0);
   DeviceBlocks& device = one.blocks();
   Random random(5);
-  Bytes window(to_size(window_bytes));
+  Bytes window(window_bytes);
   for (std::uint8_t& byte : window) byte = static_cast<std::uint8_t>(random.below(256));
   const auto num_steps = static_cast<std::int32_t>(program.steps.size());
   auto* const own = reinterpret_cast<std::byte*>(device.upload(window));
@@ -114,14 +115,14 @@ void check_path(const Program& program, bool bulk, bool whole_steps, int blocks)
     params.parity = static_cast<std::uint32_t>(epoch % 2);
     test::cuda_ok(cuda::launch_peer_path(params, peers, bulk, blocks, nullptr));
     ASSERT_TRUE(one.finish());
-    std::vector<std::uint64_t> want(to_size(std::int64_t{num_peers + 1} * num_steps));
+    std::vector<std::uint64_t> want(std::int64_t{num_peers + 1} * num_steps);
     for (std::int32_t i = 0; i < num_steps; ++i) {
-      const bool is_raised = program.steps[to_size(i)].num_puts > 0;
-      want[to_size(program.signals[to_size(i)].rank * num_steps + i)] = is_raised ? epoch : 0;
+      const bool is_raised = program.steps[i].num_puts > 0;
+      want[program.signals[i].rank * num_steps + i] = is_raised ? epoch : 0;
     }
     EXPECT_EQ(DeviceBlocks::download(slots, std::ssize(want)), want);
     EXPECT_EQ(DeviceBlocks::download(params.tables.done, num_steps),
-              std::vector<unsigned>(to_size(num_steps)));
+              std::vector<unsigned>(num_steps));
     EXPECT_EQ(DeviceBlocks::download(state, 1)[0].epoch, epoch);
   }
   Bytes want(to_size((num_peers + 1) * window_bytes));
@@ -215,7 +216,7 @@ class Lists {
     if (token >= num_tokens_) return false;
     const std::int64_t first = (std::int64_t{sums ? node(k) : 0} * how_.max_tokens + token) * topk;
     for (std::int64_t i = first; i < first + topk; ++i) {
-      const std::int32_t id = ids_[to_size(i)];
+      const std::int32_t id = ids_[i];
       if (id < num_experts() && id / (2 * how_.node_ranks) == (sums ? own_ : node(k))) return true;
     }
     return false;
@@ -290,11 +291,11 @@ class Lists {
   }
 
   void expect_step(std::int64_t at, std::int32_t k, std::int32_t slot, std::int64_t num_puts) {
-    const NetworkStep& step = steps_[to_size(at)];
+    const NetworkStep& step = steps_[at];
     ASSERT_EQ(step.num_puts, num_puts) << at;
     EXPECT_EQ(step.num_signals, 1);
-    EXPECT_EQ(signals_[to_size(std::int64_t{step.first_signal})].rank, peer(k));
-    EXPECT_EQ(signals_[to_size(std::int64_t{step.first_signal})].slot, slot);
+    EXPECT_EQ(signals_[std::int64_t{step.first_signal}].rank, peer(k));
+    EXPECT_EQ(signals_[std::int64_t{step.first_signal}].slot, slot);
     ASSERT_LE(step.first_put + step.num_puts, puts_);
   }
   void expect_put(const NetworkPut& put, const cuda::NodePart& part, std::int32_t k,
@@ -308,7 +309,7 @@ class Lists {
 
   void expect_whole(std::int32_t k, std::int64_t at) {
     expect_step(at, k, own_, 2);
-    const NetworkPut* const puts = all_.data() + steps_[to_size(at)].first_put;
+    const NetworkPut* const puts = all_.data() + steps_[at].first_put;
     expect_put(puts[0], params_.whole[0], k, at, 0, max_put_bytes);
     expect_put(puts[1], params_.whole[0], k, at, max_put_bytes, 32);
   }
@@ -323,7 +324,7 @@ class Lists {
     }
     expect_step(at, k, how_.num_nodes + own_ * chunks_ + chunk, 2 * std::ssize(runs));
     if (testing::Test::HasFatalFailure()) return;
-    const NetworkStep& step = steps_[to_size(at)];
+    const NetworkStep& step = steps_[at];
     const NetworkPut* put = all_.data() + step.first_put;
     for (const auto& [first, end] : runs) {
       for (const cuda::NodePart& part : params_.parts) {
@@ -335,7 +336,7 @@ class Lists {
       return;
     }
     ASSERT_EQ(step.num_waits, 1);
-    const BatchSlot wait = waits_[to_size(std::int64_t{step.first_wait})];
+    const BatchSlot wait = waits_[std::int64_t{step.first_wait}];
     EXPECT_EQ(wait.rank, how_.num_nodes * how_.node_ranks);
     EXPECT_EQ(wait.slot, k * 2 + begin / params_.piece_tokens);
   }

@@ -16,7 +16,6 @@ namespace {
 
 using cuda::MoveNodeRowsParams;
 using cuda::NodeRowsParams;
-using detail::to_size;
 using test::cuda_ok;
 using test::DeviceBlocks;
 
@@ -94,7 +93,7 @@ TEST_P(GpuNodeRows, lists_equal_those_of_the_host) {
   for (std::int32_t n = 0; n < shape_.num_nodes; ++n) {
     for (const bool comes : {false, true}) {
       const std::int32_t which = (comes ? shape_.num_nodes : 0) + n;
-      const auto count = (comes ? want.received : want.sent)[to_size(n)];
+      const auto count = (comes ? want.received : want.sent)[n];
       EXPECT_EQ(host_[which], ticket << 32 | static_cast<std::uint32_t>(count)) << n;
       EXPECT_EQ(blocks_.download(counts_ + which, 1).front(), count);
       if (n == own_node) continue;
@@ -110,7 +109,7 @@ TEST_P(GpuNodeRows, rows_come_back_to_their_places) {
     const std::int64_t row_bytes = word * 37;
     const std::int64_t slice = shape_.max_tokens * row_bytes;
     Random random(5);
-    std::vector<std::uint8_t> own(to_size(slice));
+    std::vector<std::uint8_t> own(slice);
     for (auto& byte : own) byte = static_cast<std::uint8_t>(random.below(256));
     auto* const from = reinterpret_cast<std::byte*>(blocks_.upload(own));
     auto* const packed = blocks_.take<std::byte>(slice * shape_.num_nodes);
@@ -137,7 +136,7 @@ TEST_P(GpuNodeRows, rows_come_back_to_their_places) {
     for (std::int32_t n = 0; n < shape_.num_nodes; ++n) {
       const auto order =
           n == own_node ? std::vector<std::int32_t>{} : tokens_for_node(view(), own_node, n);
-      std::vector<std::uint8_t> want(to_size(slice));
+      std::vector<std::uint8_t> want(slice);
       for (std::size_t i = 0; i < order.size(); ++i) {
         const auto row = own.begin() + order[i] * row_bytes;
         std::copy_n(row, row_bytes, want.begin() + order[i] * row_bytes);

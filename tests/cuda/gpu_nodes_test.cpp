@@ -87,7 +87,7 @@ TEST(GpuNodes, a_captured_graph_replays_with_a_new_plan) {
   run_gpu_thread_world(
       4,
       [&](World& world) {
-        const auto r = to_size(to_int(world.rank()));
+        const std::size_t r = to_int(world.rank());
         DeviceArena arena(world);
         const Stream stream{arena.stream()};
         SequenceDispatcher dispatcher(world, {.num_sms = 8, .local_by_copy_engine = false});
@@ -116,7 +116,7 @@ TEST(GpuNodes, a_captured_graph_replays_with_a_new_plan) {
         test::cuda_ok(cudaStreamEndCapture(arena.stream(), &graph));
         test::cuda_ok(cudaGraphInstantiate(&ready, graph, 0));
         for (int replay = 0; replay < 9; ++replay) {
-          const NodeCase& node = *cases[to_size(replay / 3)];
+          const NodeCase& node = *cases[replay / 3];
           const test::Expected& expected = node.expected;
           dispatcher.replace_plan(plan, node.forward(), stream);
           dispatcher.replace_plan(back, keys(node), stream);
@@ -161,7 +161,7 @@ TEST(GpuNodes, a_rank_that_never_calls_is_named) {
   const auto results = test::stall_at_the_third_call(sample, 4, 2);
   int named = 0;
   for (const std::int32_t r : {0, 2, 3}) {
-    const std::string& text = results[to_size(r)].text;
+    const std::string& text = results[r].text;
     EXPECT_NE(text.find("waited"), std::string::npos) << "rank " << r << ": " << text;
     EXPECT_NE(text.find("for signal >= 3 from rank"), std::string::npos) << text;
     EXPECT_NE(text.find("last seen 2"), std::string::npos) << text;

@@ -42,7 +42,7 @@ class SequenceSteps {
                 int num_sms)
       : world_(world),
         rounds_(rounds),
-        r_(to_size(to_int(world.rank()))),
+        r_(to_int(world.rank())),
         arena_(world, std::int64_t{64} << 20),
         dispatcher_(world, {.num_sms = num_sms}) {
     dispatcher_.reserve(std::int64_t{1} << 22, stream());
@@ -61,8 +61,7 @@ class SequenceSteps {
   void dispatch() {
     const auto outputs = dispatcher_.dispatch(forward_, inputs_, stream());
     for (const int t : {0, 1}) {
-      arena_.copy(copies_[to_size(t)].data, outputs[to_size(t + 1)].data,
-                  size_of(copies_[to_size(t)]));
+      arena_.copy(copies_[t].data, outputs[t + 1].data, size_of(copies_[t]));
     }
   }
 
@@ -212,7 +211,7 @@ void check_experts(std::int32_t world_size) {
       [&](World& world) {
         EPConfig own = config;
         own.rank = to_int(world.rank());
-        const auto r = to_size(own.rank);
+        const std::size_t r = own.rank;
         DeviceArena arena(world, std::int64_t{64} << 20);
         const Stream stream{arena.stream()};
         EPAll2AllLayer layer(world, own, {.num_sms = 4, .fixed_rows = most_recv_rows(config, {})});

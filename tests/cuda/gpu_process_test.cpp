@@ -82,8 +82,8 @@ TEST(GpuProcess, a_killed_rank_is_named_by_all_others) {
   for (std::int32_t r = 0; r < world_size; ++r) {
     if (r == 1) continue;
     EXPECT_TRUE(test::names_timeout(
-        ends[to_size(r)].text,
-        {.operation = "dispatch", .rank = r, .peer = 1, .wanted = 3, .seen = 2}, 2, 10));
+        ends[r].text, {.operation = "dispatch", .rank = r, .peer = 1, .wanted = 3, .seen = 2}, 2,
+        10));
   }
 }
 
@@ -95,8 +95,8 @@ TEST(GpuProcess, survivors_that_share_a_gpu_name_a_killed_rank) {
   EXPECT_EQ(ends[1].signal, SIGKILL);
   for (const std::int32_t r : {0, 2}) {
     EXPECT_TRUE(test::names_timeout(
-        ends[to_size(r)].text,
-        {.operation = "dispatch", .rank = r, .peer = 1, .wanted = 3, .seen = 2}, 5, 15));
+        ends[r].text, {.operation = "dispatch", .rank = r, .peer = 1, .wanted = 3, .seen = 2}, 5,
+        15));
   }
 }
 

@@ -58,7 +58,7 @@ inline std::vector<ProcessEnd> run_until_rank_1_dies(std::int32_t world_size,
   const SequenceCase sample = sequence_cases(world_size, 0).at(3);  // all ranks send to all
   const Expected expected(sample);
   const auto body = [&](World& world) {
-    const auto r = to_size(to_int(world.rank()));
+    const std::size_t r = to_int(world.rank());
     DeviceArena arena(world, std::int64_t{16} << 20);
     const Stream stream{arena.stream()};
     SequenceDispatcher dispatcher(world, {.num_sms = 4});

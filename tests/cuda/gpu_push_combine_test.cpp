@@ -59,7 +59,7 @@ HostTensor poisoned(const HostTensor& outputs, const IndexArray& origin) {
   const auto origins = origin.to_vector();
   HostTensor poison(outputs.dtype(), {rows + 5, hidden});
   for (std::int64_t row = 0; row < rows + 5; ++row) {
-    const bool is_token = row < rows && origins[to_size(row * 3)] >= 0;
+    const bool is_token = row < rows && origins[row * 3] >= 0;
     for (std::int64_t i = row * hidden; i < (row + 1) * hidden; ++i) {
       const float value =
           is_token ? test::float_at(outputs, i) : std::numeric_limits<float>::quiet_NaN();
@@ -101,7 +101,7 @@ void run_burst(World& world, const Burst& burst, std::int32_t late) {
   DeviceArena arena(world);
   ExpertRig rig(world, config, {.expert_alignment = 4}, burst.dispatch.rows.largest_recv_rows + 5,
                 8);
-  const auto r = to_size(rig.config().rank);
+  const std::size_t r = rig.config().rank;
   const Stream stream{arena.stream()};
   const DeviceInput device(arena, burst.sample, rig.config().rank);
   world.barrier();  // no upload may follow a kernel that waits for a rank on the same GPU
@@ -158,7 +158,7 @@ constexpr std::int64_t row_bytes = row_floats * 4;
 constexpr std::int64_t num_rows = 300;
 
 std::vector<float> numbered_rows(std::int64_t rows) {
-  std::vector<float> values(to_size(rows * row_floats));
+  std::vector<float> values(rows * row_floats);
   for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i % 4099);
   return values;
 }
@@ -195,14 +195,14 @@ class ManyHomes {
     const auto got = DeviceBlocks::download(slabs_, world_size * slab_floats);
     for (std::int32_t t = 0; t < world_size * max_tokens; ++t) {
       if (t / max_tokens == many_.rank()) continue;
-      std::vector<float> expected(to_size(topk * row_floats));
+      std::vector<float> expected(topk * row_floats);
       std::int64_t first = -1;
       for (std::int32_t k = 0; k < topk; ++k) {
-        const std::int32_t row = records_[to_size(t * topk + k)];
+        const std::int32_t row = records_[t * topk + k];
         if (row < 0) continue;
         if (first < 0) first = k;
         for (std::int64_t h = 0; h < row_floats; ++h) {
-          expected[to_size(first * row_floats + h)] += rows_[to_size(row * row_floats + h)];
+          expected[first * row_floats + h] += rows_[row * row_floats + h];
         }
       }
       const auto of_token = got.begin() + std::ptrdiff_t{t} * topk * row_floats;
@@ -217,9 +217,9 @@ class ManyHomes {
       for (std::int64_t h = 0; h < row_floats; ++h) {
         float sum = 0;
         for (std::int64_t k = t == 1 ? 1 : 0; k < topk; ++k) {
-          sum += arrived_[to_size((t * topk + k) * row_floats + h)];
+          sum += arrived_[(t * topk + k) * row_floats + h];
         }
-        const float seen = sums[to_size(t * row_floats + h)];
+        const float seen = sums[t * row_floats + h];
         ASSERT_TRUE(t == 0 ? std::isnan(seen) : seen == sum) << t << ", " << h;
       }
     }
@@ -235,8 +235,7 @@ class ManyHomes {
     float* const own_slab = slabs_ + many_.rank() * slab_floats;
     DeviceBlocks::write(own_slab, arrived_);
     const std::int64_t num_flags = cuda::max_push_units(max_tokens, topk) * world_size;
-    auto* const flags =
-        blocks.upload(std::vector<std::uint64_t>(to_size(num_flags), OneOfMany::epoch));
+    auto* const flags = blocks.upload(std::vector<std::uint64_t>(num_flags, OneOfMany::epoch));
     cuda::PushParams& p = params_;
     p.m.state = reinterpret_cast<cuda::MoeState*>(
         blocks.take<std::byte>(cuda::moe_state_bytes(world_size)));
@@ -253,13 +252,13 @@ class ManyHomes {
     p.num_rows = num_rows;
     p.num_recv_rows = blocks.upload(std::vector<std::int32_t>{num_rows});
     p.records = blocks.upload(records_);
-    p.num_input_tokens = blocks.upload(std::vector<std::int32_t>(to_size(world_size), max_tokens));
+    p.num_input_tokens = blocks.upload(std::vector<std::int32_t>(world_size, max_tokens));
     p.slabs = many_.peers_of_all(reinterpret_cast<std::byte*>(slabs_), slab_floats * 4);
     p.flags = many_.peers(flags, blocks.take<std::uint64_t>(num_flags));
     p.own_slab = reinterpret_cast<const std::byte*>(own_slab);
     p.own_flags = flags;
     p.addresses = blocks.upload(addresses_);
-    const std::vector<float> lost(to_size(row_floats), std::numeric_limits<float>::quiet_NaN());
+    const std::vector<float> lost(row_floats, std::numeric_limits<float>::quiet_NaN());
     p.lost_row = reinterpret_cast<const std::byte*>(blocks.upload(lost));
     p.biases.output = reinterpret_cast<std::byte*>(blocks.take<float>(max_tokens * row_floats));
   }

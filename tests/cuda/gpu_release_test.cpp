@@ -43,7 +43,7 @@ class Rig {
         dispatcher_(world, {.num_sms = num_sms}),
         plan_(dispatcher_.plan_dispatch(test::forward_parts(sample), stream())) {
     dispatcher_.reserve(std::int64_t{1} << 20, stream());
-    const auto r = to_size(to_int(world.rank()));
+    const std::size_t r = to_int(world.rank());
     inputs_ = {arena_.upload(expected.q[r]), arena_.upload(expected.k[r]),
                arena_.upload(expected.v[r])};
   }

@@ -43,7 +43,7 @@ TEST(GpuSequence, inputs_may_be_strided_and_unaligned) {
       [&](World& world) {
         DeviceArena arena(world);
         const Stream stream{arena.stream()};
-        const auto r = to_size(to_int(world.rank()));
+        const std::size_t r = to_int(world.rank());
         for (const Way& way : ways(world.world_size())) {
           SequenceDispatcher dispatcher(world, way.options);
           dispatcher.reserve(std::int64_t{16} << 20, stream);
@@ -88,7 +88,7 @@ TEST(GpuSequence, calls_follow_each_other_without_barriers_and_with_late_ranks) 
       [&](World& world) {
         DeviceArena arena(world);
         const Stream stream{arena.stream()};
-        const auto r = to_size(to_int(world.rank()));
+        const std::size_t r = to_int(world.rank());
         Random random(r);
         for (const Way& way : ways(world.world_size())) {
           arena.reset();
@@ -138,7 +138,7 @@ TEST(GpuSequence, sums_of_16_bit_gradients_may_stay_float32) {
       [&](World& world) {
         DeviceArena arena(world);
         const Stream stream{arena.stream()};
-        const auto r = to_size(to_int(world.rank()));
+        const std::size_t r = to_int(world.rank());
         SequenceDispatcher dispatcher(world);
         const auto plan = dispatcher.plan_kv_gradient(test::kv_parts(sample), stream);
         const auto places = dispatcher.gradient_inputs(plan, stream);  // written there: no copy
@@ -180,7 +180,7 @@ TEST(GpuSequence, a_captured_graph_replays_with_a_new_plan) {
       [&](World& world) {
         DeviceArena arena(world);
         const Stream stream{arena.stream()};
-        const auto r = to_size(to_int(world.rank()));
+        const std::size_t r = to_int(world.rank());
         SequenceDispatcher dispatcher(world, {.num_sms = 4});
         dispatcher.reserve(std::int64_t{8} << 20, stream);
         PlanHandle plan = dispatcher.plan_dispatch(test::forward_parts(room), stream);
@@ -196,7 +196,7 @@ TEST(GpuSequence, a_captured_graph_replays_with_a_new_plan) {
         cuda_ok(cudaStreamEndCapture(arena.stream(), &graph));
         cuda_ok(cudaGraphInstantiate(&ready, graph, 0));
         for (int replay = 0; replay < 9; ++replay) {
-          const auto i = to_size(replay / 3);
+          const std::size_t i = replay / 3;
           dispatcher.replace_plan(plan, test::forward_parts(cases[i]), stream);
           for (const auto& [view, tensor] : {std::pair{inputs[0], &expected[i].q[r]},
                                              {inputs[1], &expected[i].k[r]},

@@ -17,7 +17,7 @@ inline void check_gpu_step(World& world, SequenceDispatcher& dispatcher, DeviceA
                            const StepParts& step, const Expected& expected,
                            const std::string& name) {
   using Views = std::vector<ConstTensorView>;
-  const auto r = to_size(to_int(world.rank()));
+  const std::size_t r = to_int(world.rank());
   const Stream stream{arena.stream()};
   arena.reset();
   const auto forward = dispatcher.plan_dispatch(step.forward, stream);

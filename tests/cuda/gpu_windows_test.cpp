@@ -30,7 +30,7 @@ TEST(GpuWindows, nothing_but_the_tensors_is_written) {
       [&](World& world) {
         DeviceArena arena(world);
         const Stream stream{arena.stream()};
-        const auto r = to_size(to_int(world.rank()));
+        const std::size_t r = to_int(world.rank());
         for (const Way& way : ways(world.world_size())) {
           SequenceDispatcher dispatcher(world, way.options);
           dispatcher.reserve(std::int64_t{4} << 20, stream);
@@ -82,7 +82,7 @@ TEST(GpuWindows, long_local_rows_arrive_with_the_others) {
       world_size,
       [&](World& world) {
         DeviceArena arena(world);
-        const auto r = to_size(to_int(world.rank()));
+        const std::size_t r = to_int(world.rank());
         const Stream stream{arena.stream()};
         for (const Way& way : ways(world.world_size())) {
           if (way.options.plan.chunk_bytes < 8192) continue;
@@ -132,7 +132,7 @@ TEST(GpuWindows, windows_grow_between_calls) {
       4,
       [&](World& world) {
         DeviceArena arena(world);
-        const auto r = to_size(to_int(world.rank()));
+        const std::size_t r = to_int(world.rank());
         const Stream stream{arena.stream()};
         SequenceDispatcher dispatcher(world, {.num_sms = 4});
         for (std::size_t i = 0; i < cases.size(); ++i) {

@@ -63,7 +63,7 @@ TEST(NcclExperts, known_routings_of_few_tokens_equal_the_simulation) {
       [&](World& world) {
         test::DeviceArena arena(world, test::round_arena_bytes);
         test::ExpertRig rig(world, config, {}, most_recv_rows(config, {}), 8);
-        const auto rank = detail::to_size(to_int(world.rank()));
+        const std::size_t rank = to_int(world.rank());
         for (const bool known : {true, false}) {
           for (const test::Round& round : rounds) {
             SCOPED_TRACE(concat(round.name, known ? ", packed" : ", whole"));

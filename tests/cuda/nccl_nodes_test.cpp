@@ -76,7 +76,7 @@ TEST(NcclNodes, a_captured_graph_replays) {
   test::expect_no_errors(test::run_gpu_processes(
       2, SimulatedHosts{1},
       [&](World& world) {
-        const auto r = to_size(to_int(world.rank()));
+        const std::size_t r = to_int(world.rank());
         const test::Expected& expected = node.expected;
         DeviceArena arena(world);
         const Stream stream{arena.stream()};
@@ -97,8 +97,7 @@ TEST(NcclNodes, a_captured_graph_replays) {
         for (int replay = 0; replay < 5; ++replay) {
           for (const TensorView& output : outputs) {
             const auto bytes = output.shape[0] * output.shape[1] * dtype_bytes(output.dtype);
-            test::cuda_ok(cudaMemsetAsync(output.data, 0x77, to_size(bytes), arena.stream()),
-                          world);
+            test::cuda_ok(cudaMemsetAsync(output.data, 0x77, bytes, arena.stream()), world);
           }
           test::cuda_ok(cudaGraphLaunch(ready, arena.stream()), world);
           ASSERT_TRUE(test::same_bytes(arena.download(outputs[0]), expected.q_out[r]));
@@ -142,7 +141,7 @@ TEST(NcclNodes, ranks_that_share_gpus_report_a_killed_one) {
       test::run_until_rank_1_dies(4, SimulatedHosts{2}, Death::before_the_third_call, 10);
   EXPECT_EQ(ends[1].signal, SIGKILL);
   for (const std::int32_t r : {0, 2, 3}) {
-    const std::string& text = ends[to_size(r)].text;
+    const std::string& text = ends[r].text;
     EXPECT_EQ(text.find("still running"), std::string::npos) << text;
     EXPECT_NE(text.find("dispatch: rank"), std::string::npos) << "rank " << r << ": " << text;
   }

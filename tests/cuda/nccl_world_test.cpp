@@ -36,8 +36,8 @@ TEST(NcclWorld, ranks_of_other_nodes_have_no_pointers) {
     SignalPad pad = transport.allocate_signals(4, "test");
     for (std::int32_t r = 0; r < 4; ++r) {
       const bool far = r / 2 != to_int(world.rank()) / 2;
-      EXPECT_EQ(buffer.peers[to_size(r)] == nullptr, far);
-      EXPECT_EQ(buffer.memory[to_size(r)] == nullptr, far);
+      EXPECT_EQ(buffer.peers[r] == nullptr, far);
+      EXPECT_EQ(buffer.memory[r] == nullptr, far);
       if (!far) continue;
       const std::string text = concat("rank ", r, " is on another node");
       const auto put = [&] { transport.put(buffer, {Rank{r}, 0, buffer.local, 8}); };

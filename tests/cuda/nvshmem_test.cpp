@@ -45,7 +45,7 @@ TEST(NvshmemWorld, puts_and_signals_go_between_nodes_without_pointers) {
   test::expect_no_errors(test::run_gpu_processes(num_ranks(), one_rank_a_node, [](World& world) {
     SymmetricBuffer buffer = world.transport().allocate(8, "test");
     for (std::int32_t r = 0; r < world.world_size(); ++r) {
-      EXPECT_EQ(buffer.peers[to_size(r)] == nullptr, Rank{r} != world.rank());
+      EXPECT_EQ(buffer.peers[r] == nullptr, Rank{r} != world.rank());
     }
     world.transport().release(buffer);
     test::check_gpu_puts_and_signals(world);
@@ -99,8 +99,8 @@ TEST(NvshmemWorld, a_killed_rank_is_named_by_all_others) {
   for (std::int32_t r = 0; r < num_ranks(); ++r) {
     if (r == 1) continue;
     EXPECT_TRUE(test::names_timeout(
-        ends[to_size(r)].text,
-        {.operation = "dispatch", .rank = r, .peer = 1, .wanted = 3, .seen = 2}, 2, 10));
+        ends[r].text, {.operation = "dispatch", .rank = r, .peer = 1, .wanted = 3, .seen = 2}, 2,
+        10));
   }
 }
 

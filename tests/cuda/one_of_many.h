@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/to_size.h"
 #include "cuda/device/arrive_params.h"
 #include "cuda/device_arena.h"
 
@@ -38,7 +39,7 @@ class DeviceBlocks {
   }
   template <class T>
   [[nodiscard]] static std::vector<T> download(const T* from, std::int64_t count) {
-    std::vector<T> values(detail::to_size(count));
+    std::vector<T> values(count);
     cuda_ok(cudaMemcpy(values.data(), from, values.size() * sizeof(T), cudaMemcpyDeviceToHost));
     return values;
   }
@@ -69,7 +70,7 @@ class OneOfMany {
     // Arrivals, and behind them what all mean by call 1: nothing, tagged with its number.
     const std::int64_t words =
         first_fingerprint() + std::int64_t{world_size} * 2 * cuda::fault_words;
-    arrivals_ = blocks_.upload(std::vector<std::uint64_t>(detail::to_size(words), epoch));
+    arrivals_ = blocks_.upload(std::vector<std::uint64_t>(words, epoch));
     arrivals_of_others_ = blocks_.take<std::uint64_t>(words);
   }
 
@@ -80,8 +81,8 @@ class OneOfMany {
   /// Where all ranks have a part: in the parameters and in a table.
   template <class T>
   [[nodiscard]] cuda::NearPeers<T> peers(T* own, T* of_others) {
-    std::vector<T*> parts(detail::to_size(world_size_), of_others);
-    parts[detail::to_size(rank_)] = own;
+    std::vector<T*> parts(world_size_, of_others);
+    parts[rank_] = own;
     return peers_at(parts);
   }
   /// Of parts that lie one behind the other.

@@ -23,7 +23,7 @@ inline std::vector<RankResult> stall_at_the_third_call(const SequenceCase& sampl
   const Expected expected(sample);
   auto bootstraps = make_thread_bootstraps(world_size, stall_timeout_s);
   return run_ranks(world_size, [&](std::int32_t rank) {
-    const auto r = to_size(rank);
+    const std::size_t r = rank;
     World world =
         make_gpu_thread_world(std::move(bootstraps[r]), rank % num_gpus(), ranks_per_node);
     DeviceArena arena(world, std::int64_t{16} << 20);

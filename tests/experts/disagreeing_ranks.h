@@ -88,7 +88,7 @@ class LayerStep {
   }
 
   [[nodiscard]] ExpertDispatchInput input() const {
-    const auto r = detail::to_size(config_.rank);
+    const std::size_t r = config_.rank;
     ExpertDispatchInput input;
     input.tokens = case_.tokens[r].view();
     input.ids = case_.ids[r].view();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 
+#include "core/to_size.h"
 #include "moe/expert_case.h"
 #include "support/expect_error.h"
 #include "waybill/moe/quantize.h"
@@ -53,11 +54,11 @@ Sum expected_element(const ExpertDispatch& dispatch, const std::vector<HostTenso
   std::vector<std::int32_t> order;                   // groups as they first appear
   std::map<std::int32_t, std::vector<Sum>> members;  // topk slots ascending
   for (std::int64_t k = 0; k < config.topk; ++k) {
-    const std::size_t entry = to_size(token * config.topk + k);
+    const std::size_t entry = token * config.topk + k;
     const std::int32_t rank = config.rank_of_expert(dispatch.ids[src][entry]);
     if (rank == config.world_size) continue;
     auto value = static_cast<Sum>(
-        number_at(outputs[to_size(rank)], dispatch.dst_row[src][entry] * config.hidden + column));
+        number_at(outputs[rank], dispatch.dst_row[src][entry] * config.hidden + column));
     if (options.weighted) {
       value *= static_cast<Sum>(
           number_at(dispatch.source_weights[src], static_cast<std::int64_t>(entry)));
@@ -78,7 +79,7 @@ Sum expected_element(const ExpertDispatch& dispatch, const std::vector<HostTenso
     return rounded(total, config.token_dtype);
   }
   for (std::int64_t k = 0; k < config.topk; ++k) {  // not by group: in the order of the topk slots
-    const std::size_t entry = to_size(token * config.topk + k);
+    const std::size_t entry = token * config.topk + k;
     const std::int32_t rank = config.rank_of_expert(dispatch.ids[src][entry]);
     if (rank == config.world_size) continue;
     total += members[rank].front();
@@ -103,7 +104,7 @@ void expect_sums(std::initializer_list<DType> dtypes, DType weight_dtype) {
       const std::vector<std::span<const ConstTensorView>> both{views_0, views_1};
       for (int variant = 0; variant < 12; ++variant) {
         const EPCombineOptions options{variant % 2 == 1, variant / 2 % 2 == 1};
-        const auto num_biases = to_size(variant / 4);
+        const std::size_t num_biases = variant / 4;
         const auto combined = simulate_expert_combine(dispatch, views_of(outputs), options,
                                                       std::span(both).first(num_biases));
         for (std::size_t src = 0; src < to_size(world); ++src) {

@@ -183,7 +183,7 @@ TEST(SimulateExpertDispatchErrors, RefusePositionsThatAreNoBijection) {
     one.positions = HostTensor(DType::int32, {12, 2});
     std::ranges::copy(positions, one.positions->as<std::int32_t>().begin());
     for (HostTensor& ids : one.ids) std::ranges::fill(ids.as<std::int32_t>(), 5);
-    for (std::int32_t i = 0; i < 24; ++i) one.positions->as<std::int32_t>()[detail::to_size(i)] = i;
+    for (std::int32_t i = 0; i < 24; ++i) one.positions->as<std::int32_t>()[i] = i;
     return one.positions->as<std::int32_t>();
   };
   EXPECT_TRUE(refuses_case([&](ExpertCase& c) { with_positions(c)[1] = 24; },

@@ -17,25 +17,25 @@ namespace waybill::test {
 
 /// Element `idx` of a tensor of float32, bfloat16 or float16.
 inline float float_at(const HostTensor& tensor, std::int64_t idx) {
-  if (tensor.dtype() == DType::float32) return tensor.as<float>()[detail::to_size(idx)];
-  const std::uint16_t bits = tensor.as<std::uint16_t>()[detail::to_size(idx)];
+  if (tensor.dtype() == DType::float32) return tensor.as<float>()[idx];
+  const std::uint16_t bits = tensor.as<std::uint16_t>()[idx];
   return tensor.dtype() == DType::bfloat16 ? bfloat16_to_float(bits) : float16_to_float(bits);
 }
 
 /// The same, also of float64.
 inline double number_at(const HostTensor& tensor, std::int64_t idx) {
-  if (tensor.dtype() == DType::float64) return tensor.as<double>()[detail::to_size(idx)];
+  if (tensor.dtype() == DType::float64) return tensor.as<double>()[idx];
   return float_at(tensor, idx);
 }
 
 /// Stores a value, rounded to the tensor's dtype; in float64 with more digits than float32 has.
 inline void set_float(HostTensor& tensor, std::int64_t idx, float value) {
   if (tensor.dtype() == DType::float64) {
-    tensor.as<double>()[detail::to_size(idx)] = static_cast<double>(value) / 3;
+    tensor.as<double>()[idx] = static_cast<double>(value) / 3;
   } else if (tensor.dtype() == DType::float32) {
-    tensor.as<float>()[detail::to_size(idx)] = value;
+    tensor.as<float>()[idx] = value;
   } else {
-    tensor.as<std::uint16_t>()[detail::to_size(idx)] =
+    tensor.as<std::uint16_t>()[idx] =
         tensor.dtype() == DType::bfloat16 ? float_to_bfloat16(value) : float_to_float16(value);
   }
 }
@@ -77,10 +77,10 @@ inline ExpertCase quantized_case(ExpertCase sample) {
     HostTensor elements(DType::float8_e4m3fn, {count, hidden});
     HostTensor scales(DType::float32, {count, groups});
     for (std::int64_t t = 0; t < count; ++t) {
-      const auto row_bytes = to_size(hidden * dtype_bytes(tokens.dtype()));
+      const std::size_t row_bytes = hidden * dtype_bytes(tokens.dtype());
       quantize_row(tokens.bytes().data() + to_size(t) * row_bytes, tokens.dtype(),
-                   elements.as<std::uint8_t>().subspan(to_size(t * hidden), to_size(hidden)),
-                   scales.as<float>().subspan(to_size(t * groups), to_size(groups)));
+                   elements.as<std::uint8_t>().subspan(t * hidden, hidden),
+                   scales.as<float>().subspan(t * groups, groups));
     }
     tokens = std::move(elements);
     sample.scales.push_back(std::move(scales));
@@ -125,13 +125,13 @@ struct RandomCaseOptions {
 /// Tokens of each rank, [W].
 inline std::vector<std::int64_t> random_counts(const EPConfig& config, Random& random,
                                                const RandomCaseOptions& options) {
-  const auto world = detail::to_size(config.world_size);
+  const std::size_t world = config.world_size;
   if (options.tokens >= 0) return std::vector<std::int64_t>(world, options.tokens);
   const auto edges = static_cast<std::int64_t>(Counts::any_number);
   const auto how = !options.edges || random.below(2) == 0
                        ? Counts::any_number
                        : static_cast<Counts>(random.below(edges));
-  const auto chosen = detail::to_size(random.below(config.world_size));
+  const std::size_t chosen = random.below(config.world_size);
   std::vector<std::int64_t> counts;
   for (std::size_t r = 0; r < world; ++r) {
     const std::int64_t any = random.below(config.max_tokens + 1);
@@ -186,7 +186,7 @@ class IdDraws {
     if (draw_ == Draw::all_dropped || random_.uniform_double() < drop_) return dropped;
     switch (draw_) {
       case Draw::distinct:
-        return distinct_[detail::to_size(k)];
+        return distinct_[k];
       case Draw::same_expert:
         return same_;
       case Draw::one_expert:
@@ -239,9 +239,9 @@ inline ExpertCase random_case(const EPConfig& config, Random& random,
         const std::int64_t id = draws.id(k);
         const std::int64_t i = t * config.topk + k;
         if (options.id_dtype == DType::int32) {
-          ids.as<std::int32_t>()[detail::to_size(i)] = static_cast<std::int32_t>(id);
+          ids.as<std::int32_t>()[i] = static_cast<std::int32_t>(id);
         } else {
-          ids.as<std::int64_t>()[detail::to_size(i)] = id;
+          ids.as<std::int64_t>()[i] = id;
         }
         set_float(weights, i, random.uniform_float());
       }

@@ -14,7 +14,6 @@
 namespace waybill::test {
 
 using Json = nlohmann::json;
-using waybill::detail::to_size;
 
 inline std::vector<std::filesystem::path> case_files() {
   std::vector<std::filesystem::path> files;

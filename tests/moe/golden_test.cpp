@@ -44,8 +44,8 @@ void expect_send_requests(const IndexArray& table, const Json& expected) {
     for (const Json& run : expected.at(node)) {
       const auto plane = static_cast<std::int64_t>(node) * 2 * table.dim(2);
       const auto slot = plane + run.at(0).get<std::int64_t>();
-      wanted.i64()[to_size(slot)] = run.at(1);
-      wanted.i64()[to_size(slot + table.dim(2))] = run.at(2);
+      wanted.i64()[slot] = run.at(1);
+      wanted.i64()[slot + table.dim(2)] = run.at(2);
     }
   }
   EXPECT_EQ(table.to_vector(), wanted.to_vector());
@@ -109,9 +109,9 @@ std::vector<HostTensor> run_experts(const ExpertDispatch& dispatch, const Json& 
         return dispatch.recv_origin[r].at({row, field});
       };
       const std::int32_t expert =
-          dispatch.ids[to_size(origin(0))][to_size(origin(1) * dispatch.config.topk + origin(2))];
-      const float scale = experts.at("scale").at(to_size(expert));
-      const float bias = experts.at("bias").at(to_size(expert));
+          dispatch.ids[origin(0)][origin(1) * dispatch.config.topk + origin(2)];
+      const float scale = experts.at("scale").at(expert);
+      const float bias = experts.at("bias").at(expert);
       for (std::int64_t i = row * hidden; i < (row + 1) * hidden; ++i) {
         set_float(output, i, scale * float_at(output, i) + bias);
         if (!experts.at("apply_weight").get<bool>()) continue;

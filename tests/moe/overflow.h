@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "core/to_size.h"
 #include "moe/expert_case.h"
 
 namespace waybill::test {
@@ -14,8 +15,7 @@ inline bool fits(const ExpertDispatch& dispatch, std::size_t rank, std::int64_t 
                  std::int64_t capacity) {
   const std::int64_t topk = dispatch.config.topk;
   for (std::int64_t k = 0; k < topk; ++k) {
-    if (dispatch.dst_row[rank][waybill::detail::to_size(token * topk + k)] >= capacity)
-      return false;
+    if (dispatch.dst_row[rank][token * topk + k] >= capacity) return false;
   }
   return true;
 }

@@ -2,7 +2,6 @@
 
 #include <vector>
 
-#include "core/to_size.h"
 #include "support/expect_error.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/moe/ep_config.h"
@@ -10,8 +9,6 @@
 
 namespace waybill::test {
 namespace {
-
-using detail::to_size;
 
 /// Two nodes of one rank, an expert each; more tokens than a tile of 256 has.
 EPConfig two_nodes() {
@@ -38,8 +35,8 @@ std::vector<Range> ranges_of(const std::vector<std::int32_t>& ids) {
   const std::vector<std::int32_t> found = node_send_requests(config, 0, ids);
   std::vector<Range> ranges;
   for (std::int32_t slot = 0; slot < config.max_tokens; ++slot) {
-    const std::int32_t first = found[to_size(2 * config.max_tokens + slot)];
-    const std::int32_t end = found[to_size(3 * config.max_tokens + slot)];
+    const std::int32_t first = found[2 * config.max_tokens + slot];
+    const std::int32_t end = found[3 * config.max_tokens + slot];
     EXPECT_EQ(first < 0, end < 0);
     if (first >= 0) ranges.push_back({slot, first, end});
   }
@@ -53,7 +50,7 @@ TEST(NodeRanges, EndWithTheirTile) {
 
 TEST(NodeRanges, EndWhereATokenStays) {
   std::vector<std::int32_t> ids(600, 0);
-  for (const int token : {3, 4, 255, 256, 599}) ids[to_size(token)] = 1;
+  for (const int token : {3, 4, 255, 256, 599}) ids[token] = 1;
   const std::vector<Range> some = {{0, 3, 5}, {1, 255, 256}, {256, 256, 257}, {512, 599, 600}};
   EXPECT_EQ(ranges_of(ids), some);
 }

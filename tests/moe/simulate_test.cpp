@@ -7,6 +7,7 @@
 #include <map>
 #include <set>
 
+#include "core/to_size.h"
 #include "moe/expert_case.h"
 #include "waybill/moe/quantize.h"
 
@@ -29,8 +30,8 @@ EPConfig config_of(std::int32_t world, std::int32_t per_node, std::int32_t exper
 }
 
 std::int64_t id_at(const ExpertCase& one, std::size_t src, std::int64_t idx) {
-  return one.ids[src].dtype() == DType::int32 ? one.ids[src].as<std::int32_t>()[to_size(idx)]
-                                              : one.ids[src].as<std::int64_t>()[to_size(idx)];
+  return one.ids[src].dtype() == DType::int32 ? one.ids[src].as<std::int32_t>()[idx]
+                                              : one.ids[src].as<std::int64_t>()[idx];
 }
 
 /// One topk slot: expert, source, token, topk slot. Sorted, that is the order of rows.
@@ -54,11 +55,11 @@ void expect_row(const ExpertDispatch& dispatch, const ExpertCase& one, std::size
                 std::int64_t row, const TopkSlot& from) {
   const std::int64_t hidden = one.config.hidden;
   for (std::int64_t field = 0; field < 3; ++field) {
-    ASSERT_EQ(dispatch.recv_origin[dst].at({row, field}), from[to_size(field + 1)]);
+    ASSERT_EQ(dispatch.recv_origin[dst].at({row, field}), from[field + 1]);
   }
   for (std::int64_t i = 0; i < hidden; ++i) {
     ASSERT_EQ(float_at(dispatch.recv_tokens[dst], row * hidden + i),
-              float_at(one.tokens[to_size(from[1])], from[2] * hidden + i));
+              float_at(one.tokens[from[1]], from[2] * hidden + i));
   }
 }
 
@@ -89,18 +90,17 @@ TEST(SimulateExpertDispatch, RowsAreSortedChoicesPaddedPerExpert) {
         for (; row % options.expert_alignment != 0; ++row)
           expect_padding(dispatch, to_size(dst), row);
         ++expert;
-        EXPECT_EQ(dispatch.layout[to_size(dst)].recv_expert_offsets.at({expert - dst * 3}), row);
+        EXPECT_EQ(dispatch.layout[dst].recv_expert_offsets.at({expert - dst * 3}), row);
       };
       for (const TopkSlot& topk_slot : ids_of(one, dst)) {
         while (expert < topk_slot[0]) close_expert();
         ASSERT_NO_FATAL_FAILURE(expect_row(dispatch, one, to_size(dst), row, topk_slot));
-        ASSERT_EQ(float_at(dispatch.recv_weights[to_size(dst)], row),
-                  float_at(one.weights[to_size(topk_slot[1])],
-                           topk_slot[2] * config.topk + topk_slot[3]));
+        ASSERT_EQ(float_at(dispatch.recv_weights[dst], row),
+                  float_at(one.weights[topk_slot[1]], topk_slot[2] * config.topk + topk_slot[3]));
         ++row;
       }
       while (expert < (dst + 1) * 3) close_expert();
-      EXPECT_EQ(dispatch.recv_tokens[to_size(dst)].shape()[0], row);
+      EXPECT_EQ(dispatch.recv_tokens[dst].shape()[0], row);
     }
   }
 }
@@ -193,7 +193,7 @@ TEST(SimulateExpertDispatch, QuantisesOnceAtTheSource) {
     for (std::int64_t row = 0; row < quantized.recv_tokens[dst].shape()[0]; ++row) {
       const bool zeros = quantized.recv_origin[dst].at({row, 0}) == 0 &&
                          quantized.recv_origin[dst].at({row, 1}) == 0;
-      EXPECT_EQ(quantized.recv_scales[dst].as<float>()[to_size(row * 2)] == 0, zeros);
+      EXPECT_EQ(quantized.recv_scales[dst].as<float>()[row * 2] == 0, zeros);
     }
   }
 }
@@ -244,7 +244,7 @@ TEST(SimulateExpertDispatch, ARankCanGetAsManyRowsAsMostRecvRowsSays) {
 std::vector<std::string> edges_of(const ExpertCase& one) {
   const EPConfig& config = one.config;
   std::vector<std::string> edges;
-  std::vector<std::int64_t> chosen(to_size(config.num_experts + 1));
+  std::vector<std::int64_t> chosen(config.num_experts + 1);
   std::int64_t tokens = 0;
   std::int64_t full = 0;
   std::int64_t same = 0;
@@ -254,9 +254,9 @@ std::vector<std::string> edges_of(const ExpertCase& one) {
     full += count == config.max_tokens ? 1 : 0;
     if (count == 0) edges.push_back(concat("rank ", r, " without tokens"));
     const auto ids = one.ids[r].as<std::int32_t>();
-    for (const std::int32_t id : ids) ++chosen[to_size(id)];
+    for (const std::int32_t id : ids) ++chosen[id];
     for (std::size_t t = 0; t < to_size(count); ++t) {
-      const auto token = ids.subspan(t * to_size(config.topk), to_size(config.topk));
+      const auto token = ids.subspan(t * to_size(config.topk), config.topk);
       same += std::ranges::count(token, token[0]) == config.topk ? 1 : 0;
     }
   }

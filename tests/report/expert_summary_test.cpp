@@ -30,7 +30,7 @@ EPConfig config_of(std::int32_t nodes, std::int32_t per_node, std::int32_t topk 
 }
 
 Ids random_ids(const EPConfig& config, Random& random) {
-  Ids ids(to_size(config.world_size));
+  Ids ids(config.world_size);
   for (auto& rank : ids) {
     const std::int64_t size = random.below(config.max_tokens + 1) * config.topk;
     for (std::int64_t i = 0; i < size; ++i)
@@ -41,35 +41,35 @@ Ids random_ids(const EPConfig& config, Random& random) {
 
 /// Token by token, from the sets of ranks and nodes that it goes to.
 std::vector<ExpertRankFigures> counted(const EPConfig& config, const Ids& ids) {
-  std::vector<ExpertRankFigures> ranks(to_size(config.world_size));
+  std::vector<ExpertRankFigures> ranks(config.world_size);
   const std::int32_t local = config.local_world_size;
   for (std::int32_t source = 0; source < config.world_size; ++source) {
-    const auto& own = ids[to_size(source)];
+    const auto& own = ids[source];
     for (std::int64_t t = 0; t < std::ssize(own) / config.topk; ++t) {
-      ++ranks[to_size(source)].tokens;
+      ++ranks[source].tokens;
       std::set<std::int32_t> goes;
       std::set<std::int32_t> nodes;
       for (std::int32_t k = 0; k < config.topk; ++k) {
-        const std::int32_t expert = own[to_size(t * config.topk + k)];
+        const std::int32_t expert = own[t * config.topk + k];
         if (expert == config.num_experts) {
-          ++ranks[to_size(source)].dropped;
+          ++ranks[source].dropped;
           continue;
         }
-        ++ranks[to_size(expert / 4)].computed;
+        ++ranks[expert / 4].computed;
         goes.insert(expert / 4);
         nodes.insert(expert / 4 / local);
       }
       nodes.erase(source / local);
       for (const std::int32_t node : nodes) {
-        ++ranks[to_size(source)].network_out;
-        ++ranks[to_size(node * local + source % local)].network_in;
+        ++ranks[source].network_out;
+        ++ranks[node * local + source % local].network_in;
       }
       for (const std::int32_t rank : goes) {
-        ++ranks[to_size(rank)].received;
+        ++ranks[rank].received;
         const std::int32_t forwarder = rank / local * local + source % local;
         if (forwarder == rank) continue;
-        ++ranks[to_size(forwarder)].node_out;
-        ++ranks[to_size(rank)].node_in;
+        ++ranks[forwarder].node_out;
+        ++ranks[rank].node_in;
       }
     }
   }
@@ -140,8 +140,8 @@ TEST(ExpertSummary, experts_are_placed_by_their_choices) {
   std::vector<std::int32_t> experts(2);
   std::vector<std::int64_t> rows(2);
   for (std::int32_t e = 0; e < 8; ++e) {
-    ++experts[to_size(placement[to_size(e)])];
-    rows[to_size(placement[to_size(e)])] += topk_slots[e];
+    ++experts[placement[e]];
+    rows[placement[e]] += topk_slots[e];
   }
   EXPECT_EQ(experts, (std::vector<std::int32_t>{4, 4}));
   EXPECT_EQ(std::ranges::max(rows), 11);

@@ -77,10 +77,10 @@ TEST(Validate, CopiesThatGoAnywhereAreClean) {
       bool sent = false;
       for (std::int64_t k = 0; k < copies; ++k) {
         const std::int64_t rank = random.below(world + 1) - 1;  // -1 anywhere among the copies
-        dst.i64()[detail::to_size(i * copies + k)] = rank;
+        dst.i64()[i * copies + k] = rank;
         sent |= rank >= 0;
       }
-      len.i64()[detail::to_size(i)] = sent ? random.below(5) : 0;
+      len.i64()[i] = sent ? random.below(5) : 0;
     }
     const DispatchMetadata made = compute_metadata(len, dst);
     EXPECT_EQ(text(validate(made.fwd, made.rev)), "");

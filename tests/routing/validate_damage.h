@@ -74,7 +74,7 @@ template <class Fits>
     if (fits(i)) candidates.push_back(i);
   }
   if (candidates.empty()) return -1;
-  return candidates[to_size(random.below(std::ssize(candidates)))];
+  return candidates[random.below(std::ssize(candidates))];
 }
 
 /// The part of `offsets` that holds `idx`, and the place in it.
@@ -82,7 +82,7 @@ template <class Fits>
     const std::vector<std::int64_t>& offsets, std::int64_t idx) {
   const auto after = std::upper_bound(offsets.begin(), offsets.end(), idx);
   const std::int64_t part = after - offsets.begin() - 1;
-  return {part, idx - offsets[to_size(part)]};
+  return {part, idx - offsets[part]};
 }
 
 /// One of the four tables of a routing, by its name in findings.

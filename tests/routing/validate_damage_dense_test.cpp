@@ -31,10 +31,10 @@ Symptom at_entry(const Metadata& m, const NamedTable& table, FindingKind kind, c
 }
 
 Result dirty_offset(const NamedTable& table, Metadata& m, Random& random) {
-  const std::int64_t e = pick(random, m.dst_rank.size(),
-                              [&](std::int64_t i) { return m.dst_rank.i64()[to_size(i)] == -1; });
+  const std::int64_t e =
+      pick(random, m.dst_rank.size(), [&](std::int64_t i) { return m.dst_rank.i64()[i] == -1; });
   if (e < 0) return {};
-  m.dst_offset.i64()[to_size(e)] = 1 + random.below(100);
+  m.dst_offset.i64()[e] = 1 + random.below(100);
   return at_entry(m, table, padding, "dst_offset", e);
 }
 
@@ -43,12 +43,12 @@ Result dirty_length(const NamedTable& table, Metadata& m, Random& random) {
   const std::int64_t copies = m.has_copies() ? m.dst_rank.dim(2) : 1;
   const std::int64_t entry = pick(random, m.seq_len.size(), [&](std::int64_t i) {
     for (std::int64_t k = 0; k < copies; ++k) {
-      if (m.dst_rank.i64()[to_size(i * copies + k)] != -1) return false;
+      if (m.dst_rank.i64()[i * copies + k] != -1) return false;
     }
     return true;
   });
   if (entry < 0) return {};
-  m.seq_len.i64()[to_size(entry)] = 3;
+  m.seq_len.i64()[entry] = 3;
   Symptom symptom = at_entry(m, table, padding, "seq_len", entry * copies);
   if (table.forward) symptom.kinds.push_back(undispatched);
   if (table.forward) symptom.field = "dst_rank";
@@ -62,21 +62,21 @@ Result padding_sent(Patient& patient, Random& random) {
   const auto& offsets = patient.plan.rank_shard_offsets;
   const std::int64_t shards = m.seq_len.dim(1);
   const std::int64_t e = pick(random, m.dst_rank.size(), [&](std::int64_t i) {
-    return i % shards >= offsets[to_size(i / shards + 1)] - offsets[to_size(i / shards)];
+    return i % shards >= offsets[i / shards + 1] - offsets[i / shards];
   });
   if (e < 0) return {};
-  m.dst_rank.i64()[to_size(e)] = 0;
+  m.dst_rank.i64()[e] = 0;
   return Symptom{{padding}, "fwd_q", "seq_len", e / shards, e % shards};
 }
 
 Result not_sent(const NamedTable& table, Metadata& m, Random& random) {
-  const std::int64_t entry = pick(random, m.seq_len.size(),
-                                  [&](std::int64_t i) { return m.seq_len.i64()[to_size(i)] > 0; });
+  const std::int64_t entry =
+      pick(random, m.seq_len.size(), [&](std::int64_t i) { return m.seq_len.i64()[i] > 0; });
   if (entry < 0) return {};
   const std::int64_t copies = m.has_copies() ? m.dst_rank.dim(2) : 1;
   for (std::int64_t k = 0; k < copies; ++k) {
-    m.dst_rank.i64()[to_size(entry * copies + k)] = -1;
-    m.dst_offset.i64()[to_size(entry * copies + k)] = 0;
+    m.dst_rank.i64()[entry * copies + k] = -1;
+    m.dst_offset.i64()[entry * copies + k] = 0;
   }
   Symptom symptom = at_entry(m, table, undispatched, "dst_rank", entry * copies);
   symptom.copy = -1;
@@ -86,14 +86,14 @@ Result not_sent(const NamedTable& table, Metadata& m, Random& random) {
 Result rank_beyond(const NamedTable& table, std::int64_t rank, Metadata& m, Random& random) {
   const std::int64_t e = pick(random, m.dst_rank.size(), [](std::int64_t) { return true; });
   if (e < 0) return {};
-  m.dst_rank.i64()[to_size(e)] = rank == 0 ? m.seq_len.dim(0) : rank;
+  m.dst_rank.i64()[e] = rank == 0 ? m.seq_len.dim(0) : rank;
   return at_entry(m, table, rank_range, "dst_rank", e);
 }
 
 Result cell_changes(const NamedTable& table, std::int64_t by, Metadata& m, Random& random) {
   const std::int64_t world = m.seq_len.dim(0);
   const std::int64_t cell = random.below(m.num_recv_tokens.size());
-  auto& value = m.num_recv_tokens.i64()[to_size(cell)];
+  auto& value = m.num_recv_tokens.i64()[cell];
   value += by;
   return Symptom{{value < 0 ? negative : count}, table.name, "num_recv_tokens", cell / (world + 1)};
 }
@@ -101,19 +101,19 @@ Result cell_changes(const NamedTable& table, std::int64_t by, Metadata& m, Rando
 Result sum_column_changes(const NamedTable& table, Metadata& m, Random& random) {
   const std::int64_t world = m.seq_len.dim(0);
   const std::int64_t rank = random.below(world);
-  ++m.num_recv_tokens.i64()[to_size(rank * (world + 1) + world)];
+  ++m.num_recv_tokens.i64()[rank * (world + 1) + world];
   return Symptom{{count}, table.name, "num_recv_tokens", rank};
 }
 
 Result totals_change(const NamedTable& table, Metadata& m, Random& random) {
   const std::int64_t rank = random.below(std::ssize(m.num_total_recv_tokens));
-  ++m.num_total_recv_tokens[to_size(rank)];
+  ++m.num_total_recv_tokens[rank];
   return Symptom{{count}, table.name, "num_total_recv_tokens", rank};
 }
 
 Result num_seqs_changes(const NamedTable& table, Metadata& m, Random& random) {
   const std::int64_t rank = random.below(m.num_seqs->size());
-  m.num_seqs->i64()[to_size(rank)] += 1 << 10;
+  m.num_seqs->i64()[rank] += 1 << 10;
   return Symptom{{count}, table.name, "num_seqs", rank};
 }
 
@@ -176,7 +176,7 @@ Result recv_seq_lens_change(Patient& patient, Random& random) {
   IndexArray& lens = *patient.dense.rev_kv.recv_seq_lens;
   if (lens.size() == 0) return {};
   const std::int64_t entry = random.below(lens.size());
-  ++lens.i64()[to_size(entry)];
+  ++lens.i64()[entry];
   return Symptom{{mask}, "rev_kv", "recv_seq_lens", entry / lens.dim(1), entry % lens.dim(1)};
 }
 
@@ -196,12 +196,11 @@ Damage list_changes(const char* field, Arrays AttnLayout::*list) {
   return {concat("dense_attention_", field), Form::dense,
           [=](Patient& patient, Random& random) -> Result {
             Arrays& arrays = patient.dense.attention.*list;
-            const std::int64_t rank = pick(random, std::ssize(arrays), [&](std::int64_t r) {
-              return arrays[to_size(r)].size() > 0;
-            });
+            const std::int64_t rank = pick(random, std::ssize(arrays),
+                                           [&](std::int64_t r) { return arrays[r].size() > 0; });
             if (rank < 0) return {};
-            const std::int64_t t = random.below(arrays[to_size(rank)].size());
-            arrays[to_size(rank)].i64()[to_size(t)] += 1 - 2 * random.below(2);
+            const std::int64_t t = random.below(arrays[rank].size());
+            arrays[rank].i64()[t] += 1 - 2 * random.below(2);
             return Symptom{{attention}, "attention", field, rank, t};
           }};
 }
@@ -216,7 +215,7 @@ Damage list_too_short(const char* field, Arrays AttnLayout::*list) {
               return Symptom{{shape}, "attention", field};
             }
             const std::int64_t rank = random.below(std::ssize(arrays));
-            arrays[to_size(rank)] = IndexArray({arrays[to_size(rank)].size() + 1});
+            arrays[rank] = IndexArray({arrays[rank].size() + 1});
             return Symptom{{shape}, "attention", field, rank};
           }};
 }
@@ -226,7 +225,7 @@ Damage vector_changes(const char* field, IndexArray AttnLayout::*array) {
           [=](Patient& patient, Random& random) -> Result {
             IndexArray& values = patient.dense.attention.*array;
             const std::int64_t rank = random.below(values.size());
-            ++values.i64()[to_size(rank)];
+            ++values.i64()[rank];
             return Symptom{{attention}, "attention", field, rank};
           }};
 }

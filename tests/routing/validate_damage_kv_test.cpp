@@ -22,18 +22,18 @@ using Buffers = std::vector<std::vector<Held>>;  ///< by rank, in the order of r
 /// Reads the buffers off the reverse table: it names home and row of all that arrived. Only for
 /// plans without empty shards, where a row tells the shard.
 Buffers read_buffers(const QkvPlan& plan, const SparseMetadata& rev) {
-  std::vector<std::map<std::int64_t, std::int64_t>> shard_at(to_size(plan.world_size));
-  std::vector<std::int64_t> home_rows(to_size(plan.world_size));
+  std::vector<std::map<std::int64_t, std::int64_t>> shard_at(plan.world_size);
+  std::vector<std::int64_t> home_rows(plan.world_size);
   for (std::int64_t s = 0; s < plan.num_shards(); ++s) {
-    const auto home = to_size(locate(plan.rank_shard_offsets, s).first);
+    const std::size_t home = locate(plan.rank_shard_offsets, s).first;
     shard_at[home][home_rows[home]] = s;
-    home_rows[home] += plan.shard_len[to_size(s)];
+    home_rows[home] += plan.shard_len[s];
   }
-  Buffers buffers(to_size(plan.world_size));
+  Buffers buffers(plan.world_size);
   for (std::int64_t t = 0; t < rev.num_entries(); ++t) {
-    const auto home = to_size(rev.dst_rank[to_size(t)]);
-    const std::int64_t row = rev.dst_offset[to_size(t)];
-    buffers[to_size(locate(rev.rank_offsets, t).first)].push_back(
+    const std::size_t home = rev.dst_rank[t];
+    const std::int64_t row = rev.dst_offset[t];
+    buffers[locate(rev.rank_offsets, t).first].push_back(
         {shard_at[home].at(row % home_rows[home]), row / home_rows[home]});
   }
   return buffers;
@@ -42,13 +42,13 @@ Buffers read_buffers(const QkvPlan& plan, const SparseMetadata& rev) {
 RecvCounts count_rows(std::int32_t world_size,
                       const std::map<std::pair<std::int64_t, std::int64_t>, std::int64_t>& rows) {
   RecvCounts recv;
-  recv.total.resize(to_size(world_size));
+  recv.total.resize(world_size);
   recv.offsets.assign(1, 0);
   for (std::int64_t r = 0; r < world_size; ++r) {
     for (auto p = rows.lower_bound({r, 0}); p != rows.end() && p->first.first == r; ++p) {
       recv.src_rank.push_back(static_cast<std::int32_t>(p->first.second));
       recv.tokens.push_back(p->second);
-      recv.total[to_size(r)] += p->second;
+      recv.total[r] += p->second;
     }
     recv.offsets.push_back(std::ssize(recv.tokens));
   }
@@ -61,7 +61,7 @@ void write_tables(const QkvPlan& plan, const Buffers& buffers, bool copies, Spar
   struct Landing {
     std::int64_t copy, rank, row, t;
   };
-  std::vector<std::vector<Landing>> landings(to_size(plan.num_shards()));
+  std::vector<std::vector<Landing>> landings(plan.num_shards());
   std::map<std::pair<std::int64_t, std::int64_t>, std::int64_t> out;
   std::map<std::pair<std::int64_t, std::int64_t>, std::int64_t> back;
   rev = {};
@@ -69,10 +69,10 @@ void write_tables(const QkvPlan& plan, const Buffers& buffers, bool copies, Spar
   rev.rank_offsets.assign(1, 0);
   for (std::int64_t r = 0; r < plan.world_size; ++r) {
     std::int64_t row = 0;
-    for (const Held& held : buffers[to_size(r)]) {
-      const std::int64_t len = plan.shard_len[to_size(held.shard)];
+    for (const Held& held : buffers[r]) {
+      const std::int64_t len = plan.shard_len[held.shard];
       const std::int64_t home = locate(plan.rank_shard_offsets, held.shard).first;
-      landings[to_size(held.shard)].push_back({held.copy, r, row, rev.num_entries()});
+      landings[held.shard].push_back({held.copy, r, row, rev.num_entries()});
       row += len;
       rev.seq_len.push_back(len);
       rev.dst_rank.push_back(static_cast<std::int32_t>(home));
@@ -87,24 +87,24 @@ void write_tables(const QkvPlan& plan, const Buffers& buffers, bool copies, Spar
   fwd.rank_offsets = plan.rank_shard_offsets;
   if (copies) fwd.copy_offsets.push_back(0);
   for (std::int64_t home = 0; home < plan.world_size; ++home) {
-    const std::int64_t first = plan.rank_shard_offsets[to_size(home)];
-    const std::int64_t last = plan.rank_shard_offsets[to_size(home + 1)];
+    const std::int64_t first = plan.rank_shard_offsets[home];
+    const std::int64_t last = plan.rank_shard_offsets[home + 1];
     std::int64_t rows = 0;
-    for (std::int64_t s = first; s < last; ++s) rows += plan.shard_len[to_size(s)];
+    for (std::int64_t s = first; s < last; ++s) rows += plan.shard_len[s];
     std::int64_t begin = 0;
     for (std::int64_t s = first; s < last; ++s) {
-      auto& list = landings[to_size(s)];
+      auto& list = landings[s];
       std::sort(list.begin(), list.end(), [](const Landing& a, const Landing& b) {
         return std::tie(a.copy, a.t) < std::tie(b.copy, b.t);
       });
       for (std::size_t c = 0; c < list.size(); ++c) {
         fwd.dst_rank.push_back(static_cast<std::int32_t>(list[c].rank));
         fwd.dst_offset.push_back(list[c].row);
-        rev.dst_offset[to_size(list[c].t)] = static_cast<std::int64_t>(c) * rows + begin;
+        rev.dst_offset[list[c].t] = static_cast<std::int64_t>(c) * rows + begin;
       }
-      fwd.seq_len.push_back(plan.shard_len[to_size(s)]);
+      fwd.seq_len.push_back(plan.shard_len[s]);
       if (copies) fwd.copy_offsets.push_back(fwd.num_destinations());
-      begin += plan.shard_len[to_size(s)];
+      begin += plan.shard_len[s];
     }
   }
   fwd.recv = count_rows(plan.world_size, out);
@@ -144,12 +144,12 @@ std::pair<std::int64_t, std::int64_t> pick_spare(const Buffers& buffers, Random&
     }
   }
   return places.empty() ? std::pair<std::int64_t, std::int64_t>{-1, -1}
-                        : places[to_size(random.below(std::ssize(places)))];
+                        : places[random.below(std::ssize(places))];
 }
 
 std::int64_t pick_buffer(const Buffers& buffers, std::int64_t at_least, Random& random) {
   return pick(random, std::ssize(buffers),
-              [&](std::int64_t r) { return std::ssize(buffers[to_size(r)]) >= at_least; });
+              [&](std::int64_t r) { return std::ssize(buffers[r]) >= at_least; });
 }
 
 Symptom at_shard(const QkvPlan& plan, FindingKind kind, std::int64_t shard) {
@@ -160,8 +160,8 @@ Symptom at_shard(const QkvPlan& plan, FindingKind kind, std::int64_t shard) {
 Result drop_copy(Patient& patient, Buffers& buffers, Random& random) {
   const auto [r, t] = pick_spare(buffers, random);
   if (r < 0) return {};
-  auto& buffer = buffers[to_size(r)];
-  const std::int64_t shard = buffer[to_size(t)].shard;
+  auto& buffer = buffers[r];
+  const std::int64_t shard = buffer[t].shard;
   buffer.erase(buffer.begin() + t);
   return at_shard(patient.plan, causality, shard);
 }
@@ -169,7 +169,7 @@ Result drop_copy(Patient& patient, Buffers& buffers, Random& random) {
 Result add_copy(Patient& patient, Buffers& buffers, Random& random) {
   if (patient.plan.num_shards() == 0) return {};
   const std::int64_t shard = random.below(patient.plan.num_shards());
-  auto& buffer = buffers[to_size(random.below(std::ssize(buffers)))];
+  auto& buffer = buffers[random.below(std::ssize(buffers))];
   buffer.push_back({shard, 1 << 20});
   return at_shard(patient.plan, causality, shard);
 }
@@ -177,7 +177,7 @@ Result add_copy(Patient& patient, Buffers& buffers, Random& random) {
 Result replace_copy(Patient& patient, Buffers& buffers, Random& random) {
   const auto [r, t] = pick_spare(buffers, random);
   if (r < 0) return {};
-  Held& held = buffers[to_size(r)][to_size(t)];
+  Held& held = buffers[r][t];
   const std::int64_t before = held.shard;
   held.shard = (before + 1) % patient.plan.num_shards();
   return at_shard(patient.plan, causality, before);
@@ -186,11 +186,11 @@ Result replace_copy(Patient& patient, Buffers& buffers, Random& random) {
 Result swap_neighbours(Patient& patient, Buffers& buffers, Random& random) {
   const std::int64_t r = pick_buffer(buffers, 2, random);
   if (r < 0) return {};
-  auto& buffer = buffers[to_size(r)];
+  auto& buffer = buffers[r];
   const std::int64_t t = random.below(std::ssize(buffer) - 1);
-  if (buffer[to_size(t)].shard == buffer[to_size(t + 1)].shard) return {};
-  std::swap(buffer[to_size(t)], buffer[to_size(t + 1)]);
-  return at_shard(patient.plan, causality, buffer[to_size(t)].shard);
+  if (buffer[t].shard == buffer[t + 1].shard) return {};
+  std::swap(buffer[t], buffer[t + 1]);
+  return at_shard(patient.plan, causality, buffer[t].shard);
 }
 
 /// Two copies of a shard change their numbers, hence their planes.
@@ -205,7 +205,7 @@ Result swap_copy_numbers(Patient& patient, Buffers& buffers, Random& random) {
     }
   }
   if (pairs.empty()) return {};
-  const auto [a, b] = pairs[to_size(random.below(std::ssize(pairs)))];
+  const auto [a, b] = pairs[random.below(std::ssize(pairs))];
   std::swap(a->copy, b->copy);
   Symptom symptom = at_shard(patient.plan, order, a->shard);
   if (patient.plan.kv_layout == KvLayout::per_query) symptom.field = "dst_offset";
@@ -217,7 +217,7 @@ Result window_widens(Patient& patient, Random& random) {
   QkvPlan& plan = patient.plan;
   if (plan.kv_begin.empty() || plan.kv_layout != KvLayout::per_query) return {};
   const auto begin = [&](std::int64_t p) -> std::int32_t& {
-    return plan.kv_begin[to_size(plan.doc_shards[to_size(p)])];
+    return plan.kv_begin[plan.doc_shards[p]];
   };
   const std::int64_t place = pick(random, plan.num_shards(), [&](std::int64_t p) {
     const bool is_first = locate(plan.doc_shard_offsets, p).second == 0;
@@ -226,8 +226,7 @@ Result window_widens(Patient& patient, Random& random) {
   if (place < 0) return {};
   --begin(place);
   const std::int64_t document = locate(plan.doc_shard_offsets, place).first;
-  const std::int64_t missing =
-      plan.doc_shards[to_size(plan.doc_shard_offsets[to_size(document)] + begin(place))];
+  const std::int64_t missing = plan.doc_shards[plan.doc_shard_offsets[document] + begin(place)];
   return at_shard(plan, causality, missing);
 }
 
@@ -239,11 +238,11 @@ Result queries_swap(Patient& patient, Random& random) {
   Buffers buffers = read_buffers(plan, routing.rev_q);
   const std::int64_t r = pick_buffer(buffers, 2, random);
   if (r < 0) return {};
-  auto& buffer = buffers[to_size(r)];
+  auto& buffer = buffers[r];
   const std::int64_t t = random.below(std::ssize(buffer) - 1);
-  std::swap(buffer[to_size(t)], buffer[to_size(t + 1)]);
+  std::swap(buffer[t], buffer[t + 1]);
   write_tables(plan, buffers, false, routing.fwd_q, routing.rev_q);
-  const auto [home, place] = locate(plan.rank_shard_offsets, buffer[to_size(t)].shard);
+  const auto [home, place] = locate(plan.rank_shard_offsets, buffer[t].shard);
   return Symptom{{order}, "fwd_q", "dst_offset", home, place, 0};
 }
 

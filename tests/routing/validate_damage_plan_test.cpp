@@ -30,7 +30,7 @@ Result offsets_fall(Patient& patient, Random& random) {
   auto& offsets = patient.plan.doc_shard_offsets;
   const std::int64_t d = pick(random, std::ssize(offsets) - 1, [](std::int64_t) { return true; });
   if (d < 0) return {};
-  offsets[to_size(d)] = offsets[to_size(d + 1)] + 1;
+  offsets[d] = offsets[d + 1] + 1;
   return Symptom{{shape}, "plan", "doc_shard_offsets"};
 }
 
@@ -44,7 +44,7 @@ Damage length_becomes(std::string name, std::int64_t len, FindingKind kind) {
   return {std::move(name), Form::plan, [=](Patient& patient, Random& random) -> Result {
             const std::int64_t s = pick_shard(patient, random);
             if (s < 0) return {};
-            patient.plan.shard_len[to_size(s)] = len;
+            patient.plan.shard_len[s] = len;
             // A sum is exceeded where it is added up, so not before this shard.
             if (kind == bounds) return Symptom{{kind}, "plan", "shard_len"};
             return Symptom{{kind}, "plan", "shard_len", home_of(patient.plan, s), s};
@@ -55,7 +55,7 @@ Damage destination_becomes(std::string name, std::int32_t rank) {
   return {std::move(name), Form::plan, [=](Patient& patient, Random& random) -> Result {
             const std::int64_t s = pick_shard(patient, random);
             if (s < 0) return {};
-            patient.plan.q_dst[to_size(s)] = rank == 0 ? patient.plan.world_size : rank;
+            patient.plan.q_dst[s] = rank == 0 ? patient.plan.world_size : rank;
             return Symptom{{rank_range}, "plan", "q_dst", home_of(patient.plan, s), s};
           }};
 }
@@ -64,7 +64,7 @@ Result shard_in_two_documents(Patient& patient, Random& random) {
   auto& shards = patient.plan.doc_shards;
   if (shards.size() < 2) return {};
   const std::int64_t place = 1 + random.below(std::ssize(shards) - 1);
-  shards[to_size(place)] = shards[0];
+  shards[place] = shards[0];
   return Symptom{{document}, "plan", "doc_shards", -1, shards[0]};
 }
 
@@ -72,14 +72,14 @@ Result shard_in_no_document(Patient& patient, Random& random) {
   auto& shards = patient.plan.doc_shards;
   if (shards.size() < 2) return {};
   const std::int64_t place = 1 + random.below(std::ssize(shards) - 1);
-  const std::int64_t lost = std::exchange(shards[to_size(place)], shards[0]);
+  const std::int64_t lost = std::exchange(shards[place], shards[0]);
   return Symptom{{document}, "plan", "doc_shards", -1, lost};
 }
 
 Result shard_unknown(Patient& patient, Random& random) {
   const std::int64_t place = pick_shard(patient, random);
   if (place < 0) return {};
-  patient.plan.doc_shards[to_size(place)] = static_cast<std::int32_t>(patient.plan.num_shards());
+  patient.plan.doc_shards[place] = static_cast<std::int32_t>(patient.plan.num_shards());
   return Symptom{{document}, "plan", "doc_shards"};
 }
 
@@ -90,9 +90,9 @@ Result window_beyond_query(Patient& patient, Random& random) {
   if (place < 0) return {};
   plan.kv_begin.resize(plan.shard_len.size());
   if (plan.mask == MaskKind::full) return Symptom{{causality}, "plan", "kv_begin"};
-  const std::int32_t shard = plan.doc_shards[to_size(place)];
+  const std::int32_t shard = plan.doc_shards[place];
   const auto [document, position] = locate(plan.doc_shard_offsets, place);
-  plan.kv_begin[to_size(shard)] = static_cast<std::int32_t>(position + 1);
+  plan.kv_begin[shard] = static_cast<std::int32_t>(position + 1);
   return Symptom{{causality}, "plan", "kv_begin", -1, shard};
 }
 
@@ -100,20 +100,20 @@ Result window_moves_back(Patient& patient, Random& random) {
   QkvPlan& plan = patient.plan;
   if (plan.kv_begin.empty()) return {};
   const auto begin = [&](std::int64_t p) -> std::int32_t& {
-    return plan.kv_begin[to_size(plan.doc_shards[to_size(p)])];
+    return plan.kv_begin[plan.doc_shards[p]];
   };
   const std::int64_t place = pick(random, plan.num_shards(), [&](std::int64_t p) {
     return locate(plan.doc_shard_offsets, p).second > 0 && begin(p - 1) > 0;
   });
   if (place < 0) return {};
   begin(place) = begin(place - 1) - 1;
-  return Symptom{{causality}, "plan", "kv_begin", -1, plan.doc_shards[to_size(place)]};
+  return Symptom{{causality}, "plan", "kv_begin", -1, plan.doc_shards[place]};
 }
 
 Result q_buffer_too_small(Patient& patient, Random&) {
-  std::vector<std::int64_t> rows(to_size(patient.plan.world_size));
+  std::vector<std::int64_t> rows(patient.plan.world_size);
   for (std::int64_t s = 0; s < patient.plan.num_shards(); ++s) {
-    rows[to_size(patient.plan.q_dst[to_size(s)])] += patient.plan.shard_len[to_size(s)];
+    rows[patient.plan.q_dst[s]] += patient.plan.shard_len[s];
   }
   const auto most = std::max_element(rows.begin(), rows.end());
   if (*most == 0) return {};

@@ -24,10 +24,10 @@ Damage offset_changes(const char* what, const NamedTable& table, Kinds kinds, Ch
   return {name_of(what, table), Form::sparse, [=](Patient& patient, Random& random) -> Result {
             SparseMetadata& m = patient.routing.*table.sparse;
             const std::int64_t c = pick(random, m.num_destinations(), [&](std::int64_t i) {
-              return m.seq_len[to_size(place_of_copy(m, i).entry)] > 0;
+              return m.seq_len[place_of_copy(m, i).entry] > 0;
             });
             if (c < 0) return {};
-            if (!change(m.dst_offset[to_size(c)])) return {};
+            if (!change(m.dst_offset[c])) return {};
             return at_copy(kinds, table, "dst_offset", place_of_copy(m, c));
           }};
 }
@@ -39,7 +39,7 @@ Damage rank_becomes(const char* what, const NamedTable& table, std::int32_t beyo
             const std::int64_t c =
                 pick(random, m.num_destinations(), [](std::int64_t) { return true; });
             if (c < 0) return {};
-            m.dst_rank[to_size(c)] = beyond >= 0 ? m.world_size + beyond : beyond;
+            m.dst_rank[c] = beyond >= 0 ? m.world_size + beyond : beyond;
             return at_copy({kind}, table, "dst_rank", place_of_copy(m, c));
           }};
 }
@@ -50,10 +50,10 @@ Damage rank_moves(const NamedTable& table, FindingKind kind) {
       name_of("rank_moves", table), Form::sparse, [=](Patient& patient, Random& random) -> Result {
         SparseMetadata& m = patient.routing.*table.sparse;
         const std::int64_t c = pick(random, m.num_destinations(), [&](std::int64_t i) {
-          return m.world_size > 1 && m.seq_len[to_size(place_of_copy(m, i).entry)] > 0;
+          return m.world_size > 1 && m.seq_len[place_of_copy(m, i).entry] > 0;
         });
         if (c < 0) return {};
-        std::int32_t& rank = m.dst_rank[to_size(c)];
+        std::int32_t& rank = m.dst_rank[c];
         rank =
             static_cast<std::int32_t>((rank + 1 + random.below(m.world_size - 1)) % m.world_size);
         Symptom symptom = at_copy({kind}, table, "dst_rank", place_of_copy(m, c));
@@ -67,11 +67,11 @@ Damage length_changes(const char* what, const NamedTable& table, std::int64_t by
   return {name_of(what, table), Form::sparse, [=](Patient& patient, Random& random) -> Result {
             SparseMetadata& m = patient.routing.*table.sparse;
             const std::int64_t entry = pick(random, m.num_entries(), [&](std::int64_t i) {
-              return m.seq_len[to_size(i)] > 0 && m.destination_end(i) > m.destination_begin(i);
+              return m.seq_len[i] > 0 && m.destination_end(i) > m.destination_begin(i);
             });
             if (entry < 0) return {};
             // Beyond small steps the length becomes the value itself.
-            m.seq_len[to_size(entry)] = std::abs(by) == 1 ? m.seq_len[to_size(entry)] + by : by;
+            m.seq_len[entry] = std::abs(by) == 1 ? m.seq_len[entry] + by : by;
             const auto [rank, shard] = locate(m.rank_offsets, entry);
             return Symptom{kinds, table.name, "seq_len", rank, shard};
           }};
@@ -82,22 +82,19 @@ Damage offsets_swap(const NamedTable& table, FindingKind kind) {
   return {name_of("offsets_swap", table), Form::sparse,
           [=](Patient& patient, Random& random) -> Result {
             SparseMetadata& m = patient.routing.*table.sparse;
-            const auto len = [&](std::int64_t c) {
-              return m.seq_len[to_size(place_of_copy(m, c).entry)];
-            };
+            const auto len = [&](std::int64_t c) { return m.seq_len[place_of_copy(m, c).entry]; };
             std::vector<std::pair<std::int64_t, std::int64_t>> pairs;
             for (std::int64_t a = 0; a < m.num_destinations(); ++a) {
               for (std::int64_t b = a + 1; b < std::min(m.num_destinations(), a + 40); ++b) {
                 const bool other = place_of_copy(m, a).entry != place_of_copy(m, b).entry;
-                if (other && m.dst_rank[to_size(a)] == m.dst_rank[to_size(b)] && len(a) == len(b) &&
-                    len(a) > 0) {
+                if (other && m.dst_rank[a] == m.dst_rank[b] && len(a) == len(b) && len(a) > 0) {
                   pairs.emplace_back(a, b);
                 }
               }
             }
             if (pairs.empty()) return {};
-            const auto [a, b] = pairs[to_size(random.below(std::ssize(pairs)))];
-            std::swap(m.dst_offset[to_size(a)], m.dst_offset[to_size(b)]);
+            const auto [a, b] = pairs[random.below(std::ssize(pairs))];
+            std::swap(m.dst_offset[a], m.dst_offset[b]);
             return at_copy({kind}, table, kind == order ? "dst_offset" : "dst_rank",
                            place_of_copy(m, random.below(2) == 0 ? a : b));
           }};
@@ -114,7 +111,7 @@ Damage pair_rows_change(const NamedTable& table, std::int64_t by, Kinds kinds) {
             const std::int64_t p =
                 pick(random, std::ssize(recv.tokens), [](std::int64_t) { return true; });
             if (p < 0) return {};
-            recv.tokens[to_size(p)] += by;
+            recv.tokens[p] += by;
             return Symptom{kinds, table.name, "recv.tokens", locate(recv.offsets, p).first};
           }};
 }
@@ -124,9 +121,8 @@ Damage total_changes(const NamedTable& table, std::int64_t by) {
           [=](Patient& patient, Random& random) -> Result {
             RecvCounts& recv = (patient.routing.*table.sparse).recv;
             const std::int64_t r = random.below(std::ssize(recv.total));
-            recv.total[to_size(r)] += by;
-            return Symptom{
-                {recv.total[to_size(r)] < 0 ? negative : count}, table.name, "recv.total", r};
+            recv.total[r] += by;
+            return Symptom{{recv.total[r] < 0 ? negative : count}, table.name, "recv.total", r};
           }};
 }
 
@@ -141,8 +137,7 @@ Damage pair_vanishes(const NamedTable& table) {
             const std::int64_t r = locate(recv.offsets, p).first;
             recv.tokens.erase(recv.tokens.begin() + p);
             recv.src_rank.erase(recv.src_rank.begin() + p);
-            for (std::int64_t i = r + 1; i < std::ssize(recv.offsets); ++i)
-              --recv.offsets[to_size(i)];
+            for (std::int64_t i = r + 1; i < std::ssize(recv.offsets); ++i) --recv.offsets[i];
             return Symptom{{count}, table.name, "recv.src_rank", r};
           }};
 }
@@ -155,7 +150,7 @@ Damage sender_unknown(const NamedTable& table) {
         const std::int64_t p =
             pick(random, std::ssize(recv.tokens), [](std::int64_t) { return true; });
         if (p < 0) return {};
-        recv.src_rank[to_size(p)] = random.below(2) == 0 ? -1 : patient.plan.world_size;
+        recv.src_rank[p] = random.below(2) == 0 ? -1 : patient.plan.world_size;
         return Symptom{{rank_range}, table.name, "recv.src_rank", locate(recv.offsets, p).first};
       }};
 }
@@ -167,8 +162,7 @@ Damage counts_of_other_direction(const NamedTable& table, const NamedTable& othe
             RecvCounts& recv = (patient.routing.*table.sparse).recv;
             const RecvCounts& wrong = (patient.routing.*other.sparse).recv;
             std::int64_t r = 0;
-            while (r < patient.plan.world_size && recv.total[to_size(r)] == wrong.total[to_size(r)])
-              ++r;
+            while (r < patient.plan.world_size && recv.total[r] == wrong.total[r]) ++r;
             if (r == patient.plan.world_size) return {};
             recv = wrong;
             return Symptom{{count}, table.name, "recv.total", r};
@@ -190,15 +184,15 @@ Damage reverse_swaps(const NamedTable& table) {
             SparseMetadata& m = patient.routing.*table.sparse;
             const std::int64_t t = pick(random, m.num_entries() - 1, [&](std::int64_t i) {
               return locate(m.rank_offsets, i).first == locate(m.rank_offsets, i + 1).first &&
-                     m.seq_len[to_size(i)] > 0 && m.seq_len[to_size(i + 1)] > 0;
+                     m.seq_len[i] > 0 && m.seq_len[i + 1] > 0;
             });
             if (t < 0) return {};
-            std::swap(m.seq_len[to_size(t)], m.seq_len[to_size(t + 1)]);
-            std::swap(m.dst_rank[to_size(t)], m.dst_rank[to_size(t + 1)]);
-            std::swap(m.dst_offset[to_size(t)], m.dst_offset[to_size(t + 1)]);
+            std::swap(m.seq_len[t], m.seq_len[t + 1]);
+            std::swap(m.dst_rank[t], m.dst_rank[t + 1]);
+            std::swap(m.dst_offset[t], m.dst_offset[t + 1]);
             const auto [rank, shard] = locate(m.rank_offsets, t);
-            const bool same_rank = m.dst_rank[to_size(t)] == m.dst_rank[to_size(t + 1)];
-            const bool same_len = m.seq_len[to_size(t)] == m.seq_len[to_size(t + 1)];
+            const bool same_rank = m.dst_rank[t] == m.dst_rank[t + 1];
+            const bool same_len = m.seq_len[t] == m.seq_len[t + 1];
             const char* field = !same_rank ? "dst_rank" : !same_len ? "seq_len" : "dst_offset";
             const bool home = same_rank && same_len && !table.kv;
             return Symptom{{home ? identity : transpose}, table.name, field, rank, shard};
@@ -210,12 +204,11 @@ Result reverse_in_wrong_plane(Patient& patient, Random& random) {
   SparseMetadata& m = patient.routing.rev_kv;
   const QkvPlan& plan = patient.plan;
   const std::int64_t t =
-      pick(random, m.num_entries(), [&](std::int64_t i) { return m.seq_len[to_size(i)] > 0; });
+      pick(random, m.num_entries(), [&](std::int64_t i) { return m.seq_len[i] > 0; });
   if (t < 0) return {};
-  const std::int32_t home = m.dst_rank[to_size(t)];
-  for (std::int64_t s = plan.rank_shard_offsets[to_size(home)];
-       s < plan.rank_shard_offsets[to_size(home) + 1]; ++s) {
-    m.dst_offset[to_size(t)] += plan.shard_len[to_size(s)];
+  const std::int32_t home = m.dst_rank[t];
+  for (std::int64_t s = plan.rank_shard_offsets[home]; s < plan.rank_shard_offsets[home + 1]; ++s) {
+    m.dst_offset[t] += plan.shard_len[s];
   }
   const auto [rank, shard] = locate(m.rank_offsets, t);
   return Symptom{{transpose}, "rev_kv", "dst_offset", rank, shard};
@@ -231,7 +224,7 @@ Damage reverse_entry_lost(const NamedTable& table) {
             m.seq_len.erase(m.seq_len.begin() + t);
             m.dst_rank.erase(m.dst_rank.begin() + t);
             m.dst_offset.erase(m.dst_offset.begin() + t);
-            for (std::int64_t r = rank + 1; r <= m.world_size; ++r) --m.rank_offsets[to_size(r)];
+            for (std::int64_t r = rank + 1; r <= m.world_size; ++r) --m.rank_offsets[r];
             return Symptom{{transpose}, table.name, "seq_len", rank};
           }};
 }
@@ -245,7 +238,7 @@ Damage attention_changes(const char* field, bool per_rank, std::int64_t by, Valu
             const std::int64_t i =
                 pick(random, std::ssize(array), [](std::int64_t) { return true; });
             if (i < 0) return {};
-            array[to_size(i)] += static_cast<std::int32_t>(by);
+            array[i] += static_cast<std::int32_t>(by);
             if (per_rank) return Symptom{{attention}, "attention", field, i};
             const auto [rank, shard] = locate(patient.routing.attention.rank_offsets, i);
             return Symptom{{attention}, "attention", field, rank, shard};

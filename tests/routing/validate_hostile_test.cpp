@@ -50,7 +50,7 @@ TEST(ValidateHostile, EveryChangedValueIsNoticed) {
         const Value right = array[i];
         const std::int64_t wrong = random.below(2) == 0
                                        ? right + 1 - 2 * random.below(2)
-                                       : extremes[to_size(random.below(std::ssize(extremes)))];
+                                       : extremes[random.below(std::ssize(extremes))];
         array[i] = static_cast<Value>(wrong);
         if (array[i] != right) {
           EXPECT_FALSE(validate(plan, routing).empty())
@@ -68,9 +68,7 @@ TEST(ValidateHostile, EveryChangedValueIsNoticed) {
 template <class Array>
 void ravage(Array& array, Random& random) {
   using Value = typename Array::value_type;
-  const auto any = [&] {
-    return static_cast<Value>(extremes[to_size(random.below(std::ssize(extremes)))]);
-  };
+  const auto any = [&] { return static_cast<Value>(extremes[random.below(std::ssize(extremes))]); };
   switch (random.below(6)) {
     case 0:
       array.clear();
@@ -82,7 +80,7 @@ void ravage(Array& array, Random& random) {
       array.push_back(any());
       break;
     default:
-      if (!array.empty()) array[to_size(random.below(std::ssize(array)))] = any();
+      if (!array.empty()) array[random.below(std::ssize(array))] = any();
       break;
   }
 }
@@ -144,8 +142,7 @@ void ravage(Metadata& m, Random& random) {
     if (random.below(4) == 0) {
       array = any_array(random);
     } else if (array.dtype() == DType::int64 && array.size() > 0) {
-      array.i64()[to_size(random.below(array.size()))] =
-          extremes[to_size(random.below(std::ssize(extremes)))];
+      array.i64()[random.below(array.size())] = extremes[random.below(std::ssize(extremes))];
     }
   };
   switch (random.below(10)) {
@@ -171,7 +168,7 @@ void ravage(Metadata& m, Random& random) {
       m.num_seqs = any_array(random);
       break;
     case 7:
-      m.world_size = extremes[to_size(random.below(std::ssize(extremes)))];
+      m.world_size = extremes[random.below(std::ssize(extremes))];
       break;
     case 8:
       m.normalized = !m.normalized;

@@ -4,14 +4,11 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/to_size.h"
 #include "waybill/core/random.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill::test {
-
-using detail::to_size;
 
 struct DrawnPlanOptions {
   std::int32_t max_world_size = 64;
@@ -22,9 +19,9 @@ struct DrawnPlanOptions {
 /// Homes by rank; some ranks hold nothing. Lengths are 0 or 2..20.
 inline void draw_shards(QkvPlan& plan, const DrawnPlanOptions& options, Random& random) {
   const std::int64_t num_shards = random.below(options.max_shards + 1);
-  std::vector<std::int64_t> counts(to_size(plan.world_size));
+  std::vector<std::int64_t> counts(plan.world_size);
   const std::int64_t homes = 1 + random.below(plan.world_size);
-  for (std::int64_t s = 0; s < num_shards; ++s) ++counts[to_size(random.below(homes))];
+  for (std::int64_t s = 0; s < num_shards; ++s) ++counts[random.below(homes)];
   plan.rank_shard_offsets.assign(1, 0);
   for (const std::int64_t count : counts) {
     plan.rank_shard_offsets.push_back(plan.rank_shard_offsets.back() + count);
@@ -42,8 +39,8 @@ inline void draw_shards(QkvPlan& plan, const DrawnPlanOptions& options, Random& 
 /// Documents of 1..12 shards, of neighbours or of any shards; also a document without shards.
 inline void draw_documents(QkvPlan& plan, Random& random) {
   const auto num_shards = static_cast<std::int32_t>(plan.num_shards());
-  plan.doc_shards.resize(to_size(num_shards));
-  for (std::int32_t s = 0; s < num_shards; ++s) plan.doc_shards[to_size(s)] = s;
+  plan.doc_shards.resize(num_shards);
+  for (std::int32_t s = 0; s < num_shards; ++s) plan.doc_shards[s] = s;
   if (random.below(2) == 0) plan.doc_shards = random.permutation(num_shards, num_shards);
   plan.doc_shard_offsets.assign(1, 0);
   while (plan.doc_shard_offsets.back() < num_shards) {
@@ -54,14 +51,13 @@ inline void draw_documents(QkvPlan& plan, Random& random) {
 }
 
 inline void draw_windows(QkvPlan& plan, Random& random) {
-  plan.kv_begin.assign(to_size(plan.num_shards()), 0);
+  plan.kv_begin.assign(plan.num_shards(), 0);
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     std::int64_t begin = 0;
-    const std::int64_t first = plan.doc_shard_offsets[to_size(d)];
-    for (std::int64_t p = 0; p < plan.doc_shard_offsets[to_size(d + 1)] - first; ++p) {
+    const std::int64_t first = plan.doc_shard_offsets[d];
+    for (std::int64_t p = 0; p < plan.doc_shard_offsets[d + 1] - first; ++p) {
       begin += random.below(p - begin + 1) * random.below(2);
-      plan.kv_begin[to_size(plan.doc_shards[to_size(first + p)])] =
-          static_cast<std::int32_t>(begin);
+      plan.kv_begin[plan.doc_shards[first + p]] = static_cast<std::int32_t>(begin);
     }
   }
 }

@@ -4,31 +4,28 @@
 
 #include <set>
 
-#include "core/to_size.h"
 #include "support/random_plan.h"
 
 namespace waybill {
 namespace {
 
-using detail::to_size;
 using Names = std::vector<std::int64_t>;  // of rows: document * 2^32 + position
 
 /// The names of each rank's own rows.
 std::vector<Names> home_names(const QkvPlan& plan) {
-  std::vector<Names> by_shard(to_size(plan.num_shards()));
+  std::vector<Names> by_shard(plan.num_shards());
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     std::int64_t position = d << 32;
-    for (std::int64_t k = plan.doc_shard_offsets[to_size(d)];
-         k < plan.doc_shard_offsets[to_size(d + 1)]; ++k) {
-      const auto shard = to_size(plan.doc_shards[to_size(k)]);
+    for (std::int64_t k = plan.doc_shard_offsets[d]; k < plan.doc_shard_offsets[d + 1]; ++k) {
+      const std::size_t shard = plan.doc_shards[k];
       for (std::int64_t i = 0; i < plan.shard_len[shard]; ++i)
         by_shard[shard].push_back(position++);
     }
   }
-  std::vector<Names> ranks(to_size(plan.world_size));
+  std::vector<Names> ranks(plan.world_size);
   for (std::size_t r = 0; r < ranks.size(); ++r) {
     for (auto s = plan.rank_shard_offsets[r]; s < plan.rank_shard_offsets[r + 1]; ++s) {
-      const Names& names = by_shard[to_size(s)];
+      const Names& names = by_shard[s];
       ranks[r].insert(ranks[r].end(), names.begin(), names.end());
     }
   }
@@ -37,19 +34,17 @@ std::vector<Names> home_names(const QkvPlan& plan) {
 
 /// What arrives in each rank's window when all send `rows`; every row is written once.
 std::vector<Names> sent(const SparseMetadata& table, const std::vector<Names>& rows) {
-  std::vector<Names> windows(to_size(table.world_size));
-  for (std::size_t r = 0; r < windows.size(); ++r)
-    windows[r].assign(to_size(table.recv.total[r]), -1);
+  std::vector<Names> windows(table.world_size);
+  for (std::size_t r = 0; r < windows.size(); ++r) windows[r].assign(table.recv.total[r], -1);
   for (std::size_t w = 0; w < windows.size(); ++w) {
     std::int64_t row = 0;
     for (auto e = table.rank_offsets[w]; e < table.rank_offsets[w + 1]; ++e) {
-      const std::int64_t length = table.seq_len[to_size(e)];
+      const std::int64_t length = table.seq_len[e];
       for (auto d = table.destination_begin(e); d < table.destination_end(e); ++d) {
         for (std::int64_t i = 0; i < length; ++i) {
-          auto& place = windows[to_size(table.dst_rank[to_size(d)])].at(
-              to_size(table.dst_offset[to_size(d)] + i));
+          auto& place = windows[table.dst_rank[d]].at(table.dst_offset[d] + i);
           EXPECT_EQ(place, -1);
-          place = rows[w].at(to_size(row + i));
+          place = rows[w].at(row + i);
         }
       }
       row += length;
@@ -69,27 +64,26 @@ Names rows_of(const std::vector<RowRange>& ranges, const Names& all) {
 /// The keys of a sequence are adjacent tokens of one document, and hold all that its queries need.
 void check_sequence(const QkvPlan& plan, const VarlenSequence& s, const Names& q, const Names& kv) {
   ASSERT_GT(s.q_len, 0);
-  const std::int64_t first = kv.at(to_size(s.kv_begin));
-  for (std::int64_t i = 0; i < s.kv_len; ++i) ASSERT_EQ(kv.at(to_size(s.kv_begin + i)), first + i);
-  const std::int64_t query = q.at(to_size(s.q_begin));
-  for (std::int64_t i = 0; i < s.q_len; ++i) ASSERT_EQ(q.at(to_size(s.q_begin + i)), query + i);
+  const std::int64_t first = kv.at(s.kv_begin);
+  for (std::int64_t i = 0; i < s.kv_len; ++i) ASSERT_EQ(kv.at(s.kv_begin + i), first + i);
+  const std::int64_t query = q.at(s.q_begin);
+  for (std::int64_t i = 0; i < s.q_len; ++i) ASSERT_EQ(q.at(s.q_begin + i), query + i);
   const std::int64_t doc = query >> 32;
   EXPECT_EQ(first >> 32, doc);
   std::int64_t position = doc << 32;
   std::vector<std::int64_t> begins;  // of the document's shards
-  for (auto k = plan.doc_shard_offsets[to_size(doc)]; k < plan.doc_shard_offsets[to_size(doc + 1)];
-       ++k) {
-    const auto shard = to_size(plan.doc_shards[to_size(k)]);
+  for (auto k = plan.doc_shard_offsets[doc]; k < plan.doc_shard_offsets[doc + 1]; ++k) {
+    const std::size_t shard = plan.doc_shards[k];
     begins.push_back(position);
     position += plan.shard_len[shard];
     if (position <= query || plan.shard_len[shard] == 0) continue;
     if (begins.back() >= query + s.q_len) break;
-    EXPECT_LE(first, begins[to_size(plan.first_needed(static_cast<std::int32_t>(shard)))]);
+    EXPECT_LE(first, begins[plan.first_needed(static_cast<std::int32_t>(shard))]);
   }
   if (plan.mask == MaskKind::full) {
-    for (auto k = plan.doc_shard_offsets[to_size(doc)] + std::ssize(begins);
-         k < plan.doc_shard_offsets[to_size(doc + 1)]; ++k)
-      position += plan.shard_len[to_size(plan.doc_shards[to_size(k)])];
+    for (auto k = plan.doc_shard_offsets[doc] + std::ssize(begins);
+         k < plan.doc_shard_offsets[doc + 1]; ++k)
+      position += plan.shard_len[plan.doc_shards[k]];
     EXPECT_EQ(first, doc << 32);
     EXPECT_EQ(first + s.kv_len, position);
   } else {

@@ -24,7 +24,7 @@ class TableTransport final : public detail::HostTransport {
 
  private:
   Parts make_parts(std::int64_t size_bytes, std::string_view name) override {
-    auto own = std::make_shared<std::vector<std::byte>>(to_size(size_bytes));
+    auto own = std::make_shared<std::vector<std::byte>>(size_bytes);
     return share_memory(bootstrap(), {own, own->data()}, size_bytes, name);
   }
   std::shared_ptr<void> make_table(const Parts& parts, std::string_view /*name*/) override {

@@ -116,7 +116,7 @@ TEST(Nodes, options_that_differ_are_named) {
 
 /// A case in which every rank sends to, forwards to and adds up for others.
 NodeCase busy_case(Topology topology) {
-  const auto world = to_size(topology.world_size);
+  const std::size_t world = topology.world_size;
   const std::vector<std::vector<std::int64_t>> shards(world, {4, 3});
   std::vector<std::int32_t> dst;
   for (std::int32_t s = 0; s < 2 * topology.world_size; ++s)
@@ -175,12 +175,12 @@ void check_stops(const NodeCase& node, std::int32_t stopping, int num_stops) {
     const auto results = run_with_stop(node, stopping, stop_at, num_steps);
     for (std::int32_t r = 0; r < node.topology.world_size; ++r) {
       if (r == stopping) {
-        EXPECT_EQ(results[to_size(r)].text, "this rank was stopped");
+        EXPECT_EQ(results[r].text, "this rank was stopped");
         continue;
       }
-      const TimeoutInfo missed = test::timeout_of(results[to_size(r)]);
-      EXPECT_EQ(missed.peer, stopping) << "rank " << r << ", stop at " << stop_at << " of " << steps
-                                       << ": " << results[to_size(r)].text;
+      const TimeoutInfo missed = test::timeout_of(results[r]);
+      EXPECT_EQ(missed.peer, stopping)
+          << "rank " << r << ", stop at " << stop_at << " of " << steps << ": " << results[r].text;
       EXPECT_LT(missed.seconds, 3 * missed_deadline_s);
     }
   }

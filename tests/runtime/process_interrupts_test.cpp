@@ -71,8 +71,8 @@ std::vector<ProcessEnd> interrupt_rank_1(const Wait& wait, const Wait& meanwhile
   EXPECT_LT(Clock::now() - start, std::chrono::seconds(8));
   EXPECT_EQ(ends[1].text, "interrupted by SIGINT");
   for (const std::int32_t r : {0, 2}) {
-    EXPECT_NE(ends[to_size(r)].text.find("rank 1 failed: interrupted by SIGINT"), std::string::npos)
-        << ends[to_size(r)].text;
+    EXPECT_NE(ends[r].text.find("rank 1 failed: interrupted by SIGINT"), std::string::npos)
+        << ends[r].text;
   }
   return ends;
 }
@@ -98,17 +98,17 @@ std::vector<ProcessEnd> interrupt_in_dispatcher(
     world.barrier();
     if (rank != 1) {
       std::this_thread::sleep_for(std::chrono::milliseconds(300));
-      return call(dispatcher, to_size(rank));
+      return call(dispatcher, rank);
     }
     std::optional<Signaller> signaller(std::in_place);
     try {
-      call(dispatcher, to_size(rank));
+      call(dispatcher, rank);
       ADD_FAILURE() << "expected Interrupted";
     } catch (const Interrupted&) {
       EXPECT_LT(signaller->seconds_since(), limit_s + margin_s);
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(700));
-    call(dispatcher, to_size(rank));
+    call(dispatcher, rank);
   });
 }
 
@@ -117,8 +117,8 @@ void expect_all_told(const std::vector<ProcessEnd>& ends, const std::string& ope
                               ": the dispatcher is unusable after an interrupt: "
                               "interrupted by SIGINT");
   for (const std::int32_t r : {0, 2}) {
-    EXPECT_NE(ends[to_size(r)].text.find("rank 1 failed: interrupted by SIGINT"), std::string::npos)
-        << ends[to_size(r)].text;
+    EXPECT_NE(ends[r].text.find("rank 1 failed: interrupted by SIGINT"), std::string::npos)
+        << ends[r].text;
   }
 }
 

@@ -66,7 +66,7 @@ TEST(ProcessWorld, calls_follow_each_other_with_late_ranks) {
   for (std::size_t i = 0; i < cases.size(); ++i) expected.emplace_back(cases[i], 100 * i);
   test::expect_no_errors(run_process_world(3, 20, [&](World& world) {
     SequenceDispatcher dispatcher(world);
-    Random random(to_size(to_int(world.rank())));
+    Random random(to_int(world.rank()));
     for (std::size_t i = 0; i < cases.size(); ++i) {
       std::this_thread::sleep_for(std::chrono::microseconds(random.below(3000)));
       test::check_step(world, dispatcher, cases[i], expected[i]);
@@ -110,7 +110,7 @@ TEST(ProcessWorld, a_rank_killed_in_the_middle_of_a_call_is_named_by_all_others)
   const auto start = std::chrono::steady_clock::now();
   const auto ends = run_process_world(4, 60, [&](World& world) {
     SequenceDispatcher dispatcher(world);
-    const auto r = to_size(to_int(world.rank()));
+    const std::size_t r = to_int(world.rank());
     const auto plan = dispatcher.plan_dispatch(test::forward_parts(sample));
     const DeadlyRows deadly(expected.k[r]);
     for (int call = 1; call <= 3; ++call) {
@@ -133,7 +133,7 @@ TEST(ProcessWorld, a_rank_killed_in_the_middle_of_a_call_is_named_by_all_others)
   });
   EXPECT_EQ(ends[1].signal, SIGKILL);
   for (const std::int32_t r : {0, 2, 3}) {
-    const std::string& text = ends[to_size(r)].text;
+    const std::string& text = ends[r].text;
     EXPECT_NE(text.find(concat("dispatch: rank 1 is gone: the end of process ", ends[1].process)),
               std::string::npos)
         << text;
@@ -146,7 +146,7 @@ TEST(ProcessWorld, a_rank_killed_at_any_time_ends_the_calls_of_all_others) {
   const Expected expected(sample);
   const auto ends = run_process_world(3, 60, [&](World& world) {
     SequenceDispatcher dispatcher(world);
-    const auto r = to_size(to_int(world.rank()));
+    const std::size_t r = to_int(world.rank());
     const auto plan = dispatcher.plan_dispatch(test::forward_parts(sample));
     const std::vector<ConstTensorView> inputs{expected.q[r].view(), expected.k[r].view(),
                                               expected.v[r].view()};
@@ -162,7 +162,7 @@ TEST(ProcessWorld, a_rank_killed_at_any_time_ends_the_calls_of_all_others) {
   EXPECT_EQ(ends[2].signal, SIGKILL);
   // Who waits for the other one, that has stopped for rank 2, hears of it from there.
   for (const std::int32_t r : {0, 1}) {
-    const std::string& text = ends[to_size(r)].text;
+    const std::string& text = ends[r].text;
     EXPECT_TRUE(text.starts_with("dispatch: rank ") || text.starts_with("allocate(window): rank "))
         << text;
     EXPECT_NE(text.find("rank 2 is gone: the end of process"), std::string::npos) << text;

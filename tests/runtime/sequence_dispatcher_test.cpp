@@ -45,7 +45,7 @@ TEST(SequenceDispatcher, dispatch_reaches_other_nodes) {
         SequenceDispatcher dispatcher(world);
         for (const SequenceCase& sample : cases) {
           const Expected expected(sample);
-          const auto r = to_size(to_int(world.rank()));
+          const std::size_t r = to_int(world.rank());
           const auto plan = dispatcher.plan_dispatch(kv_parts(sample));
           const auto outputs = dispatcher.dispatch(
               plan, std::vector<ConstTensorView>{expected.k[r].view(), expected.v[r].view()});
@@ -62,7 +62,7 @@ TEST(SequenceDispatcher, rows_of_the_input_may_have_any_distance) {
     SequenceDispatcher dispatcher(world);
     for (const SequenceCase& sample : cases) {
       const Expected expected(sample);
-      const auto r = to_size(to_int(world.rank()));
+      const std::size_t r = to_int(world.rank());
       // Q in the middle of wider rows, as a part of a fused projection.
       const std::int64_t rows = expected.q[r].shape()[0];
       HostTensor wide(sample.q.dtype, {rows + 1, sample.q.hidden + 5});
@@ -73,7 +73,7 @@ TEST(SequenceDispatcher, rows_of_the_input_may_have_any_distance) {
       for (std::int64_t row = 0; row < rows; ++row) {
         std::memcpy(wide.bytes().data() + (row * (sample.q.hidden + 5) + 2) * element,
                     expected.q[r].bytes().data() + row * sample.q.row_bytes(),
-                    to_size(sample.q.row_bytes()));
+                    sample.q.row_bytes());
       }
       const std::vector<SequencePart> parts{{&sample.routing.fwd_q, {sample.q}}};
       const auto plan = dispatcher.plan_dispatch(parts);
@@ -89,7 +89,7 @@ TEST(SequenceDispatcher, calls_follow_each_other_without_barriers_and_with_late_
   for (std::size_t i = 0; i < cases.size(); ++i) expected.emplace_back(cases[i], 100 * i);
   run_thread_world(4, [&](World& world) {
     SequenceDispatcher dispatcher(world);
-    Random random(to_size(to_int(world.rank())));
+    Random random(to_int(world.rank()));
     for (int round = 0; round < 3; ++round) {
       for (std::size_t i = 0; i < cases.size(); ++i) {
         if (random.below(4) == 0) {
@@ -109,7 +109,7 @@ TEST(SequenceDispatcher, forward_and_backward_may_follow_different_plans) {
   const Expected back(backward);
   run_thread_world(3, [&](World& world) {
     SequenceDispatcher dispatcher(world);
-    const auto r = to_size(to_int(world.rank()));
+    const std::size_t r = to_int(world.rank());
     const auto plan = dispatcher.plan_dispatch(forward_parts(forward));
     const auto gradient = dispatcher.plan_kv_gradient(kv_parts(backward));
     const auto outputs = dispatcher.dispatch(
@@ -135,18 +135,18 @@ TEST(SequenceDispatcher, nothing_but_the_tensors_is_written) {
     dispatcher.reserve(1 << 20);
     for (const SequenceCase& sample : cases) {
       const Expected expected(sample);
-      const auto r = to_size(to_int(world.rank()));
+      const std::size_t r = to_int(world.rank());
       const auto plan = dispatcher.plan_dispatch(forward_parts(sample));
       const std::vector<ConstTensorView> inputs{expected.q[r].view(), expected.k[r].view(),
                                                 expected.v[r].view()};
       std::byte* const window = dispatcher.dispatch(plan, inputs)[0].data;  // this parity
       (void)dispatcher.dispatch(plan, inputs);                              // the other
       world.barrier();
-      std::memset(window, 0xA5, to_size(dispatcher.window_bytes()));
+      std::memset(window, 0xA5, dispatcher.window_bytes());
       world.barrier();
       const auto outputs = dispatcher.dispatch(plan, inputs);
       ASSERT_EQ(outputs[0].data, window);
-      std::vector<bool> may_change(to_size(dispatcher.window_bytes()));
+      std::vector<bool> may_change(dispatcher.window_bytes());
       for (std::size_t t = 0; t < 3; ++t) {
         const auto begin = plan.window_offsets()[t];
         const auto bytes = plan.window_rows()[t] * plan.tensors()[t].row_bytes();
@@ -169,7 +169,7 @@ TEST(SequenceDispatcher, a_plan_is_replaced_in_place) {
   run_thread_world(3, [&](World& world) {
     SequenceDispatcher dispatcher(world);
     dispatcher.reserve(1 << 20);
-    const auto r = to_size(to_int(world.rank()));
+    const std::size_t r = to_int(world.rank());
     auto plan = dispatcher.plan_dispatch(forward_parts(large));
     dispatcher.replace_plan(plan, forward_parts(small));
     const auto outputs = dispatcher.dispatch(
@@ -188,12 +188,11 @@ TEST(SequenceDispatcher, a_rank_that_never_calls_is_named_by_all_others) {
   const Expected expected(sample);
   auto bootstraps = make_thread_bootstraps(4, 0.5);
   const auto results = test::run_ranks(4, [&](std::int32_t rank) {
-    World world = make_thread_world(std::move(bootstraps[to_size(rank)]));
+    World world = make_thread_world(std::move(bootstraps[rank]));
     SequenceDispatcher dispatcher(world);
     const auto plan = dispatcher.plan_dispatch(forward_parts(sample));
-    const std::vector<ConstTensorView> inputs{expected.q[to_size(rank)].view(),
-                                              expected.k[to_size(rank)].view(),
-                                              expected.v[to_size(rank)].view()};
+    const std::vector<ConstTensorView> inputs{expected.q[rank].view(), expected.k[rank].view(),
+                                              expected.v[rank].view()};
     for (int call = 1; call <= 3; ++call) {
       if (call == 3 && rank == 1) return;  // its memory goes too
       try {
@@ -206,7 +205,7 @@ TEST(SequenceDispatcher, a_rank_that_never_calls_is_named_by_all_others) {
   });
   EXPECT_EQ(results[1].text, "");
   for (const std::int32_t r : {0, 2, 3}) {
-    const TimeoutInfo missed = test::timeout_of(results[to_size(r)]);
+    const TimeoutInfo missed = test::timeout_of(results[r]);
     EXPECT_EQ(missed.operation, "dispatch");
     EXPECT_EQ(missed.rank, r);
     EXPECT_EQ(missed.peer, 1);
@@ -221,7 +220,7 @@ TEST(SequenceDispatcher, views_may_outlive_close_with_their_memory) {
   const auto cases = test::sequence_cases(2, 1);
   const Expected expected(cases.back());
   run_thread_world(2, [&](World& world) {
-    const auto r = to_size(to_int(world.rank()));
+    const std::size_t r = to_int(world.rank());
     SequenceDispatcher dispatcher(world);
     EXPECT_TRUE(dispatcher.window_memory().empty());
     const auto plan = dispatcher.plan_dispatch(forward_parts(cases.back()));
@@ -241,7 +240,7 @@ TEST(SequenceDispatcher, refuses_before_anything_moves) {
   const Expected expected(sample);
   run_thread_world(2, [&](World& world) {
     SequenceDispatcher dispatcher(world, {.max_window_bytes = 1024});
-    const auto r = to_size(to_int(world.rank()));
+    const std::size_t r = to_int(world.rank());
     const auto rejects = [](const auto& call, std::string_view text) {
       EXPECT_TRUE(test::rejects(call, {text}));
     };

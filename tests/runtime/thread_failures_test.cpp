@@ -144,7 +144,7 @@ TEST(ThreadFailures, AnArgumentThatOneRankFindsWrongSurfaces) {
   const test::Expected expected(sample);
   const auto body = [&](World& world) {
     SequenceDispatcher dispatcher(world);
-    const auto r = to_size(to_int(world.rank()));
+    const std::size_t r = to_int(world.rank());
     const auto plan = dispatcher.plan_dispatch(test::forward_parts(sample));
     std::vector<ConstTensorView> inputs{expected.q[r].view(), expected.k[r].view(),
                                         expected.v[r].view()};
@@ -249,7 +249,7 @@ void expect_unusable_after(const Thrown& thrown, const std::string& reason) {
   std::atomic<int> checked = 0;
   const auto body = [&](std::shared_ptr<Bootstrap> bootstrap) {
     auto transport = make_thread_transport(std::move(bootstrap));
-    const auto r = to_size(to_int(transport->rank()));
+    const std::size_t r = to_int(transport->rank());
     auto executor =
         std::make_unique<FailingExecutor<Thrown>>(make_host_executor(*transport), r == 1, thrown);
     World world(std::move(transport), std::move(executor));
@@ -297,7 +297,7 @@ TEST(AbortState, APlanThatCannotBeReplacedStaysAsItWas) {
       2,
       [&](std::shared_ptr<Bootstrap> bootstrap) {
         auto transport = make_thread_transport(std::move(bootstrap));
-        const auto r = to_size(to_int(transport->rank()));
+        const std::size_t r = to_int(transport->rank());
         auto executor = std::make_unique<FailingExecutor<InvalidArgument>>(
             make_host_executor(*transport), false, refusal);
         World world(std::move(transport), std::move(executor));

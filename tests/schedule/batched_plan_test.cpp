@@ -170,7 +170,7 @@ TEST(BatchedPlans, the_planners_schedules_fit) {
 
 /// Rank 0 has a document that all attend to.
 QkvRouting one_for_all(std::int32_t world_size) {
-  std::vector<std::vector<std::int64_t>> shards(to_size(world_size));
+  std::vector<std::vector<std::int64_t>> shards(world_size);
   std::vector<std::int32_t> dst;
   for (std::int32_t r = 0; r < world_size; ++r) {
     shards[0].push_back(100);
@@ -182,14 +182,14 @@ QkvRouting one_for_all(std::int32_t world_size) {
 /// A chain over all ranks.
 RelaySchedule chain(const SparseMetadata& kv) {
   RelaySchedule relay;
-  relay.links.resize(to_size(kv.world_size));
+  relay.links.resize(kv.world_size);
   for (std::int32_t entry = 0; entry < kv.num_entries(); ++entry) {
     std::int32_t last = 0;
     std::int32_t after = -1;
     for (auto c = kv.destination_begin(entry); c < kv.destination_end(entry); ++c) {
-      const std::int32_t dst = kv.dst_rank[to_size(c)];
+      const std::int32_t dst = kv.dst_rank[c];
       if (dst == 0) continue;
-      relay.hops.push_back({last, dst, entry, 0, 0, kv.seq_len[to_size(entry)], after});
+      relay.hops.push_back({last, dst, entry, 0, 0, kv.seq_len[entry], after});
       after = static_cast<std::int32_t>(relay.hops.size()) - 1;
       last = dst;
     }
@@ -226,8 +226,8 @@ TEST(BatchedPlans, limits_decide_and_can_be_overridden) {
   for (std::int32_t entry = 0; entry < routing.fwd_kv.num_entries(); ++entry) {
     for (auto c = routing.fwd_kv.destination_begin(entry);
          c < routing.fwd_kv.destination_end(entry); ++c) {
-      if (routing.fwd_kv.dst_rank[to_size(c)] != 0)
-        straight.hops.push_back({0, routing.fwd_kv.dst_rank[to_size(c)], entry, 0, 0, 100, -1});
+      if (routing.fwd_kv.dst_rank[c] != 0)
+        straight.hops.push_back({0, routing.fwd_kv.dst_rank[c], entry, 0, 0, 100, -1});
     }
   }
   const std::vector<SequencePart> same{{&routing.fwd_kv, {format}, &straight}};

@@ -57,7 +57,7 @@ class PlanChecker {
     if (findings_.size() < max_findings_) findings_.push_back(concat(parts...));
   }
 
-  [[nodiscard]] const SequencePlan& plan(std::int32_t rank) const { return plans_[to_size(rank)]; }
+  [[nodiscard]] const SequencePlan& plan(std::int32_t rank) const { return plans_[rank]; }
   [[nodiscard]] std::int64_t row_bytes(std::int32_t tensor) const {
     const std::size_t count = plans_.front().tensors.size();
     const TensorFormat& format = plans_.front().tensors[to_size(tensor) % count];
@@ -87,9 +87,9 @@ class PlanChecker {
   void note_signals(std::int32_t rank) {
     const SequencePlan& rank_plan = plan(rank);
     for (std::int32_t b = 0; b < std::ssize(rank_plan.batches); ++b) {
-      const WorkBatch& batch = rank_plan.batches[to_size(b)];
+      const WorkBatch& batch = rank_plan.batches[b];
       for (std::int32_t s = batch.first_signal; s < batch.first_signal + batch.num_signals; ++s) {
-        const BatchSlot& slot = rank_plan.signals[to_size(s)];
+        const BatchSlot& slot = rank_plan.signals[s];
         if (slot.slot % rank_plan.world_size != rank ||
             slot.slot / rank_plan.world_size >= rank_plan.num_slots)
           find("rank ", rank, ", batch ", b, ": slot ", slot.slot, " is not one of its ",
@@ -106,7 +106,7 @@ class PlanChecker {
     for (std::int32_t r = 0; r < std::ssize(plans_); ++r) {
       for (const StagedRows& staged : plan(r).staged) {
         for (std::int64_t row = staged.row; row < staged.row + staged.rows; ++row)
-          windows_[to_size(r)][staged.tensor][row] = {{-1, -1}, {{r, row}}};
+          windows_[r][staged.tensor][row] = {{-1, -1}, {{r, row}}};
       }
     }
   }
@@ -117,14 +117,13 @@ class PlanChecker {
       moves = false;
       for (std::int32_t r = 0; r < std::ssize(plans_); ++r) {
         while (can_go_on(r)) {
-          run(r, next_[to_size(r)]++);
+          run(r, next_[r]++);
           moves = true;
         }
       }
     }
     for (std::int32_t r = 0; r < std::ssize(plans_); ++r) {
-      if (next_[to_size(r)] < num_batches(r))
-        find("rank ", r, ": batch ", next_[to_size(r)], " waits for ever");
+      if (next_[r] < num_batches(r)) find("rank ", r, ": batch ", next_[r], " waits for ever");
       for (const RowSegment& segment : plan(r).local_segments)
         sends_ ? copy(r, {-1, -1}, segment, false) : return_rows(r, segment);
     }
@@ -137,16 +136,16 @@ class PlanChecker {
 
   bool can_go_on(std::int32_t rank) {
     const SequencePlan& rank_plan = plan(rank);
-    const std::int32_t b = next_[to_size(rank)];
+    const std::int32_t b = next_[rank];
     if (b >= num_batches(rank)) return false;
     waited_for_.clear();
     if (rank_plan.batches.empty()) return true;
-    const WorkBatch& batch = rank_plan.batches[to_size(b)];
+    const WorkBatch& batch = rank_plan.batches[b];
     for (std::int32_t w = batch.first_wait; w < batch.first_wait + batch.num_waits; ++w) {
-      const BatchSlot& slot = rank_plan.waits[to_size(w)];
+      const BatchSlot& slot = rank_plan.waits[w];
       const auto raised = raised_by_.find({rank, slot.slot});
       if (raised == raised_by_.end() || raised->second.first != slot.rank) return false;
-      if (raised->second.second >= next_[to_size(slot.rank)]) return false;
+      if (raised->second.second >= next_[slot.rank]) return false;
       waited_for_.push_back(raised->second);
     }
     return true;
@@ -159,10 +158,10 @@ class PlanChecker {
       batch.kind = sends_ ? BatchKind::send : BatchKind::sum;
       batch.num_segments = static_cast<std::int32_t>(rank_plan.segments.size());
     } else {
-      batch = rank_plan.batches[to_size(b)];
+      batch = rank_plan.batches[b];
     }
     for (std::int32_t s = 0; s < batch.num_segments; ++s) {
-      const RowSegment& segment = rank_plan.segments[to_size(batch.first_segment + s)];
+      const RowSegment& segment = rank_plan.segments[batch.first_segment + s];
       if (batch.kind == BatchKind::send || batch.kind == BatchKind::forward) {
         copy(rank, {rank, b}, segment, batch.kind == BatchKind::forward);
       } else {
@@ -177,9 +176,9 @@ class PlanChecker {
     const auto offset = static_cast<std::int64_t>(address & address_offset_mask);
     const SequencePlan& rank_plan = plan(rank);
     if (to_size(tensor) >= rank_plan.window_offsets.size()) return -1;
-    const std::int64_t begin = rank_plan.window_offsets[to_size(tensor)];
+    const std::int64_t begin = rank_plan.window_offsets[tensor];
     const std::int64_t end = to_size(tensor) + 1 < rank_plan.window_offsets.size()
-                                 ? rank_plan.window_offsets[to_size(tensor) + 1]
+                                 ? rank_plan.window_offsets[tensor + 1]
                                  : rank_plan.window_bytes;
     const std::int64_t bytes = row_bytes(tensor);
     if (offset < begin || offset + bytes > end || (offset - begin) % bytes != 0) return -1;
@@ -189,7 +188,7 @@ class PlanChecker {
   /// What a batch may read: what was there, or has been waited for.
   const Cell* read(const BatchName& reader, std::int32_t rank, std::int32_t tensor,
                    std::int64_t row) {
-    const Region& region = windows_[to_size(rank)][tensor];
+    const Region& region = windows_[rank][tensor];
     const auto cell = region.find(row);
     if (cell == region.end()) {
       find("rank ", reader.first, ", batch ", reader.second, ": reads row ", row, " of tensor ",
@@ -216,8 +215,7 @@ class PlanChecker {
   void copy(std::int32_t rank, const BatchName& batch, const RowSegment& segment, bool forwards) {
     const SequencePlan& rank_plan = plan(rank);
     for (std::int32_t c = 0; c < segment.num_destinations; ++c) {
-      const std::uint64_t address =
-          rank_plan.segment_addresses[to_size(segment.first_destination + c)];
+      const std::uint64_t address = rank_plan.segment_addresses[segment.first_destination + c];
       const auto to = static_cast<std::int32_t>(address >> address_rank_shift);
       const std::int64_t first = to < rank_plan.world_size ? row_at(address, segment.tensor) : -1;
       if (first < 0) {
@@ -232,7 +230,7 @@ class PlanChecker {
           if (from == nullptr) continue;
           cell.rows = from->rows;
         }
-        write(windows_[to_size(to)][segment.tensor], "window", to, segment.tensor, first + k,
+        write(windows_[to][segment.tensor], "window", to, segment.tensor, first + k,
               std::move(cell));
       }
     }
@@ -240,7 +238,7 @@ class PlanChecker {
 
   /// Gradients that are their sums.
   void return_rows(std::int32_t rank, const RowSegment& segment) {
-    const std::uint64_t address = plan(rank).segment_addresses[to_size(segment.first_destination)];
+    const std::uint64_t address = plan(rank).segment_addresses[segment.first_destination];
     const std::int64_t first = row_at(address, segment.tensor);
     if (first < 0 || address >> address_rank_shift != to_size(rank) ||
         segment.num_destinations != 1) {
@@ -248,8 +246,8 @@ class PlanChecker {
       return;
     }
     for (std::int64_t k = 0; k < segment.rows; ++k) {
-      write(outputs_[to_size(rank)][segment.tensor], "output", rank, segment.tensor,
-            segment.row + k, {{rank, -1}, {{rank, first + k}}});
+      write(outputs_[rank][segment.tensor], "output", rank, segment.tensor, segment.row + k,
+            {{rank, -1}, {{rank, first + k}}});
     }
   }
 
@@ -259,7 +257,7 @@ class PlanChecker {
     for (std::int64_t k = 0; k < segment.rows; ++k) {
       Cell cell{batch, {}};
       for (std::int32_t c = 0; c < segment.num_destinations; ++c) {
-        std::uint64_t address = rank_plan.segment_addresses[to_size(segment.first_destination + c)];
+        std::uint64_t address = rank_plan.segment_addresses[segment.first_destination + c];
         const bool is_sum = !rank_plan.batches.empty() && (address & address_sum_bit) != 0;
         if (is_sum) address &= ~address_sum_bit;
         const std::int32_t tensor = segment.tensor + (is_sum ? tensors : 0);
@@ -274,8 +272,8 @@ class PlanChecker {
         if (addend == nullptr) continue;
         cell.rows.insert(cell.rows.end(), addend->rows.begin(), addend->rows.end());
       }
-      Region& to = partial ? windows_[to_size(rank)][segment.tensor + tensors]
-                           : outputs_[to_size(rank)][segment.tensor];
+      Region& to =
+          partial ? windows_[rank][segment.tensor + tensors] : outputs_[rank][segment.tensor];
       write(to, partial ? "window" : "output", rank, segment.tensor, segment.row + k,
             std::move(cell));
     }
@@ -294,27 +292,26 @@ class PlanChecker {
     std::vector<std::map<std::int64_t, std::vector<RowName>>> expected(plans_.size());
     for (std::int32_t home = 0; home < metadata.world_size; ++home) {
       std::int64_t row = 0;
-      for (auto j = metadata.rank_offsets[to_size(home)];
-           j < metadata.rank_offsets[to_size(home + 1)]; ++j) {
-        for (std::int64_t k = 0; k < metadata.seq_len[to_size(j)]; ++k, ++row) {
-          if (!sends_) expected[to_size(home)][row] = {};
+      for (auto j = metadata.rank_offsets[home]; j < metadata.rank_offsets[home + 1]; ++j) {
+        for (std::int64_t k = 0; k < metadata.seq_len[j]; ++k, ++row) {
+          if (!sends_) expected[home][row] = {};
           for (auto c = metadata.destination_begin(j); c < metadata.destination_end(j); ++c) {
-            const RowName copy{metadata.dst_rank[to_size(c)], metadata.dst_offset[to_size(c)] + k};
+            const RowName copy{metadata.dst_rank[c], metadata.dst_offset[c] + k};
             if (sends_) {
-              expected[to_size(copy.first)][copy.second] = {{home, row}};
+              expected[copy.first][copy.second] = {{home, row}};
             } else {
-              expected[to_size(home)][row].push_back(copy);
+              expected[home][row].push_back(copy);
             }
           }
         }
       }
     }
-    for (std::int32_t r = 0; r < std::ssize(plans_); ++r) compare(expected[to_size(r)], tensor, r);
+    for (std::int32_t r = 0; r < std::ssize(plans_); ++r) compare(expected[r], tensor, r);
   }
 
   void compare(const std::map<std::int64_t, std::vector<RowName>>& expected, std::int32_t tensor,
                std::int32_t rank) {
-    Region& got = (sends_ ? windows_ : outputs_)[to_size(rank)][tensor];
+    Region& got = (sends_ ? windows_ : outputs_)[rank][tensor];
     for (const auto& [row, rows] : expected) {
       const auto cell = got.find(row);
       std::vector<RowName> sorted = cell == got.end() ? std::vector<RowName>{} : cell->second.rows;
@@ -325,8 +322,7 @@ class PlanChecker {
         find("rank ", rank, ", tensor ", tensor, ": row ", row, " is made of ", sorted.size(),
              " rows, expected ", wanted.size(), cell == got.end() ? " (it is not written)" : "");
     }
-    const std::int64_t rows =
-        sends_ ? plan(rank).window_rows[to_size(tensor)] : plan(rank).own_rows[to_size(tensor)];
+    const std::int64_t rows = sends_ ? plan(rank).window_rows[tensor] : plan(rank).own_rows[tensor];
     for (const auto& [row, cell] : got) {
       if (row < rows && !expected.contains(row))
         find("rank ", rank, ", tensor ", tensor, ": row ", row, " is written, expected nothing");

@@ -34,8 +34,8 @@ template <class Array>
 void ravage(Array& array, Random& random) {
   using Value = typename Array::value_type;
   if (array.empty()) return;
-  array[to_size(random.below(std::ssize(array)))] =
-      static_cast<Value>(extremes[to_size(random.below(std::ssize(extremes)))]);
+  array[random.below(std::ssize(array))] =
+      static_cast<Value>(extremes[random.below(std::ssize(extremes))]);
 }
 
 void ravage(SparseMetadata& metadata, Random& random) {
@@ -55,8 +55,8 @@ void ravage(SparseMetadata& metadata, Random& random) {
 
 void ravage(std::vector<RelayHop>& hops, Random& random) {
   if (hops.empty()) return;
-  RelayHop& hop = hops[to_size(random.below(std::ssize(hops)))];
-  const std::int64_t value = extremes[to_size(random.below(std::ssize(extremes)))];
+  RelayHop& hop = hops[random.below(std::ssize(hops))];
+  const std::int64_t value = extremes[random.below(std::ssize(extremes))];
   const auto value32 = static_cast<std::int32_t>(value);
   switch (random.below(6)) {
     case 0:
@@ -134,7 +134,7 @@ TEST(HostilePlans, rows_of_all_ranks) {
   constexpr std::int32_t world = 256;
   SparseMetadata metadata;
   metadata.world_size = world;
-  metadata.rank_offsets.assign(to_size(world + 1), 256);
+  metadata.rank_offsets.assign(world + 1, 256);
   metadata.rank_offsets[0] = 0;
   metadata.copy_offsets.push_back(0);
   for (int entry = 0; entry < 256; ++entry) {
@@ -146,7 +146,7 @@ TEST(HostilePlans, rows_of_all_ranks) {
     metadata.copy_offsets.push_back(std::ssize(metadata.dst_rank));
   }
   RelaySchedule relay;
-  relay.links.resize(to_size(world));
+  relay.links.resize(world);
   for (std::int32_t i = 0; i < 1 << 20; ++i)
     relay.hops.push_back({0, 1 + i % (world - 1), 0, 0, 0, rows, -1});
   for (const std::int64_t hidden : {std::int64_t{0}, std::int64_t{1}, std::int64_t{1} << 27}) {

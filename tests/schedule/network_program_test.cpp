@@ -57,8 +57,8 @@ std::int64_t check_split(const NodeCase& node, SequenceOperation operation,
     EXPECT_EQ(split[r].num_slots, whole[r].num_slots);
     EXPECT_GE(split[r].window_bytes, whole[r].window_bytes);
     for (std::size_t t = 0; t < whole[r].tensors.size(); ++t) {
-      const auto begin = to_size(whole[r].window_offsets[t]);
-      const auto bytes = to_size(whole[r].window_rows[t] * whole[r].tensors[t].row_bytes());
+      const std::size_t begin = whole[r].window_offsets[t];
+      const std::size_t bytes = whole[r].window_rows[t] * whole[r].tensors[t].row_bytes();
       EXPECT_TRUE(
           std::equal(expected.windows[r].begin() + static_cast<std::ptrdiff_t>(begin),
                      expected.windows[r].begin() + static_cast<std::ptrdiff_t>(begin + bytes),

@@ -5,14 +5,11 @@
 #include <algorithm>
 #include <map>
 
-#include "core/to_size.h"
 #include "schedule/workspace_phase.h"
 #include "waybill/core/random.h"
 
 namespace waybill {
 namespace {
-
-using detail::to_size;
 
 struct Layer {
   Topology topology;
@@ -42,10 +39,10 @@ std::vector<Ids> random_ids(const Layer& layer, Random& random) {
   const std::int32_t experts = layer.experts_per_node * layer.nodes();
   std::vector<Ids> all;
   for (std::int32_t r = 0; r < layer.topology.world_size; ++r) {
-    Ids& ids = all.emplace_back(to_size(layer.max_tokens * layer.topk), -1);
+    Ids& ids = all.emplace_back(layer.max_tokens * layer.topk, -1);
     const std::int64_t tokens = r % 3 == 2 ? 0 : random.below(layer.max_tokens + 1);
     for (std::int64_t i = 0; i < tokens * layer.topk; ++i)
-      ids[to_size(i)] = static_cast<std::int32_t>(random.below(experts + 1));
+      ids[i] = static_cast<std::int32_t>(random.below(experts + 1));
   }
   return all;
 }
@@ -54,7 +51,7 @@ std::vector<Ids> random_ids(const Layer& layer, Random& random) {
 Ids forwarded(const Layer& layer, const std::vector<Ids>& all, std::int32_t rank) {
   Ids ids;
   for (std::int32_t n = 0; n < layer.nodes(); ++n) {
-    const Ids& of = all[to_size(layer.peer(rank, n))];
+    const Ids& of = all[layer.peer(rank, n)];
     ids.insert(ids.end(), of.begin(), of.end());
   }
   return ids;
@@ -67,7 +64,7 @@ ForwardedIds view(const Layer& layer, const Ids& ids, std::int32_t rank) {
 
 bool goes(const Layer& layer, const Ids& ids, std::int64_t token, std::int32_t node) {
   for (std::int32_t k = 0; k < layer.topk; ++k) {
-    const std::int32_t id = ids[to_size(token * layer.topk + k)];
+    const std::int32_t id = ids[token * layer.topk + k];
     if (id >= node * layer.experts_per_node && id < (node + 1) * layer.experts_per_node)
       return true;
   }
@@ -84,17 +81,17 @@ TEST(NodeRows, both_ends_of_a_pair_know_the_same_number) {
       rows.push_back(count_node_rows(view(layer, ids, r)));
     }
     for (std::int32_t r = 0; r < layer.topology.world_size; ++r) {
-      const NodeRows& mine = rows[to_size(r)];
+      const NodeRows& mine = rows[r];
       const NodeRows back = returned_rows(mine);
-      EXPECT_EQ(mine.sent[to_size(layer.node(r))], 0);
+      EXPECT_EQ(mine.sent[layer.node(r)], 0);
       for (std::int32_t n = 0; n < layer.nodes(); ++n) {
-        const NodeRows& peers = rows[to_size(layer.peer(r, n))];
-        EXPECT_EQ(mine.sent[to_size(n)], peers.received[to_size(layer.node(r))]);
-        EXPECT_EQ(back.sent[to_size(n)], mine.received[to_size(n)]);
+        const NodeRows& peers = rows[layer.peer(r, n)];
+        EXPECT_EQ(mine.sent[n], peers.received[layer.node(r)]);
+        EXPECT_EQ(back.sent[n], mine.received[n]);
         std::int32_t want = 0;
         for (std::int64_t t = 0; t < layer.max_tokens && n != layer.node(r); ++t)
-          want += goes(layer, all[to_size(r)], t, n) ? 1 : 0;
-        EXPECT_EQ(mine.sent[to_size(n)], want) << "rank " << r << " to node " << n;
+          want += goes(layer, all[r], t, n) ? 1 : 0;
+        EXPECT_EQ(mine.sent[n], want) << "rank " << r << " to node " << n;
       }
     }
   }

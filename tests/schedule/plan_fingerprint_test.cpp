@@ -79,15 +79,15 @@ TEST(PlanFingerprint, tells_every_number_of_the_tables_apart) {
   std::size_t count = 1;
   for (std::int64_t j = 0; j < usual.num_entries(); ++j, ++count) {
     SparseMetadata other = usual;
-    other.seq_len[to_size(j)] += 1;
+    other.seq_len[j] += 1;
     add(other);
   }
   for (std::int64_t c = 0; c < usual.num_destinations(); ++c, count += 2) {
     SparseMetadata other = usual;
-    other.dst_offset[to_size(c)] += 1;
+    other.dst_offset[c] += 1;
     add(other);
-    other.dst_offset[to_size(c)] -= 1;
-    other.dst_rank[to_size(c)] = (other.dst_rank[to_size(c)] + 1) % world_size;
+    other.dst_offset[c] -= 1;
+    other.dst_rank[c] = (other.dst_rank[c] + 1) % world_size;
     add(other);
   }
   EXPECT_EQ(hashes.size(), count);
@@ -105,7 +105,7 @@ TEST(PlanFingerprint, leaves_out_what_ranks_choose_and_how_tables_are_written) {
   EXPECT_EQ(compiled(relayed, {.relay = RelayUse::never}).fingerprint, hash);
   QkvRouting written = documents.usual;
   if (written.fwd_q.copy_offsets.empty()) {
-    written.fwd_q.copy_offsets.resize(to_size(written.fwd_q.num_entries() + 1));
+    written.fwd_q.copy_offsets.resize(written.fwd_q.num_entries() + 1);
     std::iota(written.fwd_q.copy_offsets.begin(), written.fwd_q.copy_offsets.end(), 0);
   } else {
     written.fwd_q.copy_offsets.clear();

@@ -23,17 +23,16 @@ RelaySchedule shuffled(const RelaySchedule& relay, std::uint64_t seed) {
   std::vector<std::size_t> ready;
   for (std::size_t h = 0; h < relay.hops.size(); ++h) {
     const std::int32_t after = relay.hops[h].after;
-    (after < 0 ? ready : fed[to_size(after)]).push_back(h);
+    (after < 0 ? ready : fed[after]).push_back(h);
   }
   std::vector<std::int32_t> moved(relay.hops.size());
   while (!ready.empty()) {
-    std::swap(ready[to_size(random.below(std::ssize(ready)))], ready.back());
+    std::swap(ready[random.below(std::ssize(ready))], ready.back());
     const std::size_t next = ready.back();
     ready.pop_back();
     moved[next] = static_cast<std::int32_t>(other.hops.size());
     other.hops.push_back(relay.hops[next]);
-    if (other.hops.back().after >= 0)
-      other.hops.back().after = moved[to_size(other.hops.back().after)];
+    if (other.hops.back().after >= 0) other.hops.back().after = moved[other.hops.back().after];
     ready.insert(ready.end(), fed[next].begin(), fed[next].end());
   }
   return other;

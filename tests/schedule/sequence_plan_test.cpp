@@ -7,6 +7,7 @@
 #include <map>
 #include <numeric>
 
+#include "core/to_size.h"
 #include "schedule/check_sequence_plans.h"
 #include "support/expect_error.h"
 #include "support/sequence_case.h"
@@ -27,7 +28,7 @@ std::vector<HostTensor> interpret(const std::vector<SequencePlan>& plans,
     for (const RowChunk& chunk : plans[r].chunks) {
       const std::byte* from = sources[r].bytes().data() + chunk.row * row_bytes + chunk.col_bytes;
       for (std::int32_t p = 0; p < chunk.num_addresses; ++p) {
-        const std::uint64_t address = plans[r].addresses[to_size(chunk.first_address + p)];
+        const std::uint64_t address = plans[r].addresses[chunk.first_address + p];
         std::memcpy(
             windows[address >> address_rank_shift].bytes().data() + (address & address_offset_mask),
             from, to_size(chunk.rows) * to_size(chunk.part_bytes));
@@ -58,8 +59,8 @@ TEST(compile_dispatch, chunks_deliver_what_the_simulation_delivers) {
         for (std::size_t r = 0; r < plans.size(); ++r) {
           ASSERT_EQ(plans[r].own_rows[0], sources[r].shape()[0]);
           ASSERT_EQ(plans[r].window_rows[0], expected[r].shape()[0]);
-          ASSERT_TRUE(std::ranges::equal(
-              expected[r].bytes(), windows[r].bytes().first(to_size(expected[r].size_bytes()))))
+          ASSERT_TRUE(std::ranges::equal(expected[r].bytes(),
+                                         windows[r].bytes().first(expected[r].size_bytes())))
               << sample.name << ", rank " << r << ", chunks of " << chunk_bytes;
         }
       }
@@ -118,7 +119,7 @@ TEST(compile_dispatch, destinations_alternate_from_the_next_rank_and_what_stays_
   for (std::size_t r = 0; r < plans.size(); ++r) {
     ASSERT_EQ(plans[r].chunks.size(), 40U);
     for (std::size_t i = 0; i < 40; ++i) {
-      const auto address = plans[r].addresses[to_size(plans[r].chunks[i].first_address)];
+      const auto address = plans[r].addresses[plans[r].chunks[i].first_address];
       ASSERT_EQ(address >> address_rank_shift, i < 30 ? (r + 1 + i % 3) % 4 : r)
           << "rank " << r << ", chunk " << i;
     }
@@ -133,7 +134,7 @@ TEST(compile_dispatch, unequal_destinations_are_spread_over_the_whole) {
   const SequencePlan compiled = compile_all(routing.fwd_q, {DType::uint8, 16}, 16)[0];
   std::vector<std::size_t> to_two;
   for (std::size_t i = 0; i < compiled.chunks.size(); ++i) {
-    if (compiled.addresses[to_size(compiled.chunks[i].first_address)] >> address_rank_shift == 2) {
+    if (compiled.addresses[compiled.chunks[i].first_address] >> address_rank_shift == 2) {
       to_two.push_back(i);
     }
   }
@@ -178,8 +179,7 @@ TEST(compile_dispatch, long_local_rows_stand_apart) {
   EXPECT_EQ(apart.wire_bytes, whole.wire_bytes);
   std::int64_t rows = 0;
   for (const RowSegment& segment : apart.local_segments) {
-    EXPECT_EQ(apart.segment_addresses[to_size(segment.first_destination)] >> address_rank_shift,
-              0U);
+    EXPECT_EQ(apart.segment_addresses[segment.first_destination] >> address_rank_shift, 0U);
     rows += segment.rows;
   }
   EXPECT_EQ(rows, 6000);
@@ -213,9 +213,8 @@ TEST(compile_kv_gradient, places_keep_the_order_of_the_copies) {
       const auto plan = compile_kv_gradient({&part, 1}, Rank{r});
       std::map<std::int64_t, std::int64_t> entry_of_row;
       std::int64_t row = 0;
-      for (auto j = metadata.rank_offsets[to_size(r)]; j < metadata.rank_offsets[to_size(r) + 1];
-           ++j) {
-        for (std::int64_t k = 0; k < metadata.seq_len[to_size(j)]; ++k) entry_of_row[row++] = j;
+      for (auto j = metadata.rank_offsets[r]; j < metadata.rank_offsets[r + 1]; ++j) {
+        for (std::int64_t k = 0; k < metadata.seq_len[j]; ++k) entry_of_row[row++] = j;
       }
       std::int64_t bytes = 0;
       for (const RowChunk& chunk : plan.chunks) {
@@ -223,9 +222,9 @@ TEST(compile_kv_gradient, places_keep_the_order_of_the_copies) {
         ASSERT_EQ(chunk.num_addresses,
                   metadata.destination_end(entry) - metadata.destination_begin(entry));
         for (std::int32_t c = 0; c < chunk.num_addresses; ++c) {
-          ASSERT_EQ(plan.addresses[to_size(chunk.first_address + c)] >> address_rank_shift,
-                    static_cast<std::uint64_t>(
-                        metadata.dst_rank[to_size(metadata.destination_begin(entry) + c)]));
+          ASSERT_EQ(
+              plan.addresses[chunk.first_address + c] >> address_rank_shift,
+              static_cast<std::uint64_t>(metadata.dst_rank[metadata.destination_begin(entry) + c]));
         }
         bytes += std::int64_t{chunk.rows} * chunk.part_bytes;
       }
@@ -264,8 +263,8 @@ TEST(compile_kv_gradient, long_runs_with_one_copy_that_stay_stand_apart) {
   EXPECT_EQ(plans[0].local_segments[0].rows, 6000);
   EXPECT_EQ(rows_of(plans[0].segments, 1), 3003);
   for (std::int32_t t : {0, 1}) {
-    EXPECT_EQ(rows_of(plans[0].staged, t), plans[0].window_rows[to_size(t)] - 6000);
-    EXPECT_EQ(rows_of(plans[1].staged, t), plans[1].window_rows[to_size(t)]);
+    EXPECT_EQ(rows_of(plans[0].staged, t), plans[0].window_rows[t] - 6000);
+    EXPECT_EQ(rows_of(plans[1].staged, t), plans[1].window_rows[t]);
   }
   EXPECT_TRUE(plans[1].local_segments.empty());
   EXPECT_EQ(plans[0].wire_bytes, compile_kv_gradient({&part, 1}, Rank{0}).wire_bytes);
@@ -283,15 +282,13 @@ TEST(compile_kv_gradient, what_stands_apart_is_what_has_one_copy_here) {
         << sample.name;
     for (std::int32_t r = 0; r < 4; ++r) {
       std::int64_t alone = 0;
-      for (auto j = metadata.rank_offsets[to_size(r)]; j < metadata.rank_offsets[to_size(r) + 1];
-           ++j) {
+      for (auto j = metadata.rank_offsets[r]; j < metadata.rank_offsets[r + 1]; ++j) {
         const std::int64_t copy = metadata.destination_begin(j);
-        if (metadata.destination_end(j) - copy == 1 && metadata.dst_rank[to_size(copy)] == r)
-          alone += metadata.seq_len[to_size(j)];
+        if (metadata.destination_end(j) - copy == 1 && metadata.dst_rank[copy] == r)
+          alone += metadata.seq_len[j];
       }
-      ASSERT_EQ(rows_of(plans[to_size(r)].local_segments, 0), alone) << sample.name;
-      ASSERT_EQ(rows_of(plans[to_size(r)].staged, 0), plans[to_size(r)].window_rows[0] - alone)
-          << sample.name;
+      ASSERT_EQ(rows_of(plans[r].local_segments, 0), alone) << sample.name;
+      ASSERT_EQ(rows_of(plans[r].staged, 0), plans[r].window_rows[0] - alone) << sample.name;
     }
     if (plans[1].staged.empty()) continue;
     plans[1].staged[0].row += 1;

@@ -34,7 +34,7 @@ void carry_out(Workspaces& workspaces, const std::vector<NetworkPhase>& phases) 
       ASSERT_LT(k, sent[piece.peer].size()) << "rank " << r << " from " << piece.peer;
       const NetworkPiece& from = sent[piece.peer][k];
       ASSERT_EQ(from.size_bytes, piece.size_bytes);
-      std::copy_n(before[to_size(piece.peer)].begin() + from.offset_bytes, piece.size_bytes,
+      std::copy_n(before[piece.peer].begin() + from.offset_bytes, piece.size_bytes,
                   workspaces[r].begin() + piece.offset_bytes);
     }
     for (const auto& [sender, pieces] : sent) EXPECT_EQ(taken[sender], pieces.size());
@@ -58,8 +58,7 @@ std::vector<NetworkPhase> phases_of(const Topology& topology, std::span<const Wo
 Workspaces numbered(std::int32_t ranks) {
   Workspaces workspaces(to_size(ranks), std::vector<std::int64_t>(workspace_bytes));
   for (std::int64_t r = 0; r < ranks; ++r)
-    for (std::int64_t i = 0; i < workspace_bytes; ++i)
-      workspaces[to_size(r)][to_size(i)] = r * workspace_bytes + i;
+    for (std::int64_t i = 0; i < workspace_bytes; ++i) workspaces[r][i] = r * workspace_bytes + i;
   return workspaces;
 }
 
@@ -86,9 +85,8 @@ TEST(WorkspacePhase, slices_of_the_own_node_come_to_all_others) {
           std::int64_t node = r / topology.ranks_per_node;
           if (i >= 256 && i < 256 + topology.num_nodes() * 40) node = (i - 256) / 40;
           if (i >= 1024 && i < 1024 + topology.num_nodes() * 7) node = (i - 1024) / 7;
-          const auto owner = to_size(node * topology.ranks_per_node + r % topology.ranks_per_node);
-          ASSERT_EQ(workspaces[to_size(r)][to_size(i)], want[owner][to_size(i)])
-              << "rank " << r << ", byte " << i;
+          const std::size_t owner = node * topology.ranks_per_node + r % topology.ranks_per_node;
+          ASSERT_EQ(workspaces[r][i], want[owner][i]) << "rank " << r << ", byte " << i;
         }
       }
     }
@@ -111,10 +109,9 @@ TEST(WorkspacePhase, each_node_gets_a_slice_of_its_own) {
       for (std::int64_t node = 0; node < topology.num_nodes(); ++node) {
         const std::int64_t peer = node * topology.ranks_per_node + r % topology.ranks_per_node;
         for (std::int64_t i = 0; i < 24; ++i) {
-          const std::int64_t want = node == own
-                                        ? before[to_size(r)][to_size(512 + own * 24 + i)]
-                                        : before[to_size(peer)][to_size(2048 + own * 24 + i)];
-          ASSERT_EQ(workspaces[to_size(r)][to_size(512 + node * 24 + i)], want);
+          const std::int64_t want =
+              node == own ? before[r][512 + own * 24 + i] : before[peer][2048 + own * 24 + i];
+          ASSERT_EQ(workspaces[r][512 + node * 24 + i], want);
         }
       }
     }
@@ -127,7 +124,7 @@ TEST(WorkspacePhase, a_meeting_hears_of_all_ranks_of_other_nodes_once) {
     for (const std::size_t num_parts : {std::size_t{0}, std::size_t{1}}) {
       const auto phases = phases_of(topology, std::span(&part, num_parts), true);
       for (std::int32_t r = 0; r < topology.world_size; ++r) {
-        const NetworkPhase& phase = phases[to_size(r)];
+        const NetworkPhase& phase = phases[r];
         std::vector<std::int32_t> others;
         std::vector<std::int32_t> peers;
         for (std::int32_t o = 0; o < topology.world_size; ++o) {

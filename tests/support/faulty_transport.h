@@ -46,7 +46,7 @@ class FaultyTransport final : public Transport {
         inner_(std::move(inner)),
         faults_(faults),
         random_(faults.seed * 1000 + waybill::detail::to_size(to_int(rank()))),
-        links_(waybill::detail::to_size(topology().world_size)),
+        links_(topology().world_size),
         courier_([this] { deliver_all(); }) {}
 
   ~FaultyTransport() override {
@@ -74,7 +74,7 @@ class FaultyTransport final : public Transport {
     count_step();
     if (reach(piece.peer) != Reach::network) return inner_->put(to, piece);
     const std::lock_guard lock(mutex_);
-    Link& link = links_[waybill::detail::to_size(to_int(piece.peer))];
+    Link& link = links_[to_int(piece.peer)];
     if (!is_alive(link, piece.peer)) return;
     link.open.push_back({std::make_shared<SymmetricBuffer>(to), piece, {}, {}, 0});
   }
@@ -83,7 +83,7 @@ class FaultyTransport final : public Transport {
     count_step();
     if (reach(peer) != Reach::network) return inner_->signal(peer, slot, epoch);
     const std::lock_guard lock(mutex_);
-    Link& link = links_[waybill::detail::to_size(to_int(peer))];
+    Link& link = links_[to_int(peer)];
     close(link);
     if (!is_alive(link, peer)) return;
     const Event event{{}, {.peer = peer}, std::make_shared<SignalPad>(*slot.pad), slot.idx, epoch};
@@ -144,8 +144,7 @@ class FaultyTransport final : public Transport {
       if (random_.uniform_double() < faults_.duplicate_share) link.open.push_back(link.open[i]);
     }
     for (std::size_t i = link.open.size(); faults_.reorder && i > 1; --i) {
-      std::swap(link.open[i - 1],
-                link.open[waybill::detail::to_size(random_.below(static_cast<std::int64_t>(i)))]);
+      std::swap(link.open[i - 1], link.open[random_.below(static_cast<std::int64_t>(i))]);
     }
     link.queue.insert(link.queue.end(), link.open.begin(), link.open.end());
     link.open.clear();
@@ -165,7 +164,7 @@ class FaultyTransport final : public Transport {
         changed_.wait(lock);
         continue;
       }
-      Link& link = *busy[waybill::detail::to_size(random_.below(std::ssize(busy)))];
+      Link& link = *busy[random_.below(std::ssize(busy))];
       const Event event = link.queue.front();
       const bool late = random_.uniform_double() < faults_.delay_share;
       const std::int64_t delay_us = late ? random_.below(faults_.max_delay_us + 1) : 0;

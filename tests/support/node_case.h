@@ -35,7 +35,7 @@ struct NodeCase {
       if (std::ranges::any_of(relay.hops, same)) continue;
       moved[h] = static_cast<std::int32_t>(hops.size());
       hops.push_back(others[h]);
-      if (others[h].after >= 0) hops.back().after = moved[to_size(others[h].after)];
+      if (others[h].after >= 0) hops.back().after = moved[others[h].after];
     }
     const SumOrder order(kv_metadata, hops, topology);
     expected.k_gradient = order.sums(expected.k_out, sample.k.dtype);

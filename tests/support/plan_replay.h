@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "core/to_size.h"
 #include "schedule/sequence_plan.h"
 #include "support/sequence_case.h"
 
@@ -27,9 +28,9 @@ class PlanReplay {
         world_(plans.size()),
         workers_(2 * plans.size()) {
     for (const SequencePlan& plan : plans) {
-      windows.emplace_back(to_size(plan.window_bytes));
+      windows.emplace_back(plan.window_bytes);
       slots_.emplace_back(to_size(plan.num_slots) * world_);
-      ready_.emplace_back(to_size(plan.network.num_ready));
+      ready_.emplace_back(plan.network.num_ready);
       auto& sums = outputs.emplace_back();
       for (std::size_t t = 0; t < plan.tensors.size(); ++t)
         sums.emplace_back(DType::float32, Shape{plan.own_rows[t], plan.tensors[t].hidden});
@@ -72,25 +73,25 @@ class PlanReplay {
   void copy_local(std::size_t r) {
     const SequencePlan& plan = plans_[r];
     for (const RowSegment& segment : plan.local_segments) {
-      const std::int64_t row_bytes = plan.cuts[to_size(segment.tensor)].row_bytes;
+      const std::int64_t row_bytes = plan.cuts[segment.tensor].row_bytes;
       const std::byte* const from =
-          tensors_[r][to_size(segment.tensor)].bytes().data() + segment.row * row_bytes;
+          tensors_[r][segment.tensor].bytes().data() + segment.row * row_bytes;
       for (std::int32_t c = 0; c < segment.num_destinations; ++c) {
-        std::memcpy(at_address(plan.segment_addresses[to_size(segment.first_destination + c)]),
-                    from, to_size(segment.rows * row_bytes));
+        std::memcpy(at_address(plan.segment_addresses[segment.first_destination + c]), from,
+                    segment.rows * row_bytes);
       }
     }
   }
 
   bool is_raised(std::size_t rank, const BatchSlot& slot) const {
-    if (to_size(slot.rank) == world_) return ready_[rank][to_size(slot.slot)] != 0;
-    return slots_[rank][to_size(slot.slot)] != 0;
+    if (to_size(slot.rank) == world_) return ready_[rank][slot.slot] != 0;
+    return slots_[rank][slot.slot] != 0;
   }
   void raise(std::size_t from, const BatchSlot& slot) {
     if (to_size(slot.rank) == world_) {
-      ready_[from][to_size(slot.slot)] = 1;
+      ready_[from][slot.slot] = 1;
     } else {
-      slots_[to_size(slot.rank)][to_size(slot.slot)] = 1;
+      slots_[slot.rank][slot.slot] = 1;
     }
   }
 
@@ -99,12 +100,12 @@ class PlanReplay {
     if (workers_[r] == plan.batches.size()) return false;
     const WorkBatch& batch = plan.batches[workers_[r]];
     for (std::int32_t w = 0; w < batch.num_waits; ++w) {
-      if (!is_raised(r, plan.waits[to_size(batch.first_wait + w)])) return false;
+      if (!is_raised(r, plan.waits[batch.first_wait + w])) return false;
     }
     for (std::int64_t c = 0; c < batch.num_chunks; ++c)
-      run_chunk(r, batch.kind, plan.chunks[to_size(batch.first_chunk + c)]);
+      run_chunk(r, batch.kind, plan.chunks[batch.first_chunk + c]);
     for (std::int32_t s = 0; s < batch.num_signals; ++s)
-      raise(r, plan.signals[to_size(batch.first_signal + s)]);
+      raise(r, plan.signals[batch.first_signal + s]);
     ++workers_[r];
     return true;
   }
@@ -114,15 +115,15 @@ class PlanReplay {
     if (workers_[world_ + r] == network.steps.size()) return false;
     const NetworkStep& step = network.steps[workers_[world_ + r]];
     for (std::int32_t w = 0; w < step.num_waits; ++w) {
-      if (!is_raised(r, network.waits[to_size(step.first_wait + w)])) return false;
+      if (!is_raised(r, network.waits[step.first_wait + w])) return false;
     }
     for (std::int32_t i = 0; i < step.num_puts; ++i) {
-      const NetworkPut& put = network.puts[to_size(step.first_put + i)];
-      std::memcpy(windows[to_size(put.peer)].data() + put.to_bytes,
-                  windows[r].data() + put.from_bytes, to_size(put.size_bytes));
+      const NetworkPut& put = network.puts[step.first_put + i];
+      std::memcpy(windows[put.peer].data() + put.to_bytes, windows[r].data() + put.from_bytes,
+                  put.size_bytes);
     }
     for (std::int32_t s = 0; s < step.num_signals; ++s)
-      raise(r, network.signals[to_size(step.first_signal + s)]);
+      raise(r, network.signals[step.first_signal + s]);
     ++workers_[world_ + r];
     return true;
   }
@@ -155,14 +156,13 @@ class PlanReplay {
     }
     std::vector<std::size_t> taken(world_);
     for (const NetworkPiece& piece : phase->received) {
-      const NetworkPiece& from =
-          sent_in(to_size(piece.peer), phase->number, static_cast<std::int32_t>(r),
-                  taken[to_size(piece.peer)]++);
+      const NetworkPiece& from = sent_in(to_size(piece.peer), phase->number,
+                                         static_cast<std::int32_t>(r), taken[piece.peer]++);
       if (from.size_bytes != piece.size_bytes) throw std::logic_error("pieces of other sizes");
-      std::copy_n(windows[to_size(piece.peer)].begin() + from.offset_bytes, piece.size_bytes,
+      std::copy_n(windows[piece.peer].begin() + from.offset_bytes, piece.size_bytes,
                   windows[r].begin() + piece.offset_bytes);
     }
-    for (const std::int32_t slot : phase->slots) slots_[r][to_size(slot)] = 1;
+    for (const std::int32_t slot : phase->slots) slots_[r][slot] = 1;
     ++workers_[world_ + r];
     return true;
   }
@@ -185,15 +185,15 @@ class PlanReplay {
 
   void run_chunk(std::size_t r, BatchKind kind, const RowChunk& chunk) {
     const SequencePlan& plan = plans_[r];
-    const auto t = to_size(chunk.tensor);
+    const std::size_t t = chunk.tensor;
     const std::size_t bytes = to_size(chunk.rows) * to_size(chunk.part_bytes);
-    const std::size_t in_tensor = to_size(chunk.row * plan.cuts[t].row_bytes + chunk.col_bytes);
+    const std::size_t in_tensor = chunk.row * plan.cuts[t].row_bytes + chunk.col_bytes;
     if (kind == BatchKind::send || kind == BatchKind::forward) {
       const std::byte* const from = kind == BatchKind::send
                                         ? tensors_[r][t].bytes().data() + in_tensor
                                         : in_window(r, t, chunk);
       for (std::int32_t p = 0; p < chunk.num_addresses; ++p)
-        std::memcpy(at_address(plan.addresses[to_size(chunk.first_address + p)]), from, bytes);
+        std::memcpy(at_address(plan.addresses[chunk.first_address + p]), from, bytes);
       return;
     }
     std::byte* const to = kind == BatchKind::partial ? in_window(r, t + plan.tensors.size(), chunk)
@@ -202,7 +202,7 @@ class PlanReplay {
       float sum = 0;
       for (std::int32_t p = 0; p < chunk.num_addresses; ++p) {
         float addend = 0;
-        std::memcpy(&addend, at_address(plan.addresses[to_size(chunk.first_address + p)]) + i,
+        std::memcpy(&addend, at_address(plan.addresses[chunk.first_address + p]) + i,
                     sizeof(float));
         sum = p == 0 ? addend : sum + addend;
       }

@@ -70,22 +70,22 @@ inline std::vector<HostTensor> random_tensors(const TensorFormat& format,
 
 /// Rows that each rank sends, and that each rank needs to receive.
 inline std::vector<std::int64_t> rows_sent(const SparseMetadata& metadata) {
-  std::vector<std::int64_t> rows(to_size(metadata.world_size));
+  std::vector<std::int64_t> rows(metadata.world_size);
   for (std::size_t w = 0; w < rows.size(); ++w) {
     for (auto j = metadata.rank_offsets[w]; j < metadata.rank_offsets[w + 1]; ++j) {
-      rows[w] += metadata.seq_len[to_size(j)];
+      rows[w] += metadata.seq_len[j];
     }
   }
   return rows;
 }
 
 inline std::vector<std::int64_t> rows_received(const SparseMetadata& metadata) {
-  std::vector<std::int64_t> rows(to_size(metadata.world_size));
+  std::vector<std::int64_t> rows(metadata.world_size);
   for (std::int64_t j = 0; j < metadata.num_entries(); ++j) {
-    const std::int64_t len = metadata.seq_len[to_size(j)];
+    const std::int64_t len = metadata.seq_len[j];
     for (auto c = metadata.destination_begin(j); len > 0 && c < metadata.destination_end(j); ++c) {
-      auto& end = rows[to_size(metadata.dst_rank[to_size(c)])];
-      end = std::max(end, metadata.dst_offset[to_size(c)] + len);
+      auto& end = rows[metadata.dst_rank[c]];
+      end = std::max(end, metadata.dst_offset[c] + len);
     }
   }
   return rows;
@@ -154,7 +154,7 @@ inline std::vector<SequenceCase> sequence_cases(std::int32_t world, int num_rand
     cases.push_back({std::move(name), compute_qkv_routing(plan)});
     return cases.back();
   };
-  const auto w = to_size(world);
+  const std::size_t w = world;
   for (const KvLayout layout : {KvLayout::per_rank, KvLayout::per_query}) {
     add("no shards", plain_plan(world, std::vector<std::vector<std::int64_t>>(w), {}, layout));
     auto one = std::vector<std::vector<std::int64_t>>(w);

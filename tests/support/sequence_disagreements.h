@@ -47,12 +47,11 @@ struct DocumentRoutings {
 
   /// The last rows of each rank become the first.
   static void mirror(SparseMetadata& metadata) {
-    std::vector<std::int64_t> rows(to_size(metadata.world_size));
+    std::vector<std::int64_t> rows(metadata.world_size);
     const auto for_copies = [&](const auto& visit) {
       for (std::int64_t j = 0; j < metadata.num_entries(); ++j) {
         for (auto c = metadata.destination_begin(j); c < metadata.destination_end(j); ++c) {
-          visit(rows[to_size(metadata.dst_rank[to_size(c)])], metadata.dst_offset[to_size(c)],
-                metadata.seq_len[to_size(j)]);
+          visit(rows[metadata.dst_rank[c]], metadata.dst_offset[c], metadata.seq_len[j]);
         }
       }
     };

@@ -26,7 +26,7 @@ inline testing::AssertionResult same_bytes(const ConstTensorView& view,
 /// Q, K and V there, Q back, gradients of K and V, in host memory. On all ranks.
 inline void check_step(World& world, SequenceDispatcher& dispatcher, const SequenceCase& sample,
                        const StepParts& parts, const Expected& expected) {
-  const auto r = to_size(to_int(world.rank()));
+  const std::size_t r = to_int(world.rank());
   const auto forward = dispatcher.plan_dispatch(parts.forward);
   const auto reverse = dispatcher.plan_dispatch(parts.reverse);
   const auto gradient = dispatcher.plan_kv_gradient(parts.kv);

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/float_convert.h"
+#include "core/to_size.h"
 #include "support/sequence_case.h"
 #include "waybill/core/topology.h"
 #include "waybill/planner/relay.h"
@@ -18,7 +19,7 @@ class SumOrder {
   SumOrder(const SparseMetadata& metadata, std::vector<RelayHop> hops, Topology topology)
       : metadata_(metadata), hops_(std::move(hops)), topology_(topology), on_(hops_.size()) {
     for (std::size_t h = 0; h < hops_.size(); ++h) {
-      if (hops_[h].after >= 0) on_[to_size(hops_[h].after)].push_back(h);
+      if (hops_[h].after >= 0) on_[hops_[h].after].push_back(h);
     }
   }
 
@@ -27,17 +28,16 @@ class SumOrder {
                                              DType dtype) const {
     std::vector<HostTensor> result;
     const std::int64_t hidden = gradients[0].shape()[1];
-    std::vector<std::vector<std::size_t>> from_home(to_size(metadata_.num_entries()));
+    std::vector<std::vector<std::size_t>> from_home(metadata_.num_entries());
     for (std::size_t h = 0; h < hops_.size(); ++h) {
-      if (hops_[h].after < 0) from_home[to_size(hops_[h].shard)].push_back(h);
+      if (hops_[h].after < 0) from_home[hops_[h].shard].push_back(h);
     }
     for (std::int32_t home = 0; home < metadata_.world_size; ++home) {
-      result.emplace_back(dtype, Shape{rows_sent(metadata_)[to_size(home)], hidden});
+      result.emplace_back(dtype, Shape{rows_sent(metadata_)[home], hidden});
       std::int64_t row = 0;
-      for (auto j = metadata_.rank_offsets[to_size(home)];
-           j < metadata_.rank_offsets[to_size(home + 1)]; ++j) {
-        for (std::int64_t k = 0; k < metadata_.seq_len[to_size(j)]; ++k, ++row) {
-          const auto& children = from_home[to_size(j)];
+      for (auto j = metadata_.rank_offsets[home]; j < metadata_.rank_offsets[home + 1]; ++j) {
+        for (std::int64_t k = 0; k < metadata_.seq_len[j]; ++k, ++row) {
+          const auto& children = from_home[j];
           auto addends = addends_of(gradients, home, j, k, children, children.empty());
           write(result.back(), row, added(std::move(addends), hidden));
         }
@@ -55,13 +55,13 @@ class SumOrder {
   [[nodiscard]] static double load(const HostTensor& tensor, std::int64_t idx) {
     switch (tensor.dtype()) {
       case DType::bfloat16:
-        return static_cast<double>(bfloat16_to_float(tensor.as<std::uint16_t>()[to_size(idx)]));
+        return static_cast<double>(bfloat16_to_float(tensor.as<std::uint16_t>()[idx]));
       case DType::float16:
-        return static_cast<double>(float16_to_float(tensor.as<std::uint16_t>()[to_size(idx)]));
+        return static_cast<double>(float16_to_float(tensor.as<std::uint16_t>()[idx]));
       case DType::float32:
-        return static_cast<double>(tensor.as<float>()[to_size(idx)]);
+        return static_cast<double>(tensor.as<float>()[idx]);
       default:
-        return tensor.as<double>()[to_size(idx)];
+        return tensor.as<double>()[idx];
     }
   }
 
@@ -87,7 +87,7 @@ class SumOrder {
 
   [[nodiscard]] std::vector<double> added(std::vector<Addend> addends, std::int64_t hidden) const {
     std::ranges::sort(addends, {}, &Addend::key);
-    std::vector<double> sum(to_size(hidden));
+    std::vector<double> sum(hidden);
     for (std::size_t a = 0; a < addends.size(); ++a) {
       for (std::size_t i = 0; i < sum.size(); ++i) {
         const double value = addends[a].values[i];
@@ -114,7 +114,7 @@ class SumOrder {
     const RelayHop& hop = hops_[h];
     for (auto c = metadata_.destination_begin(hop.shard); c < metadata_.destination_end(hop.shard);
          ++c) {
-      if (metadata_.dst_rank[to_size(c)] == hop.dst_rank) key = std::min(key, c);
+      if (metadata_.dst_rank[c] == hop.dst_rank) key = std::min(key, c);
     }
     for (const std::size_t child : on_[h]) key = std::min(key, key_of(child));
     return key;
@@ -140,12 +140,12 @@ class SumOrder {
       }
     }
     for (auto c = metadata_.destination_begin(entry); c < metadata_.destination_end(entry); ++c) {
-      const std::int32_t from = metadata_.dst_rank[to_size(c)];
+      const std::int32_t from = metadata_.dst_rank[c];
       if (!all_copies && !std::ranges::count(read, from)) continue;
       Addend addend{c, {}};
-      const std::int64_t row = metadata_.dst_offset[to_size(c)] + k;
+      const std::int64_t row = metadata_.dst_offset[c] + k;
       for (std::int64_t i = 0; i < hidden; ++i)
-        addend.values.push_back(load(gradients[to_size(from)], row * hidden + i));
+        addend.values.push_back(load(gradients[from], row * hidden + i));
       addends.push_back(std::move(addend));
     }
     return addends;

@@ -7,7 +7,6 @@
 #include <numeric>
 #include <string>
 
-#include "core/to_size.h"
 #include "transport/transport.h"
 
 /// What every transport in host memory must do. Each runs on all ranks.
@@ -49,9 +48,9 @@ inline void check_reach(Transport& transport) {
                            : r / 2 == me / 2 ? Reach::load_store
                                              : Reach::network;
     ASSERT_EQ(transport.reach(Rank{r}), expected);
-    ASSERT_EQ(buffer.peers[waybill::detail::to_size(r)] == nullptr, expected == Reach::network);
+    ASSERT_EQ(buffer.peers[r] == nullptr, expected == Reach::network);
   }
-  ASSERT_EQ(buffer.peers[waybill::detail::to_size(me)], buffer.local);
+  ASSERT_EQ(buffer.peers[me], buffer.local);
   ASSERT_EQ(reinterpret_cast<std::uintptr_t>(buffer.local) % 256, 0U);
   ASSERT_EQ(std::accumulate(buffer.local, buffer.local + 10, 0,
                             [](int sum, std::byte b) { return sum + static_cast<int>(b); }),

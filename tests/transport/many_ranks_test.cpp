@@ -7,7 +7,6 @@
 #include <cstdlib>
 #include <string>
 
-#include "core/to_size.h"
 #include "support/rendezvous.h"
 #include "support/run_processes.h"
 #include "support/run_ranks.h"
@@ -17,8 +16,6 @@
 
 namespace waybill {
 namespace {
-
-using detail::to_size;
 
 /// Descriptors for both ends of all connections, as all ranks are in this process.
 void raise_descriptor_limit() {

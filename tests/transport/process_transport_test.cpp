@@ -13,7 +13,6 @@
 namespace waybill {
 namespace {
 
-using detail::to_size;
 using test::expect_no_errors;
 using test::MeetingFolder;
 using test::ProcessEnd;
@@ -61,7 +60,7 @@ TEST(ProcessTransport, ASilentPeerIsNamedWithAllThatIsKnown) {
     test::miss_rank_3(*make_process_transport(std::move(bootstrap), 2));
   });
   for (std::int32_t r = 0; r < 4; ++r) {
-    const std::string& text = ends[to_size(r)].text;
+    const std::string& text = ends[r].text;
     EXPECT_TRUE(test::names_timeout(
         text, {.operation = "unload", .rank = r, .peer = 3, .wanted = 2, .seen = 1}, 0.5, 5));
     EXPECT_NE(text.find("from rank 3 (node 1, local_rank 1)"), std::string::npos) << text;
@@ -81,8 +80,7 @@ TEST(ProcessTransport, AKilledRankIsNamedAndLeavesNothing) {
   });
   EXPECT_EQ(ends[1].signal, SIGKILL);
   for (const std::int32_t r : {0, 2}) {
-    EXPECT_EQ(ends[to_size(r)].text,
-              concat("unload: rank 1 is gone: the end of process ", ends[1].process));
+    EXPECT_EQ(ends[r].text, concat("unload: rank 1 is gone: the end of process ", ends[1].process));
   }
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
   EXPECT_EQ(names_of(ends), std::vector<std::string>{});
@@ -96,7 +94,7 @@ TEST(ProcessTransport, ARankKilledBeforeAnAllocationIsNamedAndLeavesNothing) {
     (void)transport->allocate(1 << 20, "landing");
   });
   for (const std::int32_t r : {0, 1}) {
-    EXPECT_EQ(ends[to_size(r)].text,
+    EXPECT_EQ(ends[r].text,
               concat("allocate(landing): rank 2 is gone: the end of process ", ends[2].process));
   }
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(8));
@@ -176,7 +174,7 @@ TEST(Agree, TroubleOnOneRankIsAnErrorOnAll) {
   });
   EXPECT_EQ(ends[1].text, "the door is shut");
   for (const std::int32_t r : {0, 2}) {
-    EXPECT_EQ(ends[to_size(r)].text, "opening: rank 1 failed: the door is shut");
+    EXPECT_EQ(ends[r].text, "opening: rank 1 failed: the door is shut");
   }
 }
 

@@ -7,7 +7,6 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
-#include "core/to_size.h"
 #include "support/rendezvous.h"
 #include "support/run_ranks.h"
 #include "transport/transport.h"
@@ -16,7 +15,6 @@ namespace waybill {
 namespace {
 
 using detail::SharedFile;
-using detail::to_size;
 using test::error_of;
 using test::holds;
 

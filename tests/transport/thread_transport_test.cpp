@@ -2,7 +2,6 @@
 
 #include <cstring>
 
-#include "core/to_size.h"
 #include "support/expect_error.h"
 #include "support/run_ranks.h"
 #include "support/transport_checks.h"
@@ -11,7 +10,6 @@
 namespace waybill {
 namespace {
 
-using detail::to_size;
 using test::expect_no_errors;
 using test::run_with_bootstrap;
 using test::timeout_of;
@@ -35,16 +33,16 @@ TEST(ThreadTransport, ASilentPeerIsNamedWithAllThatIsKnown) {
     test::miss_rank_3(*make_thread_transport(std::move(bootstrap), 2));
   });
   for (std::int32_t r = 0; r < 4; ++r) {
-    const TimeoutInfo missed = timeout_of(results[to_size(r)]);
+    const TimeoutInfo missed = timeout_of(results[r]);
     EXPECT_EQ(missed.operation, "unload");
     EXPECT_EQ(missed.rank, r);
     EXPECT_EQ(missed.peer, 3);
     EXPECT_EQ(missed.wanted, 2U);
     EXPECT_EQ(missed.seen, 1U);
     EXPECT_GE(missed.seconds, 0.3);
-    EXPECT_NE(results[to_size(r)].text.find("for signal >= 2 from rank 3 (node 1, local_rank 1)"),
+    EXPECT_NE(results[r].text.find("for signal >= 2 from rank 3 (node 1, local_rank 1)"),
               std::string::npos)
-        << results[to_size(r)].text;
+        << results[r].text;
   }
 }
 

@@ -9,15 +9,12 @@
 #include "../device/word_size.h"
 #include "../rank/cuda_check.h"
 #include "core/memory_layout.h"
-#include "core/to_size.h"
 #include "launch.h"
 #include "runtime/executor.h"
 #include "waybill/moe/expert_routing.h"
 
 namespace waybill::cuda {
 namespace {
-
-using waybill::detail::to_size;
 
 /// Number of receive slots per source. They let tokens travel while they are counted. The number is
 /// limited, because each rank has slots for the tokens of all ranks.
@@ -93,8 +90,7 @@ ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, i
       device_memory(std::int64_t{gpu_->num_sms()} * waybill::num_counts(config) * 4, stream);
   const std::int64_t row_bytes = config.hidden * dtype_bytes(config.token_dtype);
   nan_row_ = device_memory(row_bytes, stream);
-  cuda_check(cudaMemsetAsync(nan_row_.get(), 0xFF, to_size(row_bytes), stream),
-             "making a row of NaN");
+  cuda_check(cudaMemsetAsync(nan_row_.get(), 0xFF, row_bytes, stream), "making a row of NaN");
   cuda_check(cudaStreamSynchronize(stream), "making a row of NaN");
   faults_ = pinned_memory(sizeof(MoeHostFaults));
   std::memset(faults_.get(), 0, sizeof(MoeHostFaults));

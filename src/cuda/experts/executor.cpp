@@ -10,7 +10,6 @@
 #include "../rank/gpu_rank.h"
 #include "call_params.h"
 #include "combine_calls.h"
-#include "core/to_size.h"
 #include "experts/expert_executor.h"
 #include "launch.h"
 #include "nodes/nodes.h"
@@ -21,8 +20,6 @@
 
 namespace waybill::cuda {
 namespace {
-
-using waybill::detail::to_size;
 
 constexpr const char* barrier_operation = "ep_barrier_all";
 constexpr int default_sms = 16;
@@ -237,7 +234,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     begin();
     for (std::int32_t i = 0; i < call.count; ++i) {
       // Ranks of another logical node count, too, if their memory is mapped.
-      if (call.signals->memory[to_size(call.first + i)] == nullptr) return barrier_on_host(call);
+      if (call.signals->memory[call.first + i] == nullptr) return barrier_on_host(call);
     }
     BarrierParams params{};
     params.rank = config_.rank;

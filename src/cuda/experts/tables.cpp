@@ -31,7 +31,7 @@ class RelaxedCapture {
 
 std::shared_ptr<void> plain_device_memory(std::int64_t size_bytes, int device) {
   void* memory = nullptr;
-  cuda_check(cudaMalloc(&memory, to_size(size_bytes)), "allocating device memory");
+  cuda_check(cudaMalloc(&memory, size_bytes), "allocating device memory");
   return {memory, [device](void* owned) {
             const OnDevice on(device);
             (void)cudaFree(owned);
@@ -111,7 +111,7 @@ TableMemory TablePool::take(std::int64_t size_bytes, bool with_counts, const Tab
       const std::int64_t bytes =
           std::int64_t{3} * gpu_->topology().world_size * std::int64_t{sizeof(HostCount)};
       made.counts = pinned_memory(bytes);
-      std::memset(made.counts.get(), 0, to_size(bytes));
+      std::memset(made.counts.get(), 0, bytes);
     }
     made.size_bytes = size_bytes;
   }
@@ -231,7 +231,7 @@ Shape GpuExpertRouting::shape_by_id() const {
 ExpertTableViews GpuExpertRouting::views() const {
   std::int64_t rows = rows_.capacity_rows;
   if (has_waited()) {
-    rows = std::min<std::int64_t>(rows, wait_counts()[to_size(std::int64_t{config_.rank})]);
+    rows = std::min<std::int64_t>(rows, wait_counts()[std::int64_t{config_.rank}]);
   }
   const auto view = [&](const DeviceTable& table) {
     return ConstTensorView(part(table), DType::int32, table.shape);
@@ -292,7 +292,7 @@ std::span<const std::int32_t> GpuExpertRouting::wait_counts() const {
   }
   const std::lock_guard lock(mutex_);
   if (has_waited_) return num_recv_rows_;
-  num_recv_rows_.resize(to_size(std::int64_t{config_.world_size}));
+  num_recv_rows_.resize(std::int64_t{config_.world_size});
   for (std::size_t r = 0; r < num_recv_rows_.size(); ++r) {
     num_recv_rows_[r] = static_cast<std::int32_t>(counts[r]);
   }

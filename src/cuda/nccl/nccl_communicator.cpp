@@ -7,14 +7,12 @@
 #include <vector>
 
 #include "../rank/cuda_check.h"
-#include "core/to_size.h"
 #include "nccl_library.h"
 #include "waybill/transport/agree.h"
 
 namespace waybill::cuda {
 namespace {
 
-using waybill::detail::to_size;
 using Seconds = std::chrono::duration<double>;
 
 constexpr const char* starting = "NCCL";
@@ -132,12 +130,10 @@ void NcclCommunicator::exchange(std::span<const NcclPiece> sent,
     if (is_good(result)) result = added;
   };
   for (const NcclPiece& piece : sent) {
-    add(api_->send(piece.data, to_size(piece.size_bytes), NcclDataType::int8, piece.peer, comm_,
-                   stream));
+    add(api_->send(piece.data, piece.size_bytes, NcclDataType::int8, piece.peer, comm_, stream));
   }
   for (const NcclPiece& piece : received) {
-    add(api_->receive(piece.data, to_size(piece.size_bytes), NcclDataType::int8, piece.peer, comm_,
-                      stream));
+    add(api_->receive(piece.data, piece.size_bytes, NcclDataType::int8, piece.peer, comm_, stream));
   }
   add(api_->group_end());
   if (!is_good(result)) fail(result, operation);

@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "../rank/cuda_check.h"
-#include "core/to_size.h"
 #include "cuda/link_probe.h"
 #include "self_test_job.h"
 #include "waybill/cuda/gpu_world.h"
@@ -18,7 +17,6 @@ using cuda::cuda_check;
 using cuda::TrialJob;
 using cuda::TrialRows;
 using cuda::TrialSources;
-using detail::to_size;
 
 /// What one rank saw of one operation.
 struct RankStep {
@@ -49,11 +47,11 @@ class RankTrial {
     }
     codes_ = upload(job.codes);
     byte_codes_ = upload(job.byte_codes);
-    addresses_[0] = upload(job.q_places[to_size(rank_)]);
-    addresses_[1] = addresses_[2] = upload(job.kv_places[to_size(rank_)]);
+    addresses_[0] = upload(job.q_places[rank_]);
+    addresses_[1] = addresses_[2] = upload(job.kv_places[rank_]);
     home_q_ = upload(TrialJob::home_places(rank_, plan.own_rows()[0]));
     home_kv_ = upload(TrialJob::home_places(rank_, plan.own_rows()[1]));
-    copies_ = upload(job.copies[to_size(rank_)]);
+    copies_ = upload(job.copies[rank_]);
     wrong_ = cuda::device_memory(sizeof(unsigned long long), stream_);
   }
   RankTrial(const RankTrial&) = delete;
@@ -153,8 +151,8 @@ class RankTrial {
   void keep() {
     for (std::size_t t = 0; t < 3; ++t) {
       const std::int64_t bytes = received_[t].shape[0] * forward_.tensors()[t].row_bytes();
-      cuda_check(cudaMemcpyAsync(there_[t].data, received_[t].data, to_size(bytes),
-                                 cudaMemcpyDeviceToDevice, stream_),
+      cuda_check(cudaMemcpyAsync(there_[t].data, received_[t].data, bytes, cudaMemcpyDeviceToDevice,
+                                 stream_),
                  "copying rows");
     }
   }
@@ -187,7 +185,7 @@ class RankTrial {
     for (int i = 0; i < job_.options.warmup; ++i) call();
     synchronize();
     world_.barrier();
-    std::vector<cudaEvent_t> events(to_size(job_.options.calls + 1));
+    std::vector<cudaEvent_t> events(job_.options.calls + 1);
     for (cudaEvent_t& event : events) cuda_check(cudaEventCreate(&event), "making an event");
     cuda_check(cudaEventRecord(events[0], stream_), "timing");
     for (std::size_t i = 1; i < events.size(); ++i) {
@@ -262,10 +260,10 @@ GpuSelfTest try_on_gpus(const QkvRouting& routing, const TensorFormat& q, const 
   self_test.link_gb_s = self_test.num_gpus > 1 ? best_link_gb_s(self_test.num_gpus) : 0;
   self_test.local_gb_s = local_copy_gb_s(std::int64_t{1} << 30);
   self_test.steps = job.steps(gpus);
-  std::vector<std::vector<RankStep>> ranks(to_size(self_test.world_size));
+  std::vector<std::vector<RankStep>> ranks(self_test.world_size);
   run_gpu_thread_world(self_test.world_size,
                        [&](World& world) {
-                         auto& mine = ranks[to_size(to_int(world.rank()))];
+                         auto& mine = ranks[to_int(world.rank())];
                          RankTrial rank(world, job);
                          world.barrier();
                          mine.push_back(rank.run_forward());

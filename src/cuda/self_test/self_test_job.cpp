@@ -5,13 +5,10 @@
 #include <numeric>
 
 #include "core/float_convert.h"
-#include "core/to_size.h"
 #include "routing/for_each_entry.h"
 
 namespace waybill::cuda {
 namespace {
-
-using waybill::detail::to_size;
 
 constexpr std::int64_t largest_number = 256;  // whole numbers up to it are exact in bfloat16
 constexpr std::uint32_t most_numbers = 4;
@@ -21,30 +18,30 @@ std::int64_t place_of(std::int32_t rank, std::int64_t row) {
 }
 
 std::vector<std::vector<std::int64_t>> places_of(const SparseMetadata& metadata) {
-  std::vector<std::vector<std::int64_t>> addresses(to_size(metadata.world_size));
-  waybill::detail::for_each_entry(
-      metadata, [&](std::int32_t from, std::int64_t first, std::int64_t entry) {
-        const std::int64_t len = metadata.seq_len[to_size(entry)];
-        for (auto c = metadata.destination_begin(entry);
-             c < metadata.destination_end(entry) && len > 0; ++c) {
-          auto& rows = addresses[to_size(metadata.dst_rank[to_size(c)])];
-          const std::int64_t begin = metadata.dst_offset[to_size(c)];
-          if (std::ssize(rows) < begin + len) rows.resize(to_size(begin + len), -1);
-          for (std::int64_t k = 0; k < len; ++k)
-            rows[to_size(begin + k)] = place_of(from, first + k);
-        }
-      });
+  std::vector<std::vector<std::int64_t>> addresses(metadata.world_size);
+  waybill::detail::for_each_entry(metadata,
+                                  [&](std::int32_t from, std::int64_t first, std::int64_t entry) {
+                                    const std::int64_t len = metadata.seq_len[entry];
+                                    for (auto c = metadata.destination_begin(entry);
+                                         c < metadata.destination_end(entry) && len > 0; ++c) {
+                                      auto& rows = addresses[metadata.dst_rank[c]];
+                                      const std::int64_t begin = metadata.dst_offset[c];
+                                      if (std::ssize(rows) < begin + len)
+                                        rows.resize(begin + len, -1);
+                                      for (std::int64_t k = 0; k < len; ++k)
+                                        rows[begin + k] = place_of(from, first + k);
+                                    }
+                                  });
   return addresses;
 }
 
 std::vector<std::vector<std::int32_t>> copies_of(const SparseMetadata& metadata) {
-  std::vector<std::vector<std::int32_t>> copies(to_size(metadata.world_size));
+  std::vector<std::vector<std::int32_t>> copies(metadata.world_size);
   waybill::detail::for_each_entry(
       metadata, [&](std::int32_t from, std::int64_t /*first*/, std::int64_t entry) {
         const auto count = metadata.destination_end(entry) - metadata.destination_begin(entry);
-        copies[to_size(from)].insert(copies[to_size(from)].end(),
-                                     to_size(metadata.seq_len[to_size(entry)]),
-                                     static_cast<std::int32_t>(count));
+        copies[from].insert(copies[from].end(), metadata.seq_len[entry],
+                            static_cast<std::int32_t>(count));
       });
   return copies;
 }
@@ -71,18 +68,18 @@ bool encode(DType dtype, float value, std::uint64_t& code) {
 /// The most bytes that one GPU sends to, or gets from, the others; and that stay on one.
 void count_bytes(GpuSelfTestStep& step, const std::vector<SequencePart>& parts, std::int32_t world,
                  int gpus) {
-  std::vector<std::int64_t> out(to_size(gpus));
-  std::vector<std::int64_t> in(to_size(gpus));
-  std::vector<std::int64_t> local(to_size(gpus));
+  std::vector<std::int64_t> out(gpus);
+  std::vector<std::int64_t> in(gpus);
+  std::vector<std::int64_t> local(gpus);
   for (std::int32_t w = 0; w < world; ++w) {
     const SequencePlan plan = compile_dispatch(parts, Rank{w}, {.chunks = false});
     for (std::int32_t r = 0; r < world; ++r) {
-      const std::int64_t bytes = plan.wire_bytes[to_size(r)];
+      const std::int64_t bytes = plan.wire_bytes[r];
       if (w % gpus == r % gpus) {
-        local[to_size(w % gpus)] += bytes;
+        local[w % gpus] += bytes;
       } else {
-        out[to_size(w % gpus)] += bytes;
-        in[to_size(r % gpus)] += bytes;
+        out[w % gpus] += bytes;
+        in[r % gpus] += bytes;
       }
     }
   }
@@ -131,7 +128,7 @@ std::vector<GpuSelfTestStep> TrialJob::steps(int gpus) const {
 }
 
 std::vector<std::int64_t> TrialJob::home_places(std::int32_t rank, std::int64_t rows) {
-  std::vector<std::int64_t> addresses(to_size(rows));
+  std::vector<std::int64_t> addresses(rows);
   std::iota(addresses.begin(), addresses.end(), place_of(rank, 0));
   return addresses;
 }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "core/to_size.h"
 #include "waybill/core/error.h"
 
 namespace waybill::cuda {

@@ -65,7 +65,7 @@ void CopyEngine::begin(const SequenceCall& call) {
     }
   }
   for (Queue& queue : queues_) queue.used = false;
-  batches_.resize(to_size(call.plan->world_size));
+  batches_.resize(call.plan->world_size);
   for (Batch& batch : batches_) batch.clear(call.inputs.size());
   const cudaStream_t stream = stream_of(call.stream);
   gpu_->check(cudaEventRecord(begun_, stream), "recording an event", "dispatch");
@@ -82,9 +82,9 @@ cudaStream_t CopyEngine::use_queue(bool local) {
 
 void CopyEngine::add_rows(const SequenceCall& call, const RowSegment& segment,
                           std::uint64_t address) {
-  const auto rank = to_size(static_cast<std::int64_t>(address >> address_rank_shift));
-  const ConstTensorView& input = call.inputs[to_size(segment.tensor)];
-  const std::int64_t row_bytes = call.plan->cuts[to_size(segment.tensor)].row_bytes;
+  const std::size_t rank = static_cast<std::int64_t>(address >> address_rank_shift);
+  const ConstTensorView& input = call.inputs[segment.tensor];
+  const std::int64_t row_bytes = call.plan->cuts[segment.tensor].row_bytes;
   const std::int64_t pitch = pitch_of(input);
   add_rows(call, {.rank = rank,
                   .tensor = segment.tensor,
@@ -99,20 +99,19 @@ void CopyEngine::add_rows(const SequenceCall& call, const RowSegment& segment,
 void CopyEngine::add_rows(const SequenceCall& call, const Rows& rows) {
   if (rows.rows > 1 && (rows.from_pitch != rows.row_bytes || rows.to_pitch != rows.row_bytes)) {
     const bool local = rows.rank == to_size(to_int(call.plan->rank));
-    gpu_->check(cudaMemcpy2DAsync(rows.to, to_size(rows.to_pitch), rows.from,
-                                  to_size(rows.from_pitch), to_size(rows.row_bytes),
-                                  to_size(rows.rows), cudaMemcpyDeviceToDevice, use_queue(local)),
-                "copying rows", call.operation);
+    gpu_->check(
+        cudaMemcpy2DAsync(rows.to, rows.to_pitch, rows.from, rows.from_pitch, rows.row_bytes,
+                          rows.rows, cudaMemcpyDeviceToDevice, use_queue(local)),
+        "copying rows", call.operation);
     return;
   }
-  const std::size_t bytes = to_size(rows.rows * rows.row_bytes);
+  const std::size_t bytes = rows.rows * rows.row_bytes;
   Batch& batch = batches_[rows.rank];
-  std::int64_t& last = batch.last[to_size(rows.tensor)];
+  std::int64_t& last = batch.last[rows.tensor];
   if (last >= 0 &&
-      static_cast<const std::byte*>(batch.from[to_size(last)]) + batch.bytes[to_size(last)] ==
-          rows.from &&
-      static_cast<std::byte*>(batch.to[to_size(last)]) + batch.bytes[to_size(last)] == rows.to) {
-    batch.bytes[to_size(last)] += bytes;
+      static_cast<const std::byte*>(batch.from[last]) + batch.bytes[last] == rows.from &&
+      static_cast<std::byte*>(batch.to[last]) + batch.bytes[last] == rows.to) {
+    batch.bytes[last] += bytes;
     batch.total += bytes;
     return;
   }
@@ -123,7 +122,7 @@ void CopyEngine::add_rows(const SequenceCall& call, const Rows& rows) {
 void CopyEngine::add(const SequenceCall& call, std::span<const RowSegment> segments) {
   for (const RowSegment& segment : segments) {
     for (std::int32_t c = 0; c < segment.num_destinations; ++c) {
-      add_rows(call, segment, call.plan->segment_addresses[to_size(segment.first_destination + c)]);
+      add_rows(call, segment, call.plan->segment_addresses[segment.first_destination + c]);
     }
   }
 }
@@ -187,7 +186,7 @@ void CopyEngine::queue_batches(const SequenceCall& call) {
   gpu_->check(cudaStreamIsCapturing(stream_of(call.stream), &status), "asking about a capture",
               "dispatch");
   const bool capturing = status != cudaStreamCaptureStatusNone;
-  const std::size_t me = to_size(to_int(call.plan->rank));
+  const std::size_t me = to_int(call.plan->rank);
   queue_links(me, capturing);
   if (!batches_[me].to.empty()) queue(batches_[me], use_queue(true), capturing);
   for (const Queue& queue : queues_) {
@@ -211,15 +210,15 @@ void CopyEngine::send_local(const SequenceCall& call) {
 
 void CopyEngine::return_local(const SequenceCall& call, int num_sms) {
   begin(call);
-  const auto me = to_size(to_int(call.plan->rank));
+  const std::size_t me = to_int(call.plan->rank);
   for (const RowSegment& segment : call.plan->local_segments) {
-    const auto t = to_size(segment.tensor);
+    const std::size_t t = segment.tensor;
     const ConstTensorView& gradients = call.inputs[t];
     const TensorView& sums = call.outputs[t];
     const std::int64_t from_pitch = pitch_of(gradients);
     const std::int64_t to_pitch = pitch_of(sums);
     const auto address = static_cast<std::int64_t>(
-        call.plan->segment_addresses[to_size(segment.first_destination)] & address_offset_mask);
+        call.plan->segment_addresses[segment.first_destination] & address_offset_mask);
     const std::int64_t row_bytes = call.plan->cuts[t].row_bytes;
     const std::int64_t window_row = (address - call.plan->window_offsets[t]) / row_bytes;
     const std::byte* const from = gradients.data + window_row * from_pitch;

@@ -7,15 +7,12 @@
 #include "../rank/cuda_check.h"
 #include "call_params.h"
 #include "copy_engine.h"
-#include "core/to_size.h"
 #include "gpu_plan.h"
 #include "sequence_launch.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 
 namespace waybill::cuda {
 namespace {
-
-using waybill::detail::to_size;
 
 class GpuExecutor final : public Executor, public ExpertExecutorFactory {
  public:
@@ -228,7 +225,7 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
   /// Gradients into this rank's window, where sums read them.
   void stage(const SequenceCall& call) const {
     for (const StagedRows& staged : call.plan->staged) {
-      const auto t = to_size(staged.tensor);
+      const std::size_t t = staged.tensor;
       const ConstTensorView& input = call.inputs[t];
       const std::int64_t row_bytes = call.plan->tensors[t].row_bytes();
       const std::int64_t pitch = pitch_of(input);
@@ -239,10 +236,9 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
       const cudaStream_t stream = stream_of(call.stream);
       const cudaError_t status =
           pitch == row_bytes
-              ? cudaMemcpyAsync(to, from, to_size(staged.rows * row_bytes),
-                                cudaMemcpyDeviceToDevice, stream)
-              : cudaMemcpy2DAsync(to, to_size(row_bytes), from, to_size(pitch), to_size(row_bytes),
-                                  to_size(staged.rows), cudaMemcpyDeviceToDevice, stream);
+              ? cudaMemcpyAsync(to, from, staged.rows * row_bytes, cudaMemcpyDeviceToDevice, stream)
+              : cudaMemcpy2DAsync(to, row_bytes, from, pitch, row_bytes, staged.rows,
+                                  cudaMemcpyDeviceToDevice, stream);
       gpu_->check(status, "copying gradients", call.operation);
     }
   }

@@ -7,14 +7,11 @@
 
 #include "../rank/cuda_check.h"
 #include "core/memory_layout.h"
-#include "core/to_size.h"
 #include "runtime/fingerprint.h"
 #include "sequence_launch.h"
 
 namespace waybill::cuda {
 namespace {
-
-using waybill::detail::to_size;
 
 /// Segments and addresses for which a plan has room in any case, as far as its chunks could be as
 /// many.
@@ -232,7 +229,7 @@ void GpuPlan::queue_upload(const SequencePlan& plan, cudaStream_t stream) const 
         cudaMemcpyAsync(device + from, pinned + from, bytes, cudaMemcpyHostToDevice, stream),
         "uploading a plan", "plan");
   };
-  copy(0, to_size(layout_.segments_at) + plan.segments.size() * sizeof(RowSegment));
+  copy(0, layout_.segments_at + plan.segments.size() * sizeof(RowSegment));
   copy(layout_.segment_addresses_at, plan.segment_addresses.size() * sizeof(std::uint64_t));
   copy(layout_.batches_at, plan.batches.size() * sizeof(WorkBatch));
   copy(layout_.waits_at, plan.waits.size() * sizeof(BatchSlot));
@@ -247,7 +244,7 @@ void GpuPlan::queue_upload(const SequencePlan& plan, cudaStream_t stream) const 
   };
   clear(layout_.done_at, plan.batches.size() * sizeof(unsigned));
   clear(layout_.steps_done_at, plan.network.steps.size() * sizeof(unsigned));
-  clear(layout_.ready_at, to_size(plan.network.num_ready) * sizeof(std::uint64_t));
+  clear(layout_.ready_at, plan.network.num_ready * sizeof(std::uint64_t));
 }
 
 void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {

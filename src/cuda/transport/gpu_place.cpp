@@ -11,7 +11,6 @@
 #include <tuple>
 
 #include "../rank/cuda_check.h"
-#include "core/to_size.h"
 #include "waybill/transport/agree.h"
 
 namespace waybill::cuda {
@@ -46,13 +45,13 @@ std::vector<GpuPlace> exchange_places(Bootstrap& bootstrap, int device) {
 }
 
 int ranks_on_gpu_of(const std::vector<GpuPlace>& places, Rank rank) {
-  const cudaUUID_t& mine = places[waybill::detail::to_size(to_int(rank))].gpu;
+  const cudaUUID_t& mine = places[to_int(rank)].gpu;
   return static_cast<int>(std::ranges::count_if(
       places, [&](const GpuPlace& place) { return same_gpu(place.gpu, mine); }));
 }
 
 bool shares_gpu_with_processes(const std::vector<GpuPlace>& places, Rank rank) {
-  const GpuPlace& mine = places[waybill::detail::to_size(to_int(rank))];
+  const GpuPlace& mine = places[to_int(rank)];
   return std::ranges::any_of(places, [&](const GpuPlace& place) {
     return !same_process(place, mine) && same_gpu(place.gpu, mine.gpu);
   });
@@ -77,7 +76,7 @@ bool on_one_host(const std::vector<GpuPlace>& places) {
 
 void require_nodes_on_hosts(const std::vector<GpuPlace>& places, std::int32_t ranks_per_node,
                             std::string_view who) {
-  const auto size = waybill::detail::to_size(ranks_per_node);
+  const std::size_t size = ranks_per_node;
   for (std::size_t r = 0; r < places.size(); ++r) {
     const std::size_t first = r / size * size;
     if (places[r].host == places[first].host) continue;

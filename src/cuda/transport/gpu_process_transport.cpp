@@ -9,7 +9,6 @@
 
 #include "../nccl/nccl_communicator.h"
 #include "../rank/cuda_check.h"
-#include "core/to_size.h"
 #include "keep_memory.h"
 #include "map_trial.h"
 #include "nccl_path.h"
@@ -21,8 +20,6 @@
 
 namespace waybill::cuda {
 namespace {
-
-using waybill::detail::to_size;
 
 constexpr const char* process_world = "make_gpu_process_world";
 
@@ -92,9 +89,8 @@ class GpuProcessTransport final : public GpuTransport {
     std::string trouble;
     run_collectively(bootstrap(), process_world, [&] {
       wish = peer_access_wish(std::getenv("WAYBILL_PEER_ACCESS"));
-      trouble = missing_peer_access(
-          std::span(places).subspan(to_size(first_mapped_), to_size(num_mapped_)), first_mapped_,
-          gpu().device());
+      trouble = missing_peer_access(std::span(places).subspan(first_mapped_, num_mapped_),
+                                    first_mapped_, gpu().device());
     });
     const std::string not_mapped =
         try_to_map(bootstrap(), process_world, places, first_mapped_, num_mapped_, gpu());
@@ -150,8 +146,8 @@ class GpuProcessTransport final : public GpuTransport {
     gpu().use();
     if (shared_) return make_pinned_parts(size_bytes, name);
     const std::string operation = concat("allocate(", name, ")");
-    const auto me = to_size(to_int(rank()));
-    Parts parts(to_size(topology().world_size));
+    const std::size_t me = to_int(rank());
+    Parts parts(topology().world_size);
     SharedBlockInfo mine{size_bytes, {}};
     run_collectively(bootstrap(), operation, [&] {
       parts[me] = make_own(size_bytes, gpu().stream());
@@ -180,7 +176,7 @@ class GpuProcessTransport final : public GpuTransport {
   }
 
   void free_parts(Parts parts) override {
-    std::shared_ptr<void> own = std::move(parts[to_size(to_int(rank()))]);
+    std::shared_ptr<void> own = std::move(parts[to_int(rank())]);
     parts.clear();
     bootstrap().barrier("release");  // nobody has it mapped any more
     note_release(own);

@@ -5,7 +5,6 @@
 
 #include "../device/arrive_kernels.h"
 #include "../rank/cuda_check.h"
-#include "core/to_size.h"
 #include "peer_path.h"
 #include "waybill/transport/agree.h"
 
@@ -40,9 +39,9 @@ void GpuTransport::put(const SymmetricBuffer& to, const PutRequest& piece) {
   std::byte* const place = place_of(to, piece);
   if (piece.size_bytes == 0) return;
   gpu_->use();
-  gpu_->check(cudaMemcpyAsync(place, piece.source, waybill::detail::to_size(piece.size_bytes),
-                              cudaMemcpyDefault, gpu_->stream()),
-              "copying to a peer", "put");
+  gpu_->check(
+      cudaMemcpyAsync(place, piece.source, piece.size_bytes, cudaMemcpyDefault, gpu_->stream()),
+      "copying to a peer", "put");
 }
 
 void GpuTransport::signal(Rank peer, SignalSlot slot, std::uint64_t epoch) {

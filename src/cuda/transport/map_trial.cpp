@@ -8,14 +8,11 @@
 #include <string_view>
 
 #include "../rank/cuda_check.h"
-#include "core/to_size.h"
 #include "share_by_handle.h"
 #include "waybill/transport/agree.h"
 
 namespace waybill::cuda {
 namespace {
-
-using waybill::detail::to_size;
 
 /// For tests on one GPU: no rank sees that of another; "refused": nor can it be mapped.
 constexpr const char* test_variable = "WAYBILL_TEST_UNSEEN_GPUS";
@@ -38,7 +35,7 @@ std::vector<std::int32_t> unseen_ranks(const std::vector<GpuPlace>& places, std:
   const bool none_seen = is_told("yes") || is_told("refused");
   for (std::int32_t r = first; r < first + count; ++r) {
     if (r == to_int(me)) continue;
-    if (none_seen || !is_visible(places[to_size(r)].gpu)) ranks.push_back(r);
+    if (none_seen || !is_visible(places[r].gpu)) ranks.push_back(r);
   }
   return ranks;
 }
@@ -50,7 +47,7 @@ std::string why_not(const Offer& offer, std::int32_t rank, int device) {
   if (!offer.is_there) return what + "that rank cannot share it";
   if (is_told("refused")) return concat(what, test_variable, " = refused");
   try {
-    (void)open_shared(offer.handle, to_size(rank), device);
+    (void)open_shared(offer.handle, rank, device);
   } catch (const CudaError& error) {
     (void)cudaGetLastError();
     return what + error.what();
@@ -82,7 +79,7 @@ std::string try_to_map(Bootstrap& bootstrap, std::string_view who,
   const auto offers = all_gather_value(bootstrap, mine, who);
   std::string trouble;
   for (const std::int32_t rank : unseen) {
-    trouble = why_not(offers[to_size(rank)], rank, gpu.device());
+    trouble = why_not(offers[rank], rank, gpu.device());
     if (!trouble.empty()) break;
   }
   bootstrap.barrier(std::string(who));  // nobody has a page mapped any more

@@ -7,13 +7,10 @@
 
 #include "../network/phase_path_kernel.h"
 #include "../rank/cuda_check.h"
-#include "core/to_size.h"
 #include "side_stream.h"
 
 namespace waybill::cuda {
 namespace {
-
-using waybill::detail::to_size;
 
 constexpr std::int64_t message_bytes = 8;  ///< of a piece without rows
 
@@ -44,8 +41,8 @@ class NcclPath final : public NetworkPath {
   void join(cudaStream_t stream) override {
     const PathParams params = path_params(call_, *gpu_, topology_, share_);
     const bool tells = call_.arrival != PathArrival::none;
-    std::vector<bool> sent_words(to_size(topology_.world_size));
-    std::vector<bool> heard(to_size(topology_.world_size));
+    std::vector<bool> sent_words(topology_.world_size);
+    std::vector<bool> heard(topology_.world_size);
     for (const NetworkPhase& phase : call_.phases) {
       queue_waits(params, phase.waits, tells && &phase == &call_.phases.front());
       auto sent = pieces_of(phase.sent, 0);
@@ -73,13 +70,13 @@ class NcclPath final : public NetworkPath {
     const std::int32_t world = topology_.world_size;
     std::vector<NcclPiece> with;
     for (const NcclPiece& piece : pieces) {
-      if (!met[to_size(piece.peer)]) {
+      if (!met[piece.peer]) {
         const auto parity = static_cast<std::int32_t>(call_.epoch % 2);
         const std::int64_t slot =
             call_.fingerprint.first_slot + (parity * world + rank_of(piece.peer)) * fault_words;
         with.push_back(
             {reinterpret_cast<std::byte*>(call_.arrivals->local + slot), bytes, piece.peer});
-        met[to_size(piece.peer)] = true;
+        met[piece.peer] = true;
       }
       with.push_back(piece);
     }

@@ -7,15 +7,12 @@
 
 #include "../nvshmem/nvshmem_library.h"
 #include "../rank/cuda_check.h"
-#include "core/to_size.h"
 #include "keep_memory.h"
 #include "nvshmem_path.h"
 #include "waybill/transport/agree.h"
 
 namespace waybill::cuda {
 namespace {
-
-using waybill::detail::to_size;
 
 constexpr const char* nvshmem_world = "make_nvshmem_world";
 constexpr std::int64_t staging_bytes = std::int64_t{8} << 20;
@@ -119,7 +116,7 @@ class NvshmemTransport final : public GpuTransport {
     gpu().use();
     // A network card reads symmetric memory alone. The stream keeps slices apart.
     for (std::int64_t done = 0; done < piece.size_bytes; done += staging_bytes) {
-      const std::size_t size = to_size(std::min(staging_bytes, piece.size_bytes - done));
+      const std::size_t size = std::min(staging_bytes, piece.size_bytes - done);
       gpu().check(cudaMemcpyAsync(staging_.get(), piece.source + done, size, cudaMemcpyDefault,
                                   gpu().stream()),
                   "copying to a peer", "put");
@@ -165,7 +162,7 @@ class NvshmemTransport final : public GpuTransport {
   std::shared_ptr<void> make_own(std::int64_t size_bytes, const std::string& operation) {
     bootstrap().barrier(operation);
     std::shared_ptr<void> own;
-    const std::size_t room = to_size(std::max<std::int64_t>(size_bytes, 1));
+    const std::size_t room = std::max<std::int64_t>(size_bytes, 1);
     run_collectively(bootstrap(), operation, [&] {
       void* const memory = api_->allocate(room);
       if (memory == nullptr) {

@@ -4,7 +4,6 @@
 
 #include "../network/peer_path_kernel.h"
 #include "../rank/cuda_check.h"
-#include "core/to_size.h"
 #include "side_stream.h"
 
 namespace waybill::cuda {

@@ -10,8 +10,7 @@ namespace {
 struct Key {
   const SendTable& table;
   std::uint64_t operator()(const Arrival& a) const {
-    return static_cast<std::uint64_t>(a.row) * 2 +
-           (table.entries[to_size(a.entry)].len > 0 ? 1 : 0);
+    return static_cast<std::uint64_t>(a.row) * 2 + (table.entries[a.entry].len > 0 ? 1 : 0);
   }
 };
 
@@ -44,34 +43,32 @@ void radix_sort(std::span<Arrival> list, const Key& key, std::vector<Arrival>& s
 Arrivals sort_arrivals(const SendTable& table) {
   const std::int64_t world = table.world_size;
   Arrivals result;
-  result.offsets.assign(to_size(world + 1), 0);
-  result.rows.assign(to_size(world), 0);
-  result.list.resize(to_size(table.num_destinations()));
-  for (const std::int32_t dst : table.dst_rank) ++result.offsets[to_size(dst + 1)];
-  for (std::int64_t r = 0; r < world; ++r)
-    result.offsets[to_size(r + 1)] += result.offsets[to_size(r)];
-  result.tiled.assign(to_size(world), 1);
+  result.offsets.assign(world + 1, 0);
+  result.rows.assign(world, 0);
+  result.list.resize(table.num_destinations());
+  for (const std::int32_t dst : table.dst_rank) ++result.offsets[dst + 1];
+  for (std::int64_t r = 0; r < world; ++r) result.offsets[r + 1] += result.offsets[r];
+  result.tiled.assign(world, 1);
   std::vector<std::int64_t> next(result.offsets.begin(), result.offsets.end() - 1);
   for (std::int64_t entry = 0; entry < table.num_entries(); ++entry) {
     const std::int64_t first = table.destination_begin(entry);
     const std::int64_t last = table.destination_begin(entry + 1);
-    const std::int64_t len = table.entries[to_size(entry)].len;
+    const std::int64_t len = table.entries[entry].len;
     for (std::int64_t c = first; c < last; ++c) {
-      const auto r = to_size(table.dst_rank[to_size(c)]);
-      if (table.dst_row[to_size(c)] != result.rows[r]) result.tiled[r] = 0;
-      result.list[to_size(next[r]++)] = {.row = table.dst_row[to_size(c)],
-                                         .entry = static_cast<std::int32_t>(entry),
-                                         .slot = static_cast<std::int32_t>(table.slot(entry, c))};
+      const std::size_t r = table.dst_rank[c];
+      if (table.dst_row[c] != result.rows[r]) result.tiled[r] = 0;
+      result.list[next[r]++] = {.row = table.dst_row[c],
+                                .entry = static_cast<std::int32_t>(entry),
+                                .slot = static_cast<std::int32_t>(table.slot(entry, c))};
       result.rows[r] += len;
     }
   }
   const Key key{table};
   std::vector<Arrival> scratch;
   for (std::int64_t r = 0; r < world; ++r) {
-    if (result.tiled[to_size(r)] != 0)
-      continue;  // without gaps in the global order, hence in order
-    const std::span<Arrival> list(result.list.data() + result.offsets[to_size(r)],
-                                  result.list.data() + result.offsets[to_size(r + 1)]);
+    if (result.tiled[r] != 0) continue;  // without gaps in the global order, hence in order
+    const std::span<Arrival> list(result.list.data() + result.offsets[r],
+                                  result.list.data() + result.offsets[r + 1]);
     const auto falls = [&](const Arrival& a, const Arrival& b) { return key(a) > key(b); };
     if (std::adjacent_find(list.begin(), list.end(), falls) == list.end()) continue;
     constexpr std::size_t few = 24;  // counting 256 digits costs more than moving these

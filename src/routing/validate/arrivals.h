@@ -26,7 +26,7 @@ struct Arrivals {
   std::vector<std::uint8_t> tiled;
 
   [[nodiscard]] std::span<const Arrival> of(std::int32_t rank) const {
-    return {list.data() + offsets[to_size(rank)], list.data() + offsets[to_size(rank + 1)]};
+    return {list.data() + offsets[rank], list.data() + offsets[rank + 1]};
   }
 };
 

@@ -22,10 +22,10 @@ struct Expected {
   std::vector<std::int64_t> max_kv;  ///< [W]
 
   [[nodiscard]] std::int64_t count(std::int32_t rank) const {
-    return rank_offsets[to_size(rank + 1)] - rank_offsets[to_size(rank)];
+    return rank_offsets[rank + 1] - rank_offsets[rank];
   }
   [[nodiscard]] Values of(const Flat& values, std::int32_t rank) const {
-    return {values.data() + rank_offsets[to_size(rank)], to_size(count(rank))};
+    return std::span(values).subspan(rank_offsets[rank], count(rank));
   }
 };
 
@@ -39,7 +39,7 @@ UninitializedVector<Context> find_contexts(const PlanIndex& index) {
   UninitializedVector<Context> context(index.plan->shard_len.size());  // by shard
   for (std::int32_t r = 0; r < index.plan->world_size; ++r) {
     walk_kv(index, r, [&](const KvStep& step) {
-      context[to_size(index.shard(step.query))] = {step.kv_row, step.kv_len};
+      context[index.shard(step.query)] = {step.kv_row, step.kv_len};
     });
   }
   return context;
@@ -57,13 +57,12 @@ bool matches(const SparseAttnLayout& attention, const PlanIndex& index) {
     std::int64_t max_kv = 0;
   };
   std::vector<Progress> ranks;
-  ranks.reserve(to_size(plan.world_size));
-  for (std::int32_t r = 0; r < plan.world_size; ++r)
-    ranks.push_back({index.rank_offsets[to_size(r)]});
+  ranks.reserve(plan.world_size);
+  for (std::int32_t r = 0; r < plan.world_size; ++r) ranks.push_back({index.rank_offsets[r]});
   bool same = true;
   for (std::size_t s = 0; s < context.size(); ++s) {
-    Progress& rank = ranks[to_size(plan.q_dst[s])];
-    const auto entry = to_size(rank.entry++);
+    Progress& rank = ranks[plan.q_dst[s]];
+    const std::size_t entry = rank.entry++;
     const std::int64_t len = plan.shard_len[s];
     same &= attention.shard[entry] == static_cast<std::int32_t>(s);
     same &= attention.q_begin[entry] == rank.rows;
@@ -91,13 +90,13 @@ Expected expect(const PlanIndex& index) {
                   .q_len = Flat(n),
                   .kv_begin = Flat(n),
                   .kv_len = Flat(n),
-                  .max_q = std::vector<std::int64_t>(to_size(plan.world_size)),
-                  .max_kv = std::vector<std::int64_t>(to_size(plan.world_size))};
+                  .max_q = std::vector<std::int64_t>(plan.world_size),
+                  .max_kv = std::vector<std::int64_t>(plan.world_size)};
   std::vector<std::int64_t> next(index.rank_offsets.begin(), index.rank_offsets.end() - 1);
-  std::vector<std::int64_t> filled(to_size(plan.world_size));
+  std::vector<std::int64_t> filled(plan.world_size);
   for (std::size_t s = 0; s < n; ++s) {
-    const auto r = to_size(plan.q_dst[s]);
-    const auto entry = to_size(next[r]++);
+    const std::size_t r = plan.q_dst[s];
+    const std::size_t entry = next[r]++;
     result.shard[entry] = static_cast<std::int32_t>(s);
     result.q_begin[entry] = filled[r];
     result.q_len[entry] = plan.shard_len[s];
@@ -208,7 +207,7 @@ class DenseAttention {
       for (const std::int64_t len : expected_.of(lengths, r)) {
         sums.push_back(add_rows(sums.back(), len));
       }
-      check_array(field, r, arrays[to_size(r)], sums);
+      check_array(field, r, arrays[r], sums);
     }
   }
 
@@ -216,7 +215,7 @@ class DenseAttention {
                    bool wanted) {
     if (!check_arrays(field, arrays, wanted)) return;
     for (std::int32_t r = 0; r < world_ && !findings_.full(); ++r) {
-      check_array(field, r, arrays[to_size(r)], expected_.of(values, r));
+      check_array(field, r, arrays[r], expected_.of(values, r));
     }
   }
 
@@ -237,9 +236,9 @@ void check_attention(const SparseAttnLayout& attention, const PlanIndex& index,
   const Expected expected = expect(index);
   if (attention.rank_offsets != expected.rank_offsets) {
     for (std::int32_t r = 0; r <= world; ++r) {
-      const std::int64_t got = attention.rank_offsets[to_size(r)];
-      if (got == expected.rank_offsets[to_size(r)]) continue;
-      report("rank_offsets", r, -1, got, expected.rank_offsets[to_size(r)], findings);
+      const std::int64_t got = attention.rank_offsets[r];
+      if (got == expected.rank_offsets[r]) continue;
+      report("rank_offsets", r, -1, got, expected.rank_offsets[r], findings);
     }
     return;
   }

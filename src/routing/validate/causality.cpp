@@ -33,7 +33,7 @@ class KvBuffer {
     walk_kv(index_, rank_, [&](const KvStep& step) {
       same = same && step.new_last - step.new_first < std::ssize(arrived_) - t;
       for (std::int64_t p = step.new_first; same && p <= step.new_last; ++p, ++t) {
-        const Arrival& a = arrived_[to_size(t)];
+        const Arrival& a = arrived_[t];
         same = entry_of(p) == a.entry && (!per_query_ || a.slot == slot_of(step, p));
       }
     });
@@ -60,20 +60,17 @@ class KvBuffer {
   /// it.
   [[nodiscard]] std::int64_t slot_of(const KvStep& step, std::int64_t place) const {
     if (index_.plan->mask == MaskKind::causal) return step.query - place;
-    return step.query - index_.kv_first[to_size(step.query)];
+    return step.query - index_.kv_first[step.query];
   }
 
   [[nodiscard]] std::int64_t entry_of(std::int64_t place) const {
     const std::int32_t shard = index_.shard(place);
-    const std::int32_t home = index_.home[to_size(shard)];
-    return table_.rank_offsets[to_size(home)] + shard -
-           index_.plan->rank_shard_offsets[to_size(home)];
+    const std::int32_t home = index_.home[shard];
+    return table_.rank_offsets[home] + shard - index_.plan->rank_shard_offsets[home];
   }
 
   void order_empty(std::vector<Held>& list) const {
-    const auto has_rows = [&](const Held& held) {
-      return table_.entries[to_size(held.entry)].len > 0;
-    };
+    const auto has_rows = [&](const Held& held) { return table_.entries[held.entry].len > 0; };
     const auto before = [](const Held& a, const Held& b) {
       return std::tie(a.entry, a.slot) < std::tie(b.entry, b.slot);
     };
@@ -94,13 +91,13 @@ class KvBuffer {
         continue;
       }
       const auto [missing, superfluous] = resume(expected, e, got, g);
-      if (missing == 1 && superfluous == 1 && expected[to_size(e)].entry == got[to_size(g)].entry) {
-        report_number(expected[to_size(e++)], got[to_size(g++)]);
+      if (missing == 1 && superfluous == 1 && expected[e].entry == got[g].entry) {
+        report_number(expected[e++], got[g++]);
         continue;
       }
-      for (const std::int64_t end = e + missing; e < end; ++e) report_missing(expected[to_size(e)]);
+      for (const std::int64_t end = e + missing; e < end; ++e) report_missing(expected[e]);
       for (const std::int64_t end = g + superfluous; g < end; ++g) {
-        report_superfluous(got[to_size(g)]);
+        report_superfluous(got[g]);
       }
     }
   }
@@ -109,9 +106,8 @@ class KvBuffer {
   [[nodiscard]] static bool agree(const std::vector<Held>& expected, std::int64_t e,
                                   const std::vector<Held>& got, std::int64_t g) {
     if (e >= std::ssize(expected) || g >= std::ssize(got)) return false;
-    const Held& wanted = expected[to_size(e)];
-    return wanted.entry == got[to_size(g)].entry &&
-           (wanted.slot < 0 || wanted.slot == got[to_size(g)].slot);
+    const Held& wanted = expected[e];
+    return wanted.entry == got[g].entry && (wanted.slot < 0 || wanted.slot == got[g].slot);
   }
 
   /// How many to leave out on one side so that both agree again, within reach; or one on each.
@@ -176,25 +172,23 @@ void check_copy_order(const SendTable& table, const PlanIndex& index, Findings& 
     std::int64_t document = -1;
     std::int64_t place = -1;
   };
-  std::vector<LastQuery> last(to_size(plan.world_size));
+  std::vector<LastQuery> last(plan.world_size);
   for (std::int64_t d = 0; d < plan.num_documents() && !findings.full(); ++d) {
-    const std::int64_t first = plan.doc_shard_offsets[to_size(d)];
-    const std::int64_t end = plan.doc_shard_offsets[to_size(d + 1)];
-    for (std::int64_t p = first; p < end; ++p)
-      last[to_size(plan.q_dst[to_size(index.shard(p))])] = {d, p};
+    const std::int64_t first = plan.doc_shard_offsets[d];
+    const std::int64_t end = plan.doc_shard_offsets[d + 1];
+    for (std::int64_t p = first; p < end; ++p) last[plan.q_dst[index.shard(p)]] = {d, p};
     for (std::int64_t p = first; p < end; ++p) {
       const std::int32_t shard = index.shard(p);
-      const std::int32_t home = index.home[to_size(shard)];
-      const std::int64_t entry =
-          table.rank_offsets[to_size(home)] + shard - plan.rank_shard_offsets[to_size(home)];
+      const std::int32_t home = index.home[shard];
+      const std::int64_t entry = table.rank_offsets[home] + shard - plan.rank_shard_offsets[home];
       std::int64_t before = end;
       for (std::int64_t c = table.destination_begin(entry); c < table.destination_begin(entry + 1);
            ++c) {
-        const LastQuery& query = last[to_size(table.dst_rank[to_size(c)])];
+        const LastQuery& query = last[table.dst_rank[c]];
         if (query.document != d) continue;  // a copy that nobody reads: not a matter of order
         if (query.place >= before) [[unlikely]] {
           findings.add(FindingKind::order, table.name, "dst_rank",
-                       table.place(entry, table.slot(entry, c)), table.dst_rank[to_size(c)],
+                       table.place(entry, table.slot(entry, c)), table.dst_rank[c],
                        "a rank whose last query comes before that of the copy before");
         }
         before = query.place;

@@ -16,26 +16,26 @@ void check_matrix(const Metadata& m, const SendTable& table,
                    findings)) {
     return;
   }
-  std::vector<std::int64_t> expected(to_size(world * (world + 1)));
+  std::vector<std::int64_t> expected(world * (world + 1));
   for (std::int64_t entry = 0; entry < table.num_entries(); ++entry) {
-    const Entry& info = table.entries[to_size(entry)];
+    const Entry& info = table.entries[entry];
     for (std::int64_t c = table.destination_begin(entry); c < table.destination_begin(entry + 1);
          ++c) {
-      expected[to_size(table.dst_rank[to_size(c)] * (world + 1) + info.rank)] += info.len;
+      expected[table.dst_rank[c] * (world + 1) + info.rank] += info.len;
     }
   }
   for (std::int64_t r = 0; r < world; ++r) {
-    expected[to_size(r * (world + 1) + world)] = received_rows[to_size(r)];
+    expected[r * (world + 1) + world] = received_rows[r];
   }
   const IndexReader cells(m.num_recv_tokens);
   for (std::int64_t cell = 0; cell < std::ssize(expected) && !findings.full(); ++cell) {
     const std::int64_t got = cells[cell];
-    if (got == expected[to_size(cell)]) [[likely]]
+    if (got == expected[cell]) [[likely]]
       continue;
     const std::int64_t src = cell % (world + 1);
     const std::string from = src == world ? " rows in all" : concat(" rows from rank ", src);
     findings.add(count_kind(got), table.name, "num_recv_tokens", {.rank = cell / (world + 1)},
-                 concat(got, from), concat(expected[to_size(cell)], from));
+                 concat(got, from), concat(expected[cell], from));
   }
 }
 
@@ -49,9 +49,9 @@ void check_totals(const Metadata& m, const SendTable& table,
     return;
   }
   for (std::int32_t r = 0; r < table.world_size; ++r) {
-    if (totals[to_size(r)] == received_rows[to_size(r)]) continue;
-    findings.add(count_kind(totals[to_size(r)]), table.name, "num_total_recv_tokens", {.rank = r},
-                 totals[to_size(r)], received_rows[to_size(r)]);
+    if (totals[r] == received_rows[r]) continue;
+    findings.add(count_kind(totals[r]), table.name, "num_total_recv_tokens", {.rank = r}, totals[r],
+                 received_rows[r]);
   }
 }
 
@@ -65,9 +65,8 @@ void check_num_seqs(const Metadata& m, const SendTable& table, NumSeqs rule, Fin
   for (std::int32_t r = 0; r < table.world_size; ++r) {
     std::int64_t with_rows = 0;
     std::int64_t with_copies = 0;
-    for (std::int64_t i = table.rank_offsets[to_size(r)]; i < table.rank_offsets[to_size(r + 1)];
-         ++i) {
-      const bool rows = table.entries[to_size(i)].len > 0;
+    for (std::int64_t i = table.rank_offsets[r]; i < table.rank_offsets[r + 1]; ++i) {
+      const bool rows = table.entries[i].len > 0;
       with_rows += rows ? 1 : 0;
       with_copies += rows || table.destination_begin(i + 1) > table.destination_begin(i) ? 1 : 0;
     }
@@ -126,9 +125,9 @@ void check_masks(const Metadata& fwd, const Metadata& rev, const SendTable& forw
       check_shape(reverse_name, lens, *rev.recv_seq_lens, fwd.seq_len.shape(), findings)) {
     const IndexReader got(*rev.recv_seq_lens);
     for (std::int64_t entry = 0; entry < forward.num_entries() && !findings.full(); ++entry) {
-      if (got[entry] == forward.entries[to_size(entry)].len) continue;
+      if (got[entry] == forward.entries[entry].len) continue;
       findings.add(FindingKind::mask, reverse_name, lens, forward.place(entry), got[entry],
-                   forward.entries[to_size(entry)].len);
+                   forward.entries[entry].len);
     }
   }
 }

@@ -24,8 +24,8 @@ bool check_pairs(const RecvCounts& recv, const SendTable& table, Findings& findi
   if (!ok) return false;
   for (std::int32_t r = 0; r < world; ++r) {
     std::int64_t before = -1;
-    for (std::int64_t p = recv.offsets[to_size(r)]; p < recv.offsets[to_size(r + 1)]; ++p) {
-      const std::int64_t src = recv.src_rank[to_size(p)];
+    for (std::int64_t p = recv.offsets[r]; p < recv.offsets[r + 1]; ++p) {
+      const std::int64_t src = recv.src_rank[p];
       if (before < src && src < world) [[likely]] {
         before = src;
         continue;
@@ -43,21 +43,21 @@ bool check_pairs(const RecvCounts& recv, const SendTable& table, Findings& findi
 
 /// Whether the pairs are those of the arrivals, receiver by receiver.
 bool pairs_match(const RecvCounts& recv, const SendTable& table, const Arrivals& arrivals) {
-  std::vector<std::int64_t> rows(to_size(table.world_size));  // of the current receiver, by sender
+  std::vector<std::int64_t> rows(table.world_size);  // of the current receiver, by sender
   bool same = true;
   for (std::int32_t r = 0; r < table.world_size; ++r) {
     for (const Arrival& a : arrivals.of(r)) {
-      const Entry& entry = table.entries[to_size(a.entry)];
-      rows[to_size(entry.rank)] += entry.len;
+      const Entry& entry = table.entries[a.entry];
+      rows[entry.rank] += entry.len;
     }
     std::int64_t announced = 0;
-    for (std::int64_t p = recv.offsets[to_size(r)]; p < recv.offsets[to_size(r + 1)]; ++p) {
-      std::int64_t& sent = rows[to_size(recv.src_rank[to_size(p)])];
-      same &= sent > 0 && recv.tokens[to_size(p)] == sent;
+    for (std::int64_t p = recv.offsets[r]; p < recv.offsets[r + 1]; ++p) {
+      std::int64_t& sent = rows[recv.src_rank[p]];
+      same &= sent > 0 && recv.tokens[p] == sent;
       announced += std::exchange(sent, 0);
     }
     // No sender is left out exactly when the pairs make up all rows.
-    same &= announced == arrivals.rows[to_size(r)] && recv.total[to_size(r)] == announced;
+    same &= announced == arrivals.rows[r] && recv.total[r] == announced;
     if (!same) return false;
   }
   return true;
@@ -71,20 +71,19 @@ std::vector<std::int64_t> rows_of_pairs(const RecvCounts& recv, const SendTable&
   std::vector<std::int64_t> position(recv.offsets.begin(), recv.offsets.end() - 1);
   std::vector<std::int32_t> reported(position.size(), -1);
   for (std::int64_t entry = 0; entry < table.num_entries(); ++entry) {
-    const Entry& info = table.entries[to_size(entry)];
+    const Entry& info = table.entries[entry];
     if (info.len == 0) continue;
     for (std::int64_t c = table.destination_begin(entry); c < table.destination_begin(entry + 1);
          ++c) {
-      const auto r = to_size(table.dst_rank[to_size(c)]);
+      const std::size_t r = table.dst_rank[c];
       std::int64_t& p = position[r];
-      while (p < recv.offsets[r + 1] && recv.src_rank[to_size(p)] < info.rank) ++p;
-      if (p < recv.offsets[r + 1] && recv.src_rank[to_size(p)] == info.rank) [[likely]] {
-        rows[to_size(p)] += info.len;
+      while (p < recv.offsets[r + 1] && recv.src_rank[p] < info.rank) ++p;
+      if (p < recv.offsets[r + 1] && recv.src_rank[p] == info.rank) [[likely]] {
+        rows[p] += info.len;
       } else if (reported[r] != info.rank) {
         reported[r] = info.rank;
-        findings.add(FindingKind::count, table.name, "recv.src_rank",
-                     {.rank = table.dst_rank[to_size(c)]}, concat("no rows from rank ", info.rank),
-                     "some, as it sends them");
+        findings.add(FindingKind::count, table.name, "recv.src_rank", {.rank = table.dst_rank[c]},
+                     concat("no rows from rank ", info.rank), "some, as it sends them");
       }
     }
   }
@@ -102,28 +101,27 @@ void check_counts(const SparseMetadata& metadata, const SendTable& table,
     return;
   const std::vector<std::int64_t> rows = rows_of_pairs(recv, table, findings);
   for (std::int32_t r = 0; r < table.world_size && !findings.full(); ++r) {
-    for (std::int64_t p = recv.offsets[to_size(r)]; p < recv.offsets[to_size(r + 1)]; ++p) {
-      const std::int64_t got = recv.tokens[to_size(p)];
-      if (got == rows[to_size(p)] && got > 0) [[likely]]
+    for (std::int64_t p = recv.offsets[r]; p < recv.offsets[r + 1]; ++p) {
+      const std::int64_t got = recv.tokens[p];
+      if (got == rows[p] && got > 0) [[likely]]
         continue;
-      const std::int64_t src = recv.src_rank[to_size(p)];
+      const std::int64_t src = recv.src_rank[p];
       findings.add(count_kind(got), table.name, "recv.tokens", {.rank = r}, from_rank(got, src),
-                   rows[to_size(p)] == 0 ? "no such pair, as it sends nothing"
-                                         : from_rank(rows[to_size(p)], src));
+                   rows[p] == 0 ? "no such pair, as it sends nothing" : from_rank(rows[p], src));
     }
-    if (recv.total[to_size(r)] == received_rows[to_size(r)]) [[likely]]
+    if (recv.total[r] == received_rows[r]) [[likely]]
       continue;
-    findings.add(count_kind(recv.total[to_size(r)]), table.name, "recv.total", {.rank = r},
-                 recv.total[to_size(r)], received_rows[to_size(r)]);
+    findings.add(count_kind(recv.total[r]), table.name, "recv.total", {.rank = r}, recv.total[r],
+                 received_rows[r]);
   }
 }
 
 std::vector<std::int64_t> received_rows(const SendTable& table) {
-  std::vector<std::int64_t> rows(to_size(table.world_size));
+  std::vector<std::int64_t> rows(table.world_size);
   for (std::int64_t entry = 0; entry < table.num_entries(); ++entry) {
     for (std::int64_t c = table.destination_begin(entry); c < table.destination_begin(entry + 1);
          ++c) {
-      rows[to_size(table.dst_rank[to_size(c)])] += table.entries[to_size(entry)].len;
+      rows[table.dst_rank[c]] += table.entries[entry].len;
     }
   }
   return rows;

@@ -5,7 +5,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/to_size.h"
 #include "waybill/core/error.h"
 #include "waybill/routing/validate.h"
 
@@ -47,8 +46,6 @@ class Findings {
   std::int64_t max_;
   std::vector<Finding> list_;
 };
-
-using detail::to_size;
 
 /// a + b >= 0, or the largest number where that is more. For a, b >= 0.
 [[nodiscard]] inline std::int64_t add_rows(std::int64_t a, std::int64_t b) {

@@ -6,10 +6,10 @@ namespace {
 /// One rank of check_lines, which found that something is wrong there.
 void check_entry(const SendTable& table, std::int64_t entry, std::int64_t shard,
                  const QkvPlan& plan, Findings& findings) {
-  const std::int64_t len = table.entries[to_size(entry)].len;
-  if (shard >= 0 && len != plan.shard_len[to_size(shard)]) {
+  const std::int64_t len = table.entries[entry].len;
+  if (shard >= 0 && len != plan.shard_len[shard]) {
     findings.add(FindingKind::plan, table.name, "seq_len", table.place(entry), len,
-                 plan.shard_len[to_size(shard)]);
+                 plan.shard_len[shard]);
   }
   if (shard < 0 &&
       (len != 0 || table.destination_begin(entry) != table.destination_begin(entry + 1))) {
@@ -32,10 +32,10 @@ bool check_entries(const SendTable& table, const PlanIndex& index, Findings& fin
   }
   bool ok = true;
   for (std::int32_t r = 0; r < plan.world_size; ++r) {
-    const std::int64_t first = plan.rank_shard_offsets[to_size(r)];
-    const std::int64_t num_shards = plan.rank_shard_offsets[to_size(r + 1)] - first;
-    const std::int64_t first_entry = table.rank_offsets[to_size(r)];
-    const std::int64_t num_entries = table.rank_offsets[to_size(r + 1)] - first_entry;
+    const std::int64_t first = plan.rank_shard_offsets[r];
+    const std::int64_t num_shards = plan.rank_shard_offsets[r + 1] - first;
+    const std::int64_t first_entry = table.rank_offsets[r];
+    const std::int64_t num_entries = table.rank_offsets[r + 1] - first_entry;
     // The dense form pads all ranks to the same number.
     const bool padded = !table.own_copy_offsets.empty();
     if (num_entries < num_shards || (num_entries > num_shards && !padded)) {
@@ -54,29 +54,28 @@ bool check_entries(const SendTable& table, const PlanIndex& index, Findings& fin
 void check_queries(const SendTable& table, const Arrivals& arrivals, const PlanIndex& index,
                    Findings& findings) {
   const QkvPlan& plan = *index.plan;
-  std::vector<std::int64_t> filled(to_size(plan.world_size));
+  std::vector<std::int64_t> filled(plan.world_size);
   for (std::int64_t s = 0; s < plan.num_shards(); ++s) {
-    const std::int32_t home = index.home[to_size(s)];
-    const std::int64_t entry =
-        table.rank_offsets[to_size(home)] + s - plan.rank_shard_offsets[to_size(home)];
+    const std::int32_t home = index.home[s];
+    const std::int64_t entry = table.rank_offsets[home] + s - plan.rank_shard_offsets[home];
     const std::int64_t copy = table.destination_begin(entry);
     const std::int64_t num_destinations = table.destination_begin(entry + 1) - copy;
-    const std::int32_t expected = plan.q_dst[to_size(s)];
+    const std::int32_t expected = plan.q_dst[s];
     if (num_destinations != 1) [[unlikely]] {
       findings.add(FindingKind::plan, table.name, "dst_rank", table.place(entry),
                    concat(num_destinations, " destinations"), concat("rank ", expected));
       continue;
     }
-    const std::int32_t dst = table.dst_rank[to_size(copy)];
+    const std::int32_t dst = table.dst_rank[copy];
     if (dst != expected) [[unlikely]] {
       findings.add(FindingKind::plan, table.name, "dst_rank", table.place(entry, 0), dst, expected);
     }
-    std::int64_t& next = filled[to_size(dst)];
-    if (table.dst_row[to_size(copy)] != next && arrivals.tiled[to_size(dst)] != 0) [[unlikely]] {
+    std::int64_t& next = filled[dst];
+    if (table.dst_row[copy] != next && arrivals.tiled[dst] != 0) [[unlikely]] {
       findings.add(FindingKind::order, table.name, "dst_offset", table.place(entry, 0),
-                   table.dst_row[to_size(copy)], next);
+                   table.dst_row[copy], next);
     }
-    next += table.entries[to_size(entry)].len;
+    next += table.entries[entry].len;
   }
 }
 

@@ -11,7 +11,7 @@ namespace {
 template <class T>
 std::vector<std::int64_t> widen(const IndexArray& array) {
   const auto* first = static_cast<const T*>(array.data());
-  std::vector<std::int64_t> values(to_size(array.size()));
+  std::vector<std::int64_t> values(array.size());
   std::transform(first, first + array.size(), values.begin(), [](T value) {
     return std::in_range<std::int64_t>(value) ? static_cast<std::int64_t>(value) : INT64_MAX;
   });

@@ -14,7 +14,7 @@ namespace waybill::validation {
 class IndexReader {
  public:
   explicit IndexReader(const IndexArray& array);
-  [[nodiscard]] std::int64_t operator[](std::int64_t idx) const { return values_[to_size(idx)]; }
+  [[nodiscard]] std::int64_t operator[](std::int64_t idx) const { return values_[idx]; }
   [[nodiscard]] std::span<const std::int64_t> span() const { return values_; }
   IndexReader(const IndexReader&) = delete;
   IndexReader& operator=(const IndexReader&) = delete;

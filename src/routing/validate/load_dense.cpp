@@ -62,14 +62,14 @@ class DenseLoader {
   /// False: not safe to go on.
   bool run(std::int64_t num_shards) {
     const std::int64_t world = table_.world_size;
-    table_.entries.resize(to_size(world * num_shards));
+    table_.entries.resize(world * num_shards);
     table_.own_copy_offsets.assign(1, 0);
     for (std::int64_t r = 0; r <= world; ++r) table_.rank_offsets.push_back(r * num_shards);
     for (std::int64_t entry = 0; entry < world * num_shards; ++entry) {
-      table_.entries[to_size(entry)] = {.len = len_[entry],
-                                        .begin = 0,
-                                        .rank = static_cast<std::int32_t>(entry / num_shards),
-                                        .shard = static_cast<std::int32_t>(entry % num_shards)};
+      table_.entries[entry] = {.len = len_[entry],
+                               .begin = 0,
+                               .rank = static_cast<std::int32_t>(entry / num_shards),
+                               .shard = static_cast<std::int32_t>(entry % num_shards)};
       read_entry(entry);
       table_.own_copy_offsets.push_back(std::ssize(table_.own_dst_rank));
     }

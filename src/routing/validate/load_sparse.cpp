@@ -51,7 +51,7 @@ bool copies_fit(const SendTable& table) {
   bool fit = true;
   for (std::int64_t i = 0; i < table.num_entries(); ++i) {
     const std::int64_t copies = table.destination_begin(i + 1) - table.destination_begin(i);
-    fit &= table.reverse ? copies == 1 : copies > 0 || table.entries[to_size(i)].len == 0;
+    fit &= table.reverse ? copies == 1 : copies > 0 || table.entries[i].len == 0;
   }
   return fit;
 }
@@ -59,7 +59,7 @@ bool copies_fit(const SendTable& table) {
 [[gnu::cold]] bool check_lengths(const SendTable& table, Findings& findings) {
   bool safe = true;
   for (std::int64_t i = 0; i < table.num_entries(); ++i) {
-    const std::int64_t len = table.entries[to_size(i)].len;
+    const std::int64_t len = table.entries[i].len;
     if (0 <= len && len <= max_offset) [[likely]]
       continue;
     safe = false;
@@ -74,10 +74,10 @@ bool copies_fit(const SendTable& table) {
   for (std::int64_t i = 0; i < table.num_entries(); ++i) {
     const std::int64_t first = table.destination_begin(i);
     const std::int64_t last = table.destination_begin(i + 1);
-    if (last == first && table.entries[to_size(i)].len > 0) {
+    if (last == first && table.entries[i].len > 0) {
       // Safe to go on: the rows stay behind.
       findings.add(FindingKind::undispatched, table.name, "dst_rank", table.place(i),
-                   concat("no destination for ", table.entries[to_size(i)].len, " rows"), "one");
+                   concat("no destination for ", table.entries[i].len, " rows"), "one");
     }
     if (table.reverse && last != first + 1) {
       findings.add(FindingKind::shape, table.name, "copy_offsets", table.place(i),
@@ -85,8 +85,8 @@ bool copies_fit(const SendTable& table) {
       safe = false;
     }
     for (std::int64_t c = first; c < last; ++c) {
-      const std::int32_t dst = table.dst_rank[to_size(c)];
-      const std::int64_t row = table.dst_row[to_size(c)];
+      const std::int32_t dst = table.dst_rank[c];
+      const std::int64_t row = table.dst_row[c];
       if (dst < 0 || dst >= table.world_size) [[unlikely]] {
         safe = false;
         findings.add(FindingKind::rank_range, table.name, "dst_rank", table.place(i, c - first),
@@ -118,12 +118,12 @@ std::optional<SendTable> load(const SparseMetadata& m, const char* name, TableDi
   table.reverse = direction == TableDirection::reverse;
   table.entries.resize(m.seq_len.size());
   for (std::int32_t r = 0; r < m.world_size; ++r) {
-    const std::int64_t first = m.rank_offsets[to_size(r)];
-    for (std::int64_t entry = first; entry < m.rank_offsets[to_size(r + 1)]; ++entry) {
-      table.entries[to_size(entry)] = {.len = m.seq_len[to_size(entry)],
-                                       .begin = 0,
-                                       .rank = r,
-                                       .shard = static_cast<std::int32_t>(entry - first)};
+    const std::int64_t first = m.rank_offsets[r];
+    for (std::int64_t entry = first; entry < m.rank_offsets[r + 1]; ++entry) {
+      table.entries[entry] = {.len = m.seq_len[entry],
+                              .begin = 0,
+                              .rank = r,
+                              .shard = static_cast<std::int32_t>(entry - first)};
     }
   }
   const bool in_range = all_within(m.seq_len, max_offset) && all_within(m.dst_offset, max_offset) &&

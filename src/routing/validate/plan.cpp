@@ -43,10 +43,9 @@ bool check_shards(const QkvPlan& plan, Findings& findings) {
   bool ok = true;
   std::int64_t total = 0;
   for (std::int32_t r = 0; r < plan.world_size && !findings.full(); ++r) {
-    for (std::int64_t s = plan.rank_shard_offsets[to_size(r)];
-         s < plan.rank_shard_offsets[to_size(r + 1)]; ++s) {
+    for (std::int64_t s = plan.rank_shard_offsets[r]; s < plan.rank_shard_offsets[r + 1]; ++s) {
       const Place place{.rank = r, .shard = s};
-      const std::int64_t len = plan.shard_len[to_size(s)];
+      const std::int64_t len = plan.shard_len[s];
       if (len < 0) {
         findings.add(FindingKind::negative, plan_table, "shard_len", place, len, "0 or more");
         ok = false;
@@ -60,8 +59,8 @@ bool check_shards(const QkvPlan& plan, Findings& findings) {
           ok = false;
         }
       }
-      if (plan.q_dst[to_size(s)] < 0 || plan.q_dst[to_size(s)] >= plan.world_size) {
-        findings.add(FindingKind::rank_range, plan_table, "q_dst", place, plan.q_dst[to_size(s)],
+      if (plan.q_dst[s] < 0 || plan.q_dst[s] >= plan.world_size) {
+        findings.add(FindingKind::rank_range, plan_table, "q_dst", place, plan.q_dst[s],
                      concat("0..", plan.world_size - 1));
         ok = false;
       }
@@ -72,23 +71,23 @@ bool check_shards(const QkvPlan& plan, Findings& findings) {
 
 bool check_documents(const QkvPlan& plan, Findings& findings) {
   const std::int64_t num_shards = plan.num_shards();
-  std::vector<std::uint8_t> held(to_size(num_shards));
+  std::vector<std::uint8_t> held(num_shards);
   bool ok = true;
   for (std::int64_t place = 0; place < num_shards && !findings.full(); ++place) {
-    const std::int64_t shard = plan.doc_shards[to_size(place)];
+    const std::int64_t shard = plan.doc_shards[place];
     if (shard < 0 || shard >= num_shards) {
       findings.add(FindingKind::document, plan_table, "doc_shards", {},
                    concat(shard, " at ", place), concat("0..", num_shards - 1));
       ok = false;
-    } else if (held[to_size(shard)]++ != 0) {
+    } else if (held[shard]++ != 0) {
       findings.add(FindingKind::document, plan_table, "doc_shards", {.shard = shard},
                    concat("this shard again at ", place), "each shard once");
-      held[to_size(shard)] = 1;
+      held[shard] = 1;
       ok = false;
     }
   }
   for (std::int64_t shard = 0; !ok && shard < num_shards && !findings.full(); ++shard) {
-    if (held[to_size(shard)] != 0) continue;
+    if (held[shard] != 0) continue;
     findings.add(FindingKind::document, plan_table, "doc_shards", {.shard = shard},
                  "this shard in no document", "each shard once");
   }
@@ -104,11 +103,11 @@ bool check_windows(const QkvPlan& plan, Findings& findings) {
   }
   bool ok = true;
   for (std::int64_t d = 0; d < plan.num_documents() && !findings.full(); ++d) {
-    const std::int64_t first = plan.doc_shard_offsets[to_size(d)];
+    const std::int64_t first = plan.doc_shard_offsets[d];
     std::int64_t before = 0;
-    for (std::int64_t p = 0; p < plan.doc_shard_offsets[to_size(d + 1)] - first; ++p) {
-      const std::int32_t shard = plan.doc_shards[to_size(first + p)];
-      const std::int64_t begin = plan.kv_begin[to_size(shard)];
+    for (std::int64_t p = 0; p < plan.doc_shard_offsets[d + 1] - first; ++p) {
+      const std::int32_t shard = plan.doc_shards[first + p];
+      const std::int64_t begin = plan.kv_begin[shard];
       if (before <= begin && begin <= p) [[likely]] {
         before = begin;
         continue;
@@ -141,49 +140,45 @@ PlanIndex index_plan(const QkvPlan& plan) {
   index.queries.resize(num_shards);
   index.rows_before[0] = 0;
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    const auto first = static_cast<std::int32_t>(plan.doc_shard_offsets[to_size(d)]);
-    for (std::int64_t place = first; place < plan.doc_shard_offsets[to_size(d + 1)]; ++place) {
-      const auto shard = to_size(plan.doc_shards[to_size(place)]);
-      index.document[to_size(place)] = static_cast<std::int32_t>(d);
-      index.kv_first[to_size(place)] = first + (plan.kv_begin.empty() ? 0 : plan.kv_begin[shard]);
-      const std::int64_t last = plan.doc_shard_offsets[to_size(d + 1)] - 1;
-      index.kv_last[to_size(place)] =
-          static_cast<std::int32_t>(plan.mask == MaskKind::full ? last : place);
-      index.rows_before[to_size(place + 1)] =
-          index.rows_before[to_size(place)] + plan.shard_len[shard];
+    const auto first = static_cast<std::int32_t>(plan.doc_shard_offsets[d]);
+    for (std::int64_t place = first; place < plan.doc_shard_offsets[d + 1]; ++place) {
+      const std::size_t shard = plan.doc_shards[place];
+      index.document[place] = static_cast<std::int32_t>(d);
+      index.kv_first[place] = first + (plan.kv_begin.empty() ? 0 : plan.kv_begin[shard]);
+      const std::int64_t last = plan.doc_shard_offsets[d + 1] - 1;
+      index.kv_last[place] = static_cast<std::int32_t>(plan.mask == MaskKind::full ? last : place);
+      index.rows_before[place + 1] = index.rows_before[place] + plan.shard_len[shard];
     }
   }
   for (std::int32_t r = 0; r < plan.world_size; ++r) {
-    for (std::int64_t s = plan.rank_shard_offsets[to_size(r)];
-         s < plan.rank_shard_offsets[to_size(r + 1)]; ++s) {
-      index.home[to_size(s)] = r;
+    for (std::int64_t s = plan.rank_shard_offsets[r]; s < plan.rank_shard_offsets[r + 1]; ++s) {
+      index.home[s] = r;
     }
   }
-  index.rank_offsets.assign(to_size(plan.world_size) + 1, 0);
-  for (const std::int32_t dst : plan.q_dst) ++index.rank_offsets[to_size(dst) + 1];
-  for (std::size_t r = 0; r < to_size(plan.world_size); ++r) {
+  index.rank_offsets.assign(plan.world_size + 1, 0);
+  for (const std::int32_t dst : plan.q_dst) ++index.rank_offsets[dst + 1];
+  for (std::int32_t r = 0; r < plan.world_size; ++r) {
     index.rank_offsets[r + 1] += index.rank_offsets[r];
   }
   std::vector<std::int64_t> next(index.rank_offsets.begin(), index.rank_offsets.end() - 1);
   const auto append = [&](std::int32_t shard, std::int32_t place) {
-    index.queries[to_size(next[to_size(plan.q_dst[to_size(shard)])]++)] = place;
+    index.queries[next[plan.q_dst[shard]]++] = place;
   };
   const auto last = static_cast<std::int32_t>(num_shards);
   if (plan.kv_layout == KvLayout::per_rank) {  // a group per document
     for (std::int32_t place = 0; place < last; ++place) append(index.shard(place), place);
   } else {  // a group per query, in the global order
     UninitializedVector<std::int32_t> place_of(num_shards);
-    for (std::int32_t place = 0; place < last; ++place)
-      place_of[to_size(index.shard(place))] = place;
-    for (std::int32_t shard = 0; shard < last; ++shard) append(shard, place_of[to_size(shard)]);
+    for (std::int32_t place = 0; place < last; ++place) place_of[index.shard(place)] = place;
+    for (std::int32_t shard = 0; shard < last; ++shard) append(shard, place_of[shard]);
   }
   return index;
 }
 
 std::string PlanIndex::describe(std::int64_t place) const {
   const std::int32_t number = shard(place);
-  const std::int32_t rank = home[to_size(number)];
-  return concat("shard ", number - plan->rank_shard_offsets[to_size(rank)], " of rank ", rank);
+  const std::int32_t rank = home[number];
+  return concat("shard ", number - plan->rank_shard_offsets[rank], " of rank ", rank);
 }
 
 void check_plan_capacity(const PlanIndex& index, const ValidateOptions& options,

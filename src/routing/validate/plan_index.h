@@ -26,15 +26,12 @@ struct PlanIndex {
   /// [N]: places of the queries of each rank, in the order of the groups of its KV buffer.
   UninitializedVector<std::int32_t> queries;
 
-  [[nodiscard]] std::int32_t shard(std::int64_t place) const {
-    return plan->doc_shards[to_size(place)];
-  }
+  [[nodiscard]] std::int32_t shard(std::int64_t place) const { return plan->doc_shards[place]; }
   [[nodiscard]] std::int64_t rows(std::int64_t first, std::int64_t last) const {
-    return rows_before[to_size(last + 1)] - rows_before[to_size(first)];
+    return rows_before[last + 1] - rows_before[first];
   }
   [[nodiscard]] std::span<const std::int32_t> queries_of(std::int32_t rank) const {
-    return {queries.data() + rank_offsets[to_size(rank)],
-            queries.data() + rank_offsets[to_size(rank + 1)]};
+    return {queries.data() + rank_offsets[rank], queries.data() + rank_offsets[rank + 1]};
   }
   /// "shard 3 of rank 5"
   [[nodiscard]] std::string describe(std::int64_t place) const;
@@ -62,11 +59,11 @@ std::int64_t walk_kv(const PlanIndex& index, std::int32_t rank, Step&& step) {
   std::int64_t interval_row = 0;  // its row
   std::int64_t next = 0;          // the place after that run
   for (const std::int32_t query : index.queries_of(rank)) {
-    const std::int64_t first = index.kv_first[to_size(query)];
-    const std::int64_t last = index.kv_last[to_size(query)];
+    const std::int64_t first = index.kv_first[query];
+    const std::int64_t last = index.kv_last[query];
     // Along a document windows never move back, so a run is continued or left for good.
-    if (!share || index.document[to_size(query)] != document || first > next) {
-      document = index.document[to_size(query)];
+    if (!share || index.document[query] != document || first > next) {
+      document = index.document[query];
       interval = first;
       interval_row = row;
       next = first;

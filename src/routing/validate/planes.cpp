@@ -17,8 +17,8 @@ class PlanesOfRank {
   /// Rows `row..row + rows` are those of a used copy. False: they did not arrive; the rest of the
   /// rank would only repeat that.
   [[nodiscard]] bool expect(std::int64_t row, std::int64_t rows, Place place) {
-    const bool has_arrived = next_ < std::ssize(arrived_) && arrived_[to_size(next_)].row == row &&
-                             table_.entries[to_size(arrived_[to_size(next_)].entry)].len == rows;
+    const bool has_arrived = next_ < std::ssize(arrived_) && arrived_[next_].row == row &&
+                             table_.entries[arrived_[next_].entry].len == rows;
     if (has_arrived) {
       ++next_;
       skip_empty();
@@ -38,15 +38,14 @@ class PlanesOfRank {
 
  private:
   void skip_empty() {
-    while (next_ < std::ssize(arrived_) &&
-           table_.entries[to_size(arrived_[to_size(next_)].entry)].len == 0) {
+    while (next_ < std::ssize(arrived_) && table_.entries[arrived_[next_].entry].len == 0) {
       ++next_;
     }
   }
 
   [[nodiscard]] std::string arrived_text() const {
-    const Arrival& a = arrived_[to_size(next_)];
-    const Entry& entry = table_.entries[to_size(a.entry)];
+    const Arrival& a = arrived_[next_];
+    const Entry& entry = table_.entries[a.entry];
     return concat("rows ", a.row, "..", add_rows(a.row, entry.len), " from rank ", entry.rank,
                   ", shard ", entry.shard);
   }

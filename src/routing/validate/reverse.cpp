@@ -8,9 +8,9 @@ namespace {
 
 /// The first row to which a copy returns: `copy * T + begin`. -1 where that is beyond int64.
 std::int64_t home_row(const SendTable& forward, const Arrival& a) {
-  const Entry& entry = forward.entries[to_size(a.entry)];
+  const Entry& entry = forward.entries[a.entry];
   std::int64_t row = 0;
-  if (__builtin_mul_overflow(a.slot, forward.rank_rows[to_size(entry.rank)], &row)) return -1;
+  if (__builtin_mul_overflow(a.slot, forward.rank_rows[entry.rank], &row)) return -1;
   return __builtin_add_overflow(row, entry.begin, &row) ? -1 : row;
 }
 
@@ -22,14 +22,14 @@ class ReverseOfRank {
       : forward_(forward),
         reverse_(reverse),
         rank_(rank),
-        tiled_(arrivals.tiled[to_size(rank)] != 0),
+        tiled_(arrivals.tiled[rank] != 0),
         arrived_(arrivals.of(rank)),
         findings_(findings) {
     // Padding of the dense form has no copy, so copies are the entries.
-    first_destination_ = reverse.destination_begin(reverse.rank_offsets[to_size(rank)]);
+    first_destination_ = reverse.destination_begin(reverse.rank_offsets[rank]);
     num_destinations_ =
-        reverse.destination_begin(reverse.rank_offsets[to_size(rank + 1)]) - first_destination_;
-    entry_ = reverse.rank_offsets[to_size(rank)];
+        reverse.destination_begin(reverse.rank_offsets[rank + 1]) - first_destination_;
+    entry_ = reverse.rank_offsets[rank];
   }
 
   void run() {
@@ -41,13 +41,12 @@ class ReverseOfRank {
                     concat(num_arrived, ", one for each that the rank received"));
     }
     for (std::int64_t t = 0; t < std::min(num_arrived, num_destinations_);) {
-      const Arrival& a = arrived_[to_size(t)];
-      const Entry& entry = forward_.entries[to_size(a.entry)];
+      const Arrival& a = arrived_[t];
+      const Entry& entry = forward_.entries[a.entry];
       const std::int64_t copy = first_destination_ + t;
       seek(copy);
-      if (reverse_.entries[to_size(entry_)].len == entry.len &&
-          reverse_.dst_rank[to_size(copy)] == entry.rank &&
-          reverse_.dst_row[to_size(copy)] == home_row(forward_, a)) [[likely]] {
+      if (reverse_.entries[entry_].len == entry.len && reverse_.dst_rank[copy] == entry.rank &&
+          reverse_.dst_row[copy] == home_row(forward_, a)) [[likely]] {
         ++t;
         continue;
       }
@@ -70,7 +69,7 @@ class ReverseOfRank {
 
   [[nodiscard]] std::int64_t reverse_len(std::int64_t t) {
     seek(first_destination_ + t);
-    return reverse_.entries[to_size(entry_)].len;
+    return reverse_.entries[entry_].len;
   }
 
   /// Shards without rows that land on the same row have no order among themselves. The end of
@@ -82,12 +81,12 @@ class ReverseOfRank {
     const std::int64_t entry_before = entry_;
     std::int64_t end = t;
     for (; end < std::min(std::ssize(arrived_), num_destinations_); ++end) {
-      const Arrival& a = arrived_[to_size(end)];
-      const Entry& entry = forward_.entries[to_size(a.entry)];
+      const Arrival& a = arrived_[end];
+      const Entry& entry = forward_.entries[a.entry];
       if (entry.len != 0 || reverse_len(end) != 0) break;
       expected.emplace_back(entry.rank, home_row(forward_, a));
-      got.emplace_back(reverse_.dst_rank[to_size(first_destination_ + end)],
-                       reverse_.dst_row[to_size(first_destination_ + end)]);
+      got.emplace_back(reverse_.dst_rank[first_destination_ + end],
+                       reverse_.dst_row[first_destination_ + end]);
     }
     std::sort(expected.begin(), expected.end());
     std::sort(got.begin(), got.end());
@@ -97,21 +96,21 @@ class ReverseOfRank {
   }
 
   [[gnu::cold]] void report(const Arrival& a, std::int64_t copy) {
-    const Entry& entry = forward_.entries[to_size(a.entry)];
+    const Entry& entry = forward_.entries[a.entry];
     const Place place = reverse_.place(entry_);
     const Place home = forward_.place(a.entry, a.slot);
     const std::string of =
         concat(", as of rank ", home.rank, ", shard ", home.shard, ", copy ", home.copy);
-    if (reverse_.entries[to_size(entry_)].len != entry.len) {
+    if (reverse_.entries[entry_].len != entry.len) {
       findings_.add(FindingKind::transpose, reverse_.name, "seq_len", place,
-                    reverse_.entries[to_size(entry_)].len, concat(entry.len, of));
+                    reverse_.entries[entry_].len, concat(entry.len, of));
     }
-    if (reverse_.dst_rank[to_size(copy)] != entry.rank) {
+    if (reverse_.dst_rank[copy] != entry.rank) {
       findings_.add(FindingKind::transpose, reverse_.name, "dst_rank", place,
-                    reverse_.dst_rank[to_size(copy)], concat(entry.rank, of));
-    } else if (reverse_.dst_row[to_size(copy)] != home_row(forward_, a)) {
+                    reverse_.dst_rank[copy], concat(entry.rank, of));
+    } else if (reverse_.dst_row[copy] != home_row(forward_, a)) {
       findings_.add(forward_.one_copy ? FindingKind::identity : FindingKind::transpose,
-                    reverse_.name, "dst_offset", place, reverse_.dst_row[to_size(copy)],
+                    reverse_.name, "dst_offset", place, reverse_.dst_row[copy],
                     concat(home_row(forward_, a), of));
     }
   }

@@ -14,10 +14,9 @@ bool check_offsets(const char* table, const char* field, std::span<const std::in
     return false;
   }
   for (std::int64_t i = 0; i < num_parts; ++i) {
-    if (offsets[to_size(i)] <= offsets[to_size(i + 1)]) continue;
-    findings.add(FindingKind::shape, table, field, {},
-                 concat(offsets[to_size(i + 1)], " at ", i + 1),
-                 concat("at least ", offsets[to_size(i)], ", the value before it"));
+    if (offsets[i] <= offsets[i + 1]) continue;
+    findings.add(FindingKind::shape, table, field, {}, concat(offsets[i + 1], " at ", i + 1),
+                 concat("at least ", offsets[i], ", the value before it"));
     return false;
   }
   if (offsets.back() != size) {
@@ -28,14 +27,13 @@ bool check_offsets(const char* table, const char* field, std::span<const std::in
 }
 
 bool sum_lengths(SendTable& table, Findings& findings) {
-  table.rank_rows.assign(to_size(table.world_size), 0);
+  table.rank_rows.assign(table.world_size, 0);
   std::int64_t total = 0;
   std::int64_t copied = 0;
   for (std::int32_t r = 0; r < table.world_size; ++r) {
     std::int64_t rows = 0;
-    for (std::int64_t entry = table.rank_offsets[to_size(r)];
-         entry < table.rank_offsets[to_size(r + 1)]; ++entry) {
-      Entry& info = table.entries[to_size(entry)];
+    for (std::int64_t entry = table.rank_offsets[r]; entry < table.rank_offsets[r + 1]; ++entry) {
+      Entry& info = table.entries[entry];
       info.begin = rows;
       rows = add_rows(rows, info.len);
       const std::int64_t copies = table.copy_offsets.empty() ? 1
@@ -45,7 +43,7 @@ bool sum_lengths(SendTable& table, Findings& findings) {
       if (__builtin_mul_overflow(copies, info.len, &sent)) sent = INT64_MAX;
       copied = add_rows(copied, sent);
     }
-    table.rank_rows[to_size(r)] = rows;
+    table.rank_rows[r] = rows;
     total = add_rows(total, rows);
     // A reverse table has an entry per copy, so its lengths may add up to more than the tensor has.
     if (copied > max_offset || (total > max_total_rows && !table.reverse)) {

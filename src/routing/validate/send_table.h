@@ -47,13 +47,13 @@ struct SendTable {
   [[nodiscard]] std::int64_t num_entries() const { return std::ssize(entries); }
   [[nodiscard]] std::int64_t num_destinations() const { return std::ssize(dst_rank); }
   [[nodiscard]] std::int64_t destination_begin(std::int64_t entry) const {
-    return copy_offsets.empty() ? entry : copy_offsets[to_size(entry)];
+    return copy_offsets.empty() ? entry : copy_offsets[entry];
   }
   [[nodiscard]] std::int64_t slot(std::int64_t entry, std::int64_t copy) const {
-    return copy_slot.empty() ? copy - destination_begin(entry) : copy_slot[to_size(copy)];
+    return copy_slot.empty() ? copy - destination_begin(entry) : copy_slot[copy];
   }
   [[nodiscard]] Place place(std::int64_t entry, std::int64_t slot_idx = -1) const {
-    const Entry& info = entries[to_size(entry)];
+    const Entry& info = entries[entry];
     return {.rank = info.rank, .shard = info.shard, .copy = reverse ? -1 : slot_idx};
   }
 

@@ -11,7 +11,7 @@ namespace {
   for (const Arrival& a : arrivals.of(rank)) {
     if (findings.full()) return;
     const Place place = table.place(a.entry, a.slot);
-    const std::int64_t end = add_rows(a.row, table.entries[to_size(a.entry)].len);
+    const std::int64_t end = add_rows(a.row, table.entries[a.entry].len);
     const std::string where = concat(" on rank ", rank);
     if (a.row > next) {
       findings.add(FindingKind::coverage, table.name, "dst_offset", place, concat(a.row, where),
@@ -22,11 +22,10 @@ namespace {
                    concat("at least ", next, "; rank ", other.rank, ", shard ", other.shard,
                           " writes up to there"));
     }
-    if (end > arrivals.rows[to_size(rank)]) {
-      findings.add(
-          FindingKind::bounds, table.name, "dst_offset", place,
-          concat("rows ", a.row, "..", end, where),
-          concat("an end of at most ", arrivals.rows[to_size(rank)], ", the rows received"));
+    if (end > arrivals.rows[rank]) {
+      findings.add(FindingKind::bounds, table.name, "dst_offset", place,
+                   concat("rows ", a.row, "..", end, where),
+                   concat("an end of at most ", arrivals.rows[rank], ", the rows received"));
     }
     if (end > next) {
       next = end;
@@ -39,14 +38,14 @@ namespace {
 
 void check_tiling(const SendTable& table, Arrivals& arrivals, Findings& findings) {
   for (std::int32_t r = 0; r < table.world_size; ++r) {
-    if (arrivals.tiled[to_size(r)] != 0) continue;
+    if (arrivals.tiled[r] != 0) continue;
     std::int64_t next = 0;
     bool tiled = true;
     for (const Arrival& a : arrivals.of(r)) {
       tiled &= a.row == next;
-      next += table.entries[to_size(a.entry)].len;
+      next += table.entries[a.entry].len;
     }
-    arrivals.tiled[to_size(r)] = tiled ? 1 : 0;
+    arrivals.tiled[r] = tiled ? 1 : 0;
     if (tiled) continue;
     report_tiling(table, arrivals, r, findings);
   }
@@ -56,9 +55,9 @@ void check_capacity(const SendTable& table, const Arrivals& arrivals, std::int64
                     Findings& findings) {
   if (capacity < 0) return;
   for (std::int32_t r = 0; r < table.world_size; ++r) {
-    if (arrivals.rows[to_size(r)] <= capacity) continue;
+    if (arrivals.rows[r] <= capacity) continue;
     findings.add(FindingKind::capacity, table.name, "num_recv_tokens", {.rank = r},
-                 arrivals.rows[to_size(r)], concat("at most ", capacity, ", the capacity"));
+                 arrivals.rows[r], concat("at most ", capacity, ", the capacity"));
   }
 }
 

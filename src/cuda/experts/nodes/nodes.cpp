@@ -7,7 +7,6 @@
 #include "../../rank/cuda_check.h"
 #include "../launch.h"
 #include "core/memory_layout.h"
-#include "core/to_size.h"
 #include "params.h"
 #include "runtime/executor.h"
 #include "schedule/workspace_phase.h"
@@ -239,8 +238,6 @@ NodeSlices::Phase NodeSlices::pack_sums(const ExpertCall& call, const GpuExpertR
 
 namespace {
 
-using waybill::detail::to_size;
-
 /// The largest row of a token that is sent.
 std::int64_t max_row_bytes(const EPConfig& config, const EPDispatchOptions& options) {
   return std::max(payload_row_bytes(config, options),
@@ -320,9 +317,8 @@ void ExpertNodes::copy(std::byte* to, const ConstTensorView& from, std::int64_t 
                        const ExpertCall& call) const {
   const std::int64_t bytes = from.shape[0] * row_bytes;
   if (bytes == 0 || from.data == nullptr || from.data == to) return;
-  gpu_->check(
-      cudaMemcpyAsync(to, from.data, to_size(bytes), cudaMemcpyDeviceToDevice, stream_of(call)),
-      "copying to the workspace", call.operation);
+  gpu_->check(cudaMemcpyAsync(to, from.data, bytes, cudaMemcpyDeviceToDevice, stream_of(call)),
+              "copying to the workspace", call.operation);
 }
 
 /// Sends max_tokens ids. Those after the last token say that there is none.
