@@ -1,107 +1,403 @@
-"""Moving shards of Q, K and V between ranks in host memory, for numpy."""
+"""What SequenceDispatcher does for arrays of any kind; the faces say what their arrays are."""
 
 from __future__ import annotations
 
-from typing import Any, Tuple
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar, Union
 
-import numpy as np
-
-from ._arrays import AnyArray, as_numpy, dtype_name, library_dtype
-from ._dispatcher import Dispatcher, PlanHandle, Rows, TensorFormat
-from ._tensor_checks import row_layout, row_shape
+from . import _core
+from ._agreement import agree
+from ._arrays import int64
+from ._copies import OfThisProcess
+from ._dispatcher_options import checked_options
+from ._graphs import outside_graphs
+from ._tensor_checks import Names, named, numbered, refuse, refuse_overlap
+from ._unwinding import Unwinding
 from ._wrong_call import shown
-from .errors import InvalidArgument, Unsupported
+from .errors import Error, InvalidArgument
+from .sparse import relay_of, room_of, sparse_table
 from .world import World
 
-__all__ = ["PlanHandle", "SequenceDispatcher", "TensorFormat"]
+_Array = TypeVar("_Array")
+_D = TypeVar("_D", bound="Dispatcher[Any]")
+
+#: Rows for the compiled part: address, dtype, rows, elements of a row, elements from row to row.
+Rows = Tuple[int, str, int, int, int]
 
 
-class SequenceDispatcher(Dispatcher[AnyArray]):
-    """Moves shards of Q, K and V between the ranks of a world, by plans, and sums the gradients of
-    the copies of K and V. For numpy arrays; ``waybill.torch.SequenceDispatcher`` takes tensors.
+class TensorFormat(NamedTuple):
+    """The rows of a tensor [tokens, ...]. A tensor of that kind says the same."""
 
-    Calls are collective: every rank makes the same calls in the same order, each with its own part
-    of the same plan. A fast rank may be one call ahead of a slow one; there is no barrier. A call
-    that raises anything but InvalidArgument or Unsupported leaves the dispatcher unusable.
+    dtype: Any  #: numpy's or torch's, or its name
+    row_shape: Tuple[int, ...]  #: (hidden,), or (heads, head size)
 
-    Every rank has two windows, used in turn, that grow when a plan needs more: at the first call
-    with that plan, which then waits for all ranks, or ahead of time with reserve().
+    @property
+    def hidden(self) -> int:
+        """Elements of a row."""
+        elements = 1
+        for extent in self.row_shape:
+            elements *= extent
+        return elements
 
-    As a context manager it is closed at the end of the block, unless that ends with an exception:
-    the other ranks would wait in vain.
 
-    Args:
-        world: of ``run_threads``; it is kept alive.
-        num_sms: multiprocessors of a GPU that a call may use, 0: its copy engines do it. Ranks in
-            host memory ignore it.
-        chunk_bytes: unit of work, a multiple of 16.
-        local_by_copy_engine: on GPUs long rows that stay on their rank go by copy engine.
-        max_window_bytes: larger plans are refused; the same on all ranks.
-        relay: with the routing of an AttentionPlan that has a relay schedule, whether receivers
-            forward K and V to each other: "automatic" where the links then allow clearly less time,
-            "never" or "always". "always" with num_sms = 0 is refused on GPUs, whose copy engines
-            forward nothing. PlanHandle.way says what was chosen.
+class PlanHandle(OfThisProcess):
+    """One rank's work for one operation, compiled, with its tables where the work is done.
+
+    Made by plan_dispatch and plan_kv_gradient of the dispatcher to which it belongs; used any
+    number of times.
     """
 
-    def _check_world(self, world: World) -> None:
-        if world.device != "cpu":
-            raise Unsupported(
-                f"SequenceDispatcher: the world's tensors lie on {world.device}, and numpy has"
-                " host memory only: use waybill.torch.SequenceDispatcher"
+    __slots__ = ("_dispatcher", "_plan", "formats", "operation")
+    _why_not_copied = (
+        "tables where this rank does the work: make one with plan_dispatch, from a plan or a"
+        " routing, which can be"
+    )
+    _dispatcher: Any
+    _plan: Any
+    operation: str  #: "dispatch" or "kv_gradient"
+    formats: Tuple[TensorFormat, ...]  #: of the tensors of all parts, in order
+
+    def __init__(self) -> None:
+        raise InvalidArgument(
+            "PlanHandle: got a constructor call, expected SequenceDispatcher.plan_dispatch(...)"
+        )
+
+    @classmethod
+    def _make(cls, dispatcher: Any, plan: Any, gradient: bool, formats: Any) -> PlanHandle:
+        self = cls.__new__(cls)
+        self._dispatcher, self._plan = dispatcher, plan
+        self.operation = "kv_gradient" if gradient else "dispatch"
+        self.formats = tuple(formats)
+        return self
+
+    @property
+    def own_rows(self) -> list[int]:
+        """Rows of this rank's tensor, one number per tensor."""
+        return self._plan.own_rows
+
+    @property
+    def window_rows(self) -> list[int]:
+        """Rows of this rank's tensor in the attention layout, one number per tensor."""
+        return self._plan.window_rows
+
+    @property
+    def window_bytes(self) -> int:
+        """What the windows must have, the largest of all ranks."""
+        return self._plan.window_bytes
+
+    @property
+    def way(self) -> str:
+        """How rows reach the ranks: "direct"; "once_per_node", once to each other node, where a
+        rank forwards them; or "relay", as the AttentionPlan's schedule says.
+        """
+        return self._plan.way
+
+    @property
+    def wire_bytes(self) -> list[int]:
+        """(W,): bytes to (or from) each rank; the own one is what stays."""
+        return self._plan.wire_bytes
+
+    def __repr__(self) -> str:
+        return (
+            f"PlanHandle({self.operation}, {self.way}, tensors={len(self.formats)},"
+            f" own_rows={self.own_rows}, window_rows={self.window_rows},"
+            f" window_bytes={self.window_bytes})"
+        )
+
+
+class Dispatcher(OfThisProcess, Generic[_Array]):
+    """The shared part of waybill.SequenceDispatcher and waybill.torch.SequenceDispatcher."""
+
+    _why_not_copied = "windows that other ranks write to: make one on each rank's world"
+
+    @outside_graphs
+    def __init__(
+        self,
+        world: World,
+        *,
+        num_sms: int = 16,
+        chunk_bytes: int = 8192,
+        local_by_copy_engine: bool = True,
+        max_window_bytes: Optional[int] = None,
+        relay: str = "automatic",
+    ) -> None:
+        who = "SequenceDispatcher"
+        if not isinstance(world, World):
+            raise InvalidArgument(
+                f"{who}: world is a {type(world).__name__}, expected a waybill.World"
             )
+        try:
+            given = checked_options(
+                who, num_sms, chunk_bytes, local_by_copy_engine, max_window_bytes, relay
+            )
+            self._check_world(world)
+        except Error as error:
+            agree(world, who, {}, error)  # the others are told where they compare what they have
+            raise
+        self.world = world
+        self.num_sms: int = given[0]
+        self._closed = False
+        self._unwinding = Unwinding()
+        self._dispatcher: Any = _core.Dispatcher(world._world, *given)
+
+    @outside_graphs
+    def plan_dispatch(self, *parts: Sequence[Any]) -> PlanHandle:
+        """Compiles and uploads this rank's part of a dispatch. Not collective.
+
+        Each part is (metadata, tensor, ...): which way these tensors go, as SparseMetadata or
+        Metadata, and their formats: TensorFormat, or tensors that have it.
+        """
+        return self._plan("plan_dispatch", False, parts)
+
+    @outside_graphs
+    def plan_kv_gradient(self, *parts: Sequence[Any]) -> PlanHandle:
+        """The same for kv_gradient; parts hold the forward metadata of K and V."""
+        return self._plan("plan_kv_gradient", True, parts)
+
+    @outside_graphs
+    def replace_plan(self, plan: PlanHandle, *parts: Sequence[Any]) -> None:
+        """Puts another plan of the same operation and formats into the memory of ``plan``: a graph
+        that was captured with it replays the new one.
+
+        Raises InvalidArgument, the plan unchanged, when it has more chunks than the plan was made
+        with, the windows are too small, or a graph holds copies by copy engine (num_sms = 0, or
+        local_by_copy_engine).
+        """
+        who = "replace_plan"
+        self._check_plan(who, plan, getattr(plan, "operation", ""))
+        given, _ = self._parts(who, parts)
+        self._dispatcher.replace_plan(plan._plan, given, self._stream())
+
+    @outside_graphs
+    def reserve(self, *plans: Union[PlanHandle, int]) -> None:
+        """Collective: makes the windows large enough for these plans, or numbers of bytes."""
+        sizes = [
+            p.window_bytes if isinstance(p, PlanHandle) else int64(p, "reserve: bytes")
+            for p in plans
+        ]
+        slots = [p._plan.num_slots for p in plans if isinstance(p, PlanHandle)]
+        self._dispatcher.reserve(max(sizes, default=0), max(slots, default=0), self._stream())
+
+    @outside_graphs
+    def dispatch(self, plan: PlanHandle, *tensors: Any, of_dispatch: int = 0) -> Tuple[_Array, ...]:
+        """Collective: sends the rows of the tensors to where the plan says.
+
+        Args:
+            tensors: [own rows or more, ...] each, in the plan's order; the elements of a row are
+                adjacent, rows may have any distance. Not copied.
+            of_dispatch: the dispatch whose gradients these are, as last_dispatch said behind it; 0:
+                of none. Ranks compare it: backward passes in another order are noticed.
+
+        Returns:
+            one view [window rows, ...] a tensor of what this rank received. Nothing is copied: the
+            views show this rank's window, whose memory they keep. They hold until this rank's next
+            call of this dispatcher, whose input they may be. After that other ranks write there
+            and the views show their rows, silently: copy what is needed longer. Rows that no line
+            of the plan writes are undefined.
+
+        Raises:
+            InvalidArgument before anything moves; Disagreement when ranks do not mean the same
+            call; Timeout. On GPUs synchronize(), or a later call, raises the last two.
+        """
+        return self._dispatch("dispatch", numbered("tensors"), plan, tensors, of_dispatch)
+
+    @outside_graphs
+    def kv_gradient(
+        self,
+        plan: PlanHandle,
+        *gradients: Any,
+        out: Optional[Sequence[Any]] = None,
+        dtype: Any = None,
+        of_dispatch: int = 0,
+    ) -> Tuple[_Array, ...]:
+        """Collective: row x of a result is the sum over the copies of row x, in float32 (float64
+        for float64), in the order of the copies, rounded once; 0 without copies.
+
+        Args:
+            gradients: [window rows or more, ...] each: of the rows that this rank had received.
+            out: where the sums go, [own rows, ...] each; new tensors without.
+            dtype: of new tensors: that of the gradients unless said, or float32 for 16-bit ones.
+            of_dispatch: as in dispatch.
+        """
+        who = "kv_gradient"
+        self._check_plan(who, plan, who)
+        number = _number(of_dispatch, who)
+        results = out
+        if results is None:
+            of_all = None if dtype is None else self._dtype(dtype, f"{who}: dtype")
+            results = [
+                self._empty((rows, *fmt.row_shape), fmt.dtype if of_all is None else of_all)
+                for rows, fmt in zip(plan.own_rows, plan.formats)
+            ]
+        elif dtype is not None:
+            raise InvalidArgument(f"{who}: got out and dtype, expected one of them")
+        elif not isinstance(results, (list, tuple)) or len(results) != len(plan.formats):
+            counted = isinstance(results, (list, tuple))
+            found = f"has {len(results)}" if counted else type(results).__name__
+            raise InvalidArgument(
+                f"{who}: out is {found}, expected a list of {len(plan.formats)}, as the plan has"
+            )
+        names, out_names = numbered("gradients"), numbered("out")
+        rows, kept = self._given(who, names, gradients)
+        sums, kept_out = self._given(who, out_names, results, writable=True)
+        if out is not None:
+            refuse_overlap(sums, lambda t: named(who, out_names, t))
+        try:
+            self._dispatcher.kv_gradient(plan._plan, rows, sums, self._stream(), number)
+        except InvalidArgument as error:
+            if "outputs" in str(error):
+                refuse(who, error, out_names, results, plan.formats, plan.own_rows, any_dtype=True)
+            refuse(who, error, names, gradients, plan.formats, plan.window_rows)
+        del kept, kept_out
+        return tuple(results)
+
+    @outside_graphs
+    def gradient_inputs(self, plan: PlanHandle) -> Tuple[_Array, ...]:
+        """Where the next kv_gradient would copy its gradients: who writes them there, and passes
+        these views, saves the copy. Valid for the next call. Collective when the windows must grow.
+        """
+        self._check_plan("gradient_inputs", plan, "kv_gradient")
+        return self._shown(plan, self._dispatcher.gradient_inputs(plan._plan, self._stream()))
+
+    @outside_graphs
+    def synchronize(self) -> None:
+        """Returns when this rank's calls are done (on GPUs: on torch's current stream). Raises a
+        Timeout or a Disagreement that one of them has met.
+        """
+        self._dispatcher.synchronize(self._stream())
+
+    @outside_graphs
+    def close(self) -> None:
+        """Collective: waits for this rank's device, then gives the windows back. Without it their
+        memory goes with the world, and so it does when an error of this rank is in flight: nobody
+        is waited for then. Views that are left keep theirs.
+        """
+        if self._unwinding:
+            return
+        self._dispatcher.close()
+        self._closed = True
+
+    @property
+    def last_dispatch(self) -> int:
+        """The number of this rank's last dispatch, from 1 on: what calls that belong to it say."""
+        return self._dispatcher.last_dispatch
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of each of this rank's two windows."""
+        return self._dispatcher.window_bytes
+
+    def __enter__(self: _D) -> _D:
+        return self
+
+    def __exit__(
+        self,
+        kind: Optional[Type[BaseException]],
+        error: Optional[BaseException],
+        traceback: Optional[TracebackType],
+    ) -> None:
+        if kind is None:  # other ranks would not come to close() when this one has failed
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"window_bytes={self.window_bytes}"
+        return (
+            f"SequenceDispatcher(rank={self.world.rank}, world_size={self.world.world_size},"
+            f" device={self.world.device!r}, num_sms={self.num_sms}, {state})"
+        )
+
+    # What a face says about its arrays.
+
+    def _check_world(self, world: World) -> None:
+        raise NotImplementedError
 
     def _stream(self) -> int:
-        return 0
+        raise NotImplementedError
 
     def _format(self, value: Any, name: str) -> Tuple[TensorFormat, str]:
-        if isinstance(value, TensorFormat):
-            dtype = self._dtype(value.dtype, f"{name}: dtype")
-            shape = row_shape(value.row_shape, name)
-        else:
-            array = as_numpy(value, name)
-            if array.ndim == 0:
-                raise InvalidArgument(f"{name} has no axes, expected [rows, ...]")
-            dtype, shape = array.dtype, array.shape[1:]
-        return TensorFormat(dtype, shape), _library_name(np.empty(0, dtype), name)
+        """Its format, and the library's name of its dtype."""
+        raise NotImplementedError
 
     def _rows(self, value: Any, name: str, writable: bool) -> Tuple[Rows, Any]:
-        array = as_numpy(value, name)
-        if writable and (not isinstance(value, np.ndarray) or not array.flags.writeable):
-            raise InvalidArgument(f"{name} cannot be written, expected a writable numpy array")
-        library_name = _library_name(array, name)
-        rows, hidden, stride = row_layout(array.shape, _strides(array, name), name)
-        return (array.__array_interface__["data"][0], library_name, rows, hidden, stride), array
+        """Its memory, and what must live until the call is over."""
+        raise NotImplementedError
 
-    def _show(self, bits: Any, format_: TensorFormat) -> AnyArray:
-        return bits.view(format_.dtype).reshape(len(bits), *format_.row_shape)
+    def _show(self, bits: Any, format_: TensorFormat) -> _Array:
+        """A view [rows, ...] of integers [rows, hidden] in a window."""
+        raise NotImplementedError
 
-    def _empty(self, shape: Tuple[int, ...], dtype: Any) -> AnyArray:
-        return np.empty(shape, dtype)
+    def _empty(self, shape: Tuple[int, ...], dtype: Any) -> _Array:
+        raise NotImplementedError
 
     def _dtype(self, value: Any, name: str) -> Any:
+        """Of a dtype of the face, or its name."""
+        raise NotImplementedError
+
+    # What follows from that.
+
+    def _dispatch(
+        self, who: str, names: Names, plan: PlanHandle, tensors: Sequence[Any], of_dispatch: int
+    ) -> Tuple[_Array, ...]:
+        """dispatch, whose errors name the function that was called, and its arguments."""
+        return self._shown(plan, self._send(who, names, plan, tensors, of_dispatch))
+
+    def _send(
+        self, who: str, names: Names, plan: PlanHandle, tensors: Sequence[Any], of_dispatch: int
+    ) -> Sequence[Any]:
+        """The same, for _shown: who has other work to queue does so before it makes views."""
+        self._check_plan(who, plan, "dispatch")
+        number = _number(of_dispatch, who)
+        rows, kept = self._given(who, names, tensors)
         try:
-            if value is not None:  # which is float64 to numpy
-                return np.dtype(value)
-        except (TypeError, ValueError):
-            pass
-        raise InvalidArgument(f"{name} = {shown(value)}, expected a dtype of numpy, or its name")
+            views = self._dispatcher.dispatch(plan._plan, rows, self._stream(), number)
+        except InvalidArgument as error:
+            refuse(who, error, names, tensors, plan.formats, plan.own_rows)
+        del kept
+        return views
+
+    def _plan(self, who: str, gradient: bool, parts: Sequence[Any]) -> PlanHandle:
+        given, formats = self._parts(who, parts)
+        plan = self._dispatcher.plan(gradient, given, self._stream())
+        return PlanHandle._make(self, plan, gradient, formats)
+
+    def _parts(self, who: str, parts: Sequence[Any]) -> Tuple[list[Any], list[TensorFormat]]:
+        given, formats = [], []
+        for p, part in enumerate(parts or ((),)):
+            if not isinstance(part, (tuple, list)) or len(part) < 2:
+                raise InvalidArgument(
+                    f"{who}: parts[{p}] = {shown(part)}, expected (metadata, tensor, ...)"
+                )
+            pairs = [self._format(v, f"{who}: parts[{p}][{t + 1}]") for t, v in enumerate(part[1:])]
+            formats += [format_ for format_, _ in pairs]
+            table = sparse_table(part[0], f"{who}: parts[{p}][0]")
+            hidden = [(name, format_.hidden) for format_, name in pairs]
+            given.append((table, hidden, relay_of(part[0]), room_of(part[0])))
+        return given, formats
+
+    def _check_plan(self, who: str, plan: Any, operation: str) -> None:
+        if not isinstance(plan, PlanHandle):
+            made_by = "plan_kv_gradient" if operation == "kv_gradient" else "plan_dispatch"
+            raise InvalidArgument(
+                f"{who}: plan is a {type(plan).__name__}, expected a PlanHandle, as of"
+                f" {made_by}(...): {who}(plan, ...)"
+            )
+        if plan._dispatcher is not self:
+            raise InvalidArgument(f"{who}: the plan belongs to another dispatcher")
+        if plan.operation != operation:
+            raise InvalidArgument(f"{who}: the plan is for {plan.operation}")
+
+    def _given(
+        self, who: str, names: Names, values: Sequence[Any], writable: bool = False
+    ) -> Tuple[list[Rows], list[Any]]:
+        pairs = [self._rows(v, named(who, names, t), writable) for t, v in enumerate(values)]
+        return [rows for rows, _ in pairs], [kept for _, kept in pairs]
+
+    def _shown(self, plan: PlanHandle, views: Sequence[Any]) -> Tuple[_Array, ...]:
+        return tuple(self._show(bits, format_) for bits, format_ in zip(views, plan.formats))
 
 
-def _library_name(array: AnyArray, name: str) -> str:
-    size = array.dtype.itemsize
-    if size not in (1, 2, 4, 8) or array.dtype.hasobject:
-        raise Unsupported(
-            f"{name} has dtype {array.dtype} of {size} bytes, expected elements of 1, 2, 4 or 8"
-            " bytes"
-        )
-    return library_dtype(dtype_name(array), size)
-
-
-def _strides(array: AnyArray, name: str) -> list[int]:
-    """In elements."""
-    size = array.dtype.itemsize
-    if any(stride % size != 0 for stride in array.strides):
-        raise InvalidArgument(
-            f"{name} has strides of {array.strides} bytes, expected multiples of {size}"
-        )
-    return [stride // size for stride in array.strides]
+def _number(of_dispatch: Any, who: str) -> int:
+    number = int64(of_dispatch, f"{who}: of_dispatch")
+    if number < 0:
+        raise InvalidArgument(f"{who}: of_dispatch = {number}, expected >= 0")
+    return number
