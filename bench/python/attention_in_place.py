@@ -26,8 +26,7 @@ import torch
 from attention_ways import draw
 
 import waybill.torch as waybill
-from waybill.torch._context_parallel_streams import Beside
-from waybill.torch._context_parallel_tables import calls_of
+from waybill.torch.attention.moves import Beside, calls_of
 from waybill.torch.kernels import choose_kernel
 
 LONG_PARTS = (0.1, 0.25, 0.5, 0.75, 1.0)  # of all tokens, in one document

@@ -46,8 +46,7 @@ from step_profile import profiled
 from torch import distributed
 
 import waybill.torch as waybill
-from waybill.torch._context_parallel_streams import Beside
-from waybill.torch._context_parallel_tables import calls_of
+from waybill.torch.attention.moves import Beside, calls_of
 
 MODULES = {
     "waybill": {},

@@ -4,21 +4,19 @@ Arrays in, numpy arrays out; ``waybill.torch`` has the same functions for torch 
 lengths and counts are tokens (rows), never bytes.
 """
 
-from . import _common, generators, index_ops, routing, simulate
+from . import _common, compat, routing, simulate
 from . import moe as moe
 from ._common import *  # noqa: F403
 from ._core import version as __version__
-from .generators import *  # noqa: F403
-from .index_ops import *  # noqa: F403
 from .metadata import Metadata
 from .routing import *  # noqa: F403
 from .sequence_dispatcher import SequenceDispatcher
 from .simulate import *  # noqa: F403
 from .world import run_threads
 
+compat.install()
+
 __all__ = ["Metadata", "SequenceDispatcher", "__version__", "run_threads"]
 __all__ += _common.__all__
-__all__ += generators.__all__
-__all__ += index_ops.__all__
 __all__ += routing.__all__
 __all__ += simulate.__all__

@@ -1,8 +1,6 @@
 """The names that both faces have as they are: ``waybill`` for numpy and ``waybill.torch``."""
 
-from ._dispatcher import PlanHandle, TensorFormat
-from ._threads import end_waits
-from .attention_costs import AttentionCosts
+from .costs import AttentionCosts, LinkSpeeds, read_links
 from .errors import (
     CudaError,
     Disagreement,
@@ -20,13 +18,12 @@ from .errors import (
     Unsupported,
     WrongType,
 )
-from .generators import length_distributions, sample_documents
-from .layouts import AttnLayout, PackedSeqParams, QkvMetadata, RankKvLayout, RawQkvDispatch
-from .links import LinkSpeeds, read_links
+from .metadata import AttnLayout, PackedSeqParams, QkvMetadata, RankKvLayout, RawQkvDispatch
 from .planner import AttentionPlan, RelayHop, plan, plan_documents
-from .plans import QkvPlan
+from .plans import Finding, QkvPlan, QkvRouting, RankAttention, SparseMetadata, validate
+from .routing import length_distributions, sample_documents
+from .sequence_dispatcher import PlanHandle, TensorFormat
 from .simulate import test_qkv_dispatch
-from .sparse import QkvRouting, RankAttention, SparseMetadata
 from .timing import (
     Comparison,
     PhasePrediction,
@@ -39,8 +36,7 @@ from .timing import (
     predict_step,
     zigzag_plan,
 )
-from .validation import Finding, validate
-from .world import Topology, World, cuda_version, num_gpus
+from .world import Topology, World, cuda_version, end_waits, num_gpus
 
 ReadyPlan = PlanHandle  # its name in version 0.1
 

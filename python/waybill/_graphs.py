@@ -1,5 +1,7 @@
-"""How ``torch.compile`` treats Waybill's calls: they end a graph, run as they are, and another
-graph begins behind them. Without torch nothing of this happens.
+"""How ``torch.compile`` treats Waybill's calls, and notes on errors that follow a lost device.
+
+A call ends a graph, runs as it is, and another graph begins after it. Without torch nothing of
+this happens.
 """
 
 from __future__ import annotations
@@ -7,11 +9,70 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from types import TracebackType
+from typing import Any, NamedTuple, Optional, Type, TypeVar, cast
 
-from ._device_faults import explain
+from . import _core
+from .errors import Error
 
-__all__ = ["never_compile_calls", "outside_graphs"]
+_SHARED = (
+    "waybill: ranks share that GPU: torch.cuda.synchronize() waits for the kernels of all of them,"
+    " also of one that waits for this rank; expected torch.cuda.current_stream().synchronize()"
+)
+
+
+class DeviceFault(NamedTuple):
+    """What a kernel of a rank of this process has reported."""
+
+    rank: int
+    device: int
+    num_ranks: int  #: of this process on the device
+    text: str  #: call, rank, peer, wanted and seen value, or what it had been given
+
+
+def reported() -> list[DeviceFault]:
+    """Of all ranks that are in this process."""
+    return [DeviceFault(*fault) for fault in _core.device_faults()]
+
+
+def explain(error: BaseException) -> None:
+    """Adds what is known of lost devices to an error that is not Waybill's, which knows it."""
+    if isinstance(error, Error) or not isinstance(error, Exception):
+        return
+    faults = reported()
+    notes = [f"waybill: cuda:{fault.device} was lost: {fault.text}" for fault in faults]
+    if any(fault.num_ranks > 1 for fault in faults):
+        notes.append(_SHARED)
+    said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    for note in notes:
+        if note not in said:
+            _add_note(error, note)
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(note)
+    else:
+        error.args = ("\n".join([str(error), note]), *error.args[1:])
+
+
+def explain_at_exit() -> None:
+    """For ranks that are processes: the exception that ends this one says what is known. What was
+    there to print it does so.
+    """
+    before: Any = sys.excepthook
+    if getattr(before, "_explains", False):
+        return
+
+    def hook(
+        kind: Type[BaseException], error: BaseException, traceback: Optional[TracebackType]
+    ) -> None:
+        explain(error)
+        before(kind, error, traceback)
+
+    hook._explains = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _REASON = "Waybill runs it outside of graphs: it waits for other ranks, or works on host memory"

@@ -1,7 +1,8 @@
-"""What copies and pickles as it is, and what says why it cannot."""
+"""Objects that cannot be copied, objects that never change, and cleaning up after an error."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from .errors import WrongType
@@ -46,3 +47,22 @@ class OfThisProcess:
             f"{type(self).__name__}: cannot be copied or pickled, as it holds"
             f" {self._why_not_copied}"
         )
+
+
+def _in_flight() -> int:
+    """The id of the exception that is handled here, also by a ``finally``, or that of None."""
+    return id(sys.exc_info()[1])
+
+
+class Unwinding:
+    """True while an exception is in flight that was not when this was made: code that runs in an
+    ``except`` block from its beginning to its end may fail, too.
+    """
+
+    __slots__ = ("_before",)
+
+    def __init__(self) -> None:
+        self._before = _in_flight()
+
+    def __bool__(self) -> bool:
+        return sys.exc_info()[1] is not None and _in_flight() != self._before

@@ -1,19 +1,19 @@
-"""Metadata: which rows of one tensor go where, in one direction."""
+"""Metadata (which rows of one tensor go where, in one direction), and the records around it."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 from dataclasses import dataclass
-from typing import Any, Optional, Sequence, Tuple, TypeVar, Union
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, TypeVar, Union
 
 import numpy as np
 
-from . import _core, _html, _plot
-from ._arrays import IntArray, int64, integer, plain_array, whole_numbers
-from ._files import json_text, kept
+from . import _core, _report
+from ._arrays import IntArray, int64, integer, json_text, kept, plain_array, whole_numbers
 from ._wrong_call import shown
-from .errors import InvalidArgument
+from .errors import InvalidArgument, Unsupported
 
 Fields = Tuple[Any, ...]
 _TENSORS = (
@@ -74,7 +74,7 @@ class Metadata:
 
     def cuda(self, device: Any = None) -> Any:
         """A ``waybill.torch.Metadata`` with every tensor on the GPU, contiguous."""
-        from .torch import metadata as torch_metadata  # needs torch, which the package does not
+        from .torch import functions as torch_metadata  # needs torch, which the package does not
 
         return torch_metadata.Metadata.from_numpy(self).cuda(device)
 
@@ -114,12 +114,12 @@ class Metadata:
 
     def plot_traffic(self, ax: Any = None) -> Any:
         """Draws traffic() as a heat map with matplotlib; returns the axes."""
-        return _plot.heat_map(self.traffic(), ax, "rows sent", "receiving rank", "sending rank")
+        return _report.heat_map(self.traffic(), ax, "rows sent", "receiving rank", "sending rank")
 
     def plot_load(self, ax: Any = None) -> Any:
         """Draws the rows that every rank sends to and gets from others; returns the axes."""
-        sent, got = _html.wire_rows(self.traffic())
-        return _plot.bars({"out": sent, "in": got}, ax, "rows on the wire")
+        sent, got = _report.wire_rows(self.traffic())
+        return _report.bars({"out": sent, "in": got}, ax, "rows on the wire")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Metadata):
@@ -160,10 +160,10 @@ class Metadata:
         try:
             host = Metadata(*self._values())
             if host.is_slice:
-                return _html.slice_html(host.dst_rank, host.dst_offset, host.seq_len)
-            return _html.metadata_html(host.traffic(), host.seq_len)
+                return _report.slice_html(host.dst_rank, host.dst_offset, host.seq_len)
+            return _report.metadata_html(host.traffic(), host.seq_len)
         except Exception:  # no table can be made of what is there: the notebook shows the text
-            return _html.plain_text(str(self))
+            return _report.plain_text(str(self))
 
     def _fields(self, arrays: Optional[dict[str, Any]] = None) -> Fields:
         """The ten fields for the compiled part: numpy arrays, plain numbers, None."""
@@ -287,3 +287,122 @@ def require_metadata(value: Any, who: str) -> Metadata:
             f"{who}: metadata is a {type(value).__name__}, expected a waybill.Metadata"
         )
     return value
+
+
+Ragged = Union[Any, Tuple[Any, ...]]
+
+
+class AttnLayout(NamedTuple):
+    """Arguments of variable-length attention after the forward dispatch, rows.
+
+    Padded: arrays (W, N + 1), where the last sum repeats over the padding. Ragged: tuples of W
+    arrays (n_r + 1,). Without the leading zero each is one shorter.
+    """
+
+    cu_seqlens_q: Ragged
+    cu_seqlens_kv: Ragged
+    max_seqlen_q: Any  #: (W,)
+    max_seqlen_kv: Any  #: (W,)
+    num_local_seqs_recv: Any  #: (W,): query shards that each rank receives
+
+
+class RankKvLayout(NamedTuple):
+    """The attention layout where KV lies once per rank: query shards read ranges of it, rows."""
+
+    cu_seqlens_q: Tuple[Any, ...]  #: W arrays (n_r + 1,)
+    kv_begin: Tuple[Any, ...]  #: W arrays (n_r,): first row of the shard's context
+    kv_len: Tuple[Any, ...]  #: W arrays (n_r,): rows of the context, the shard included
+    max_seqlen_q: Any  #: (W,)
+    max_seqlen_kv: Any  #: (W,)
+    num_local_seqs_recv: Any  #: (W,)
+
+
+class QkvMetadata(NamedTuple):
+    """All that a step needs: four metadata and the attention layout."""
+
+    fwd_q: Metadata
+    rev_q: Metadata
+    fwd_kv: Metadata
+    rev_kv: Metadata
+    attention: Union[AttnLayout, RankKvLayout]
+
+
+class RawQkvDispatch(NamedTuple):
+    """A plan in DistCA's dense form. P = most shards on a rank, C = most copies. int64."""
+
+    cp_seq_lens: Any  #: (W, P): rows of each shard; padding 0
+    num_cp_shards: Any  #: (W,): shards on the rank
+    cp_query_dst: Any  #: (W, P): destination rank; padding -1
+    kv_to_q_mapping: Any  #: (W, P, C, 2): (query rank, query shard); -1, -1 unused
+    kv_to_q_rank: Any  #: (W, P, C): place among the query's KV shards, -1 unused
+    kv_context_size: Any  #: (W, P): rows of the document before this shard
+    q_to_num_kv_seq: Any  #: (W, P): KV shards of the query
+    q_to_num_kv_tokens: Any  #: (W, P): their rows
+    seq_lens: Tuple[Any, ...]  #: (lengths before sharding,) when asked for, else ()
+
+
+@dataclass
+class PackedSeqParams:
+    """Arguments of variable-length attention in the MLP layout, under Megatron's names."""
+
+    qkv_format: str  #: "thd": tokens, heads, head size
+    cu_seqlens_q: Any  #: (n + 1,) int64, leading 0
+    cu_seqlens_kv: Any  #: the same
+    max_seqlen_q: Any
+    max_seqlen_kv: Any
+
+    def to_megatron(self, device: Any = None) -> Any:
+        """The same as Megatron's ``PackedSeqParams``, as Transformer Engine takes it: tensors of
+        int32, maxima that are integers. On ``device``, else where the tensors lie.
+
+        Raises Unsupported where Megatron Core is not installed.
+        """
+        try:
+            theirs = importlib.import_module("megatron.core.packed_seq_params").PackedSeqParams
+            torch = importlib.import_module("torch")
+        except ImportError as error:
+            raise Unsupported(
+                f"PackedSeqParams.to_megatron: {error}, expected megatron-core to be installed"
+            ) from None
+        if int(self.cu_seqlens_q[-1]) >= 2**31:
+            raise InvalidArgument(
+                f"PackedSeqParams.to_megatron: {int(self.cu_seqlens_q[-1])} rows, expected fewer"
+                " than 2^31, as Megatron's offsets are int32"
+            )
+        q, kv = (
+            torch.as_tensor(lengths, dtype=torch.int32, device=device)
+            for lengths in (self.cu_seqlens_q, self.cu_seqlens_kv)
+        )
+        return theirs(
+            qkv_format=self.qkv_format,
+            cu_seqlens_q=q,
+            cu_seqlens_kv=kv,
+            max_seqlen_q=int(self.max_seqlen_q),
+            max_seqlen_kv=int(self.max_seqlen_kv),
+        )
+
+
+LayoutFields = Tuple[List[Any], List[Any], Any, Any, Any, List[Any], List[Any]]
+
+
+def attention_layout(fields: LayoutFields, ragged: bool) -> Union[AttnLayout, RankKvLayout]:
+    """From what the compiled part returns."""
+    cu_q, cu_kv, max_q, max_kv, num_recv, kv_begin, kv_len = fields
+    if ragged and not cu_kv and len(cu_q) > 0:
+        return RankKvLayout(tuple(cu_q), tuple(kv_begin), tuple(kv_len), max_q, max_kv, num_recv)
+    if ragged:
+        return AttnLayout(tuple(cu_q), tuple(cu_kv), max_q, max_kv, num_recv)
+    return AttnLayout(cu_q[0], cu_kv[0], max_q, max_kv, num_recv)
+
+
+def layout_fields(layout: Union[AttnLayout, RankKvLayout]) -> LayoutFields:
+    """The inverse of attention_layout for the ragged form."""
+    if isinstance(layout, RankKvLayout):
+        return (
+            list(layout.cu_seqlens_q), [], layout.max_seqlen_q, layout.max_seqlen_kv,
+            layout.num_local_seqs_recv, list(layout.kv_begin), list(layout.kv_len),
+        )  # fmt: skip
+    return (
+        list(layout.cu_seqlens_q), list(layout.cu_seqlens_kv), layout.max_seqlen_q,
+        layout.max_seqlen_kv, layout.num_local_seqs_recv, [], [],
+    )  # fmt: skip

@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple, Optional, Sequence, Union
 
-from . import _core, _plot
-from ._arrays import IntArray, choice, flag, flat_list, int64, library_dtype_of, numbers, sequence
-from ._copies import Unchanging
-from ._files import json_text, kept
-from .attention_costs import AttentionCosts, planned
+from . import _core, _report
+from ._arrays import (
+    IntArray,
+    choice,
+    flag,
+    flat_list,
+    int64,
+    json_text,
+    kept,
+    library_dtype_of,
+    numbers,
+    sequence,
+)
+from ._lifetime import Unchanging
+from .costs import AttentionCosts, LinkSpeeds, check_speeds, planned
 from .errors import InvalidArgument
-from .layouts import QkvMetadata
-from .links import LinkSpeeds, check_speeds
-from .plans import KV_LAYOUTS, MASKS, QkvPlan
-from .sparse import QkvRouting
-from .validation import Finding, validate
+from .metadata import QkvMetadata
+from .plans import KV_LAYOUTS, MASKS, Finding, QkvPlan, QkvRouting, validate
 
 __all__ = ["AttentionPlan", "RelayHop", "plan", "plan_documents"]
 
@@ -160,7 +167,7 @@ class AttentionPlan(Unchanging):
 
     def plot_load(self, ax: Any = None) -> Any:
         """Draws the work of every rank; returns the axes."""
-        return _plot.bars({"(query, key) pairs": self.work}, ax, "work")
+        return _report.bars({"(query, key) pairs": self.work}, ax, "work")
 
     def __eq__(self, other: object) -> bool:
         return self._plan == other._plan if isinstance(other, AttentionPlan) else NotImplemented

@@ -1,19 +1,240 @@
-"""Dispatch plans: which shard of which document lives where, and which rank attends to it."""
+"""Dispatch plans, their routing in sparse form, and the validator."""
 
 from __future__ import annotations
 
+import operator
 import os
-from typing import Any, Optional, Sequence, Union
+from typing import Any, List, NamedTuple, Optional, Sequence, Union
 
-from . import _core, _html, _plot
-from ._arrays import AnyArray, IntArray, choice, flat_list, int64
-from ._copies import Unchanging
-from ._files import json_text, kept
-from .layouts import QkvMetadata, RawQkvDispatch, attention_layout
-from .metadata import Metadata
-from .sparse import QkvRouting
+from . import _core, _report
+from ._arrays import AnyArray, IntArray, choice, flat_list, index_array, int64, json_text, kept
+from ._lifetime import Unchanging
+from .errors import InvalidArgument
+from .metadata import (
+    AttnLayout,
+    Metadata,
+    QkvMetadata,
+    RankKvLayout,
+    RawQkvDispatch,
+    attention_layout,
+    layout_fields,
+)
 
-__all__ = ["QkvPlan"]
+
+class SparseMetadata(Unchanging):
+    """Which rows of one tensor go where, in one direction, without padding. Immutable.
+
+    Lines are shards, grouped by sending rank, in the order of their rows there. Offsets and lengths
+    are tokens. Tables are read-only views.
+    """
+
+    __slots__ = ("_min_rows", "_name", "_relay", "_routing", "_table")
+    _table: _core.SparseMetadata
+    _relay: Any  # the compiled AttentionPlan whose relay schedule these rows may follow, or None
+    _routing: Optional[QkvRouting]  # whose table it is, under _name; None of from_dense
+    _name: str
+    _min_rows: int  # for which windows have room in any case
+
+    def __init__(self) -> None:
+        raise InvalidArgument(
+            "SparseMetadata: got a constructor call, expected QkvPlan.to_routing() or"
+            " SparseMetadata.from_dense(metadata)"
+        )
+
+    @classmethod
+    def _wrap(
+        cls,
+        table: _core.SparseMetadata,
+        routing: Optional[QkvRouting] = None,
+        name: str = "",
+        relay: Any = None,
+    ) -> SparseMetadata:
+        self = cls.__new__(cls)
+        self._table, self._relay = table, relay
+        self._routing, self._name, self._min_rows = routing, name, 0
+        return self
+
+    def with_room(self, rows: int) -> SparseMetadata:
+        """The same, for which every rank's window has at least so many rows: plans of several
+        tensors then put them at the same places, as a CUDA graph wants that replays them.
+        """
+        number = int64(rows, "SparseMetadata.with_room: rows")
+        if not 0 <= number < 2**44:
+            raise InvalidArgument(
+                f"SparseMetadata.with_room: rows = {number}, expected 0..2^44 - 1"
+            )
+        roomy = self._wrap(self._table, self._routing, self._name, self._relay)
+        roomy._min_rows = number
+        return roomy
+
+    @classmethod
+    def from_dense(cls, metadata: Metadata) -> SparseMetadata:
+        """The entries of ``metadata`` that move something; not of a slice."""
+        if not isinstance(metadata, Metadata):
+            raise InvalidArgument(
+                f"SparseMetadata.from_dense: metadata is a {type(metadata).__name__}, expected a"
+                " waybill.Metadata"
+            )
+        return cls._wrap(_core.to_sparse(metadata._fields()))
+
+    def to_dense(self) -> Metadata:
+        """The dense form, without the mask of copies that come back: QkvPlan.to_metadata has it."""
+        return Metadata._from_fields(_core.to_dense(self._table))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, W."""
+        return self._table.world_size
+
+    @property
+    def rank_offsets(self) -> IntArray:
+        """(W + 1,): rank w sends lines [o[w], o[w + 1])."""
+        return self._table.rank_offsets
+
+    @property
+    def seq_len(self) -> IntArray:
+        """(lines,): rows of the shard."""
+        return self._table.seq_len
+
+    @property
+    def copy_offsets(self) -> IntArray:
+        """(lines + 1,): copies of a line, or (0,) where every line has one."""
+        return self._table.copy_offsets
+
+    @property
+    def dst_rank(self) -> IntArray:
+        """(copies,): where the copy goes."""
+        return self._table.dst_rank
+
+    @property
+    def dst_offset(self) -> IntArray:
+        """(copies,): first row in the destination's buffer."""
+        return self._table.dst_offset
+
+    @property
+    def num_total_recv_tokens(self) -> IntArray:
+        """(W,): rows that each rank receives, its own included."""
+        return self._table.recv_total
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SparseMetadata):
+            return NotImplemented
+        return self._table == other._table and self._min_rows == other._min_rows
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._min_rows:
+            return operator.methodcaller("with_room", self._min_rows), (self.with_room(0),)
+        if self._routing is None:
+            return type(self).from_dense, (self.to_dense(),)
+        return getattr, (self._routing, self._name)
+
+    def __repr__(self) -> str:
+        return (
+            f"SparseMetadata(world_size={self.world_size}, lines={len(self.seq_len)},"
+            f" copies={len(self.dst_rank)}, rows={int(self.seq_len.sum())})"
+        )
+
+
+class RankAttention(NamedTuple):
+    """What one rank attends to: one entry per query shard that it received, in order, in rows."""
+
+    shard: IntArray  #: (n,): number of the shard in the plan
+    q_begin: IntArray  #: (n,): first row of the shard's queries in the rank's Q
+    q_len: IntArray  #: (n,)
+    kv_begin: IntArray  #: (n,): first row of its context in the rank's K and V
+    kv_len: IntArray  #: (n,): rows of its context, which ends with the shard itself
+
+
+class QkvRouting(Unchanging):
+    """All that a step needs, in sparse form: four metadata and the attention layout. Immutable."""
+
+    __slots__ = ("_plan", "_relay", "_routing")
+    _routing: _core.Routing
+    _plan: Any  # the QkvPlan or AttentionPlan of which it is
+    _relay: Any
+
+    def __init__(self) -> None:
+        raise InvalidArgument("QkvRouting: got a constructor call, expected QkvPlan.to_routing()")
+
+    @classmethod
+    def _wrap(cls, routing: _core.Routing, plan: Any, relay: Any = None) -> QkvRouting:
+        self = cls.__new__(cls)
+        self._routing, self._plan, self._relay = routing, plan, relay
+        return self
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, W."""
+        return self.fwd_q.world_size
+
+    @property
+    def kv_layout(self) -> str:
+        """ "per_rank" or "per_query"."""
+        return "per_query" if self._routing.per_query else "per_rank"
+
+    @property
+    def fwd_q(self) -> SparseMetadata:
+        """Q to the ranks that attend to it; also the gradient of attention's output."""
+        return SparseMetadata._wrap(self._routing.fwd_q, self, "fwd_q")
+
+    @property
+    def rev_q(self) -> SparseMetadata:
+        """Back: attention's output, and the gradient of Q."""
+        return SparseMetadata._wrap(self._routing.rev_q, self, "rev_q")
+
+    @property
+    def fwd_kv(self) -> SparseMetadata:
+        """K and V; also what plan_kv_gradient takes. Of an AttentionPlan it carries the relay."""
+        return SparseMetadata._wrap(self._routing.fwd_kv, self, "fwd_kv", self._relay)
+
+    @property
+    def rev_kv(self) -> SparseMetadata:
+        """Copies of K and V back into planes, one per copy."""
+        return SparseMetadata._wrap(self._routing.rev_kv, self, "rev_kv")
+
+    def attention(self, rank: int) -> RankAttention:
+        """The query shards that a rank received, and where their rows and contexts lie."""
+        number = int64(rank, "QkvRouting.attention: rank")
+        if not 0 <= number < self.world_size:
+            raise InvalidArgument(
+                f"QkvRouting.attention: rank = {number}, expected 0..{self.world_size - 1}"
+            )
+        return RankAttention(*self._routing.attention_of(number))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Smaller than its tables, which follow from it.
+        return operator.methodcaller("to_routing"), (self._plan,)
+
+    def __repr__(self) -> str:
+        return (
+            f"QkvRouting(world_size={self.world_size}, kv_layout={self.kv_layout!r},"
+            f" shards={len(self.fwd_q.seq_len)}, kv_copies={len(self.fwd_kv.dst_rank)})"
+        )
+
+
+def relay_of(value: Any) -> Any:
+    """The compiled AttentionPlan with the relay schedule of metadata, or None."""
+    return value._relay if isinstance(value, SparseMetadata) else None
+
+
+def room_of(value: Any) -> int:
+    """Rows for which windows have room in any case."""
+    return value._min_rows if isinstance(value, SparseMetadata) else 0
+
+
+def sparse_table(value: Any, who: str) -> Any:
+    """The compiled part's table of metadata in either form."""
+    if isinstance(value, SparseMetadata):
+        return value._table
+    if isinstance(value, Metadata):
+        return SparseMetadata.from_dense(value)._table
+    raise InvalidArgument(
+        f"{who}: got a {type(value).__name__}, expected SparseMetadata (as of QkvPlan.to_routing())"
+        " or Metadata"
+    )
+
 
 KV_LAYOUTS = ("per_rank", "per_query")
 MASKS = ("causal", "full")
@@ -192,11 +413,11 @@ class QkvPlan(Unchanging):
     def plot_traffic(self, ax: Any = None) -> Any:
         """Draws the rows of Q and KV between ranks as a heat map; returns the axes."""
         q, kv = self.traffic()
-        return _plot.heat_map(q + kv, ax, "rows sent", "receiving rank", "sending rank")
+        return _report.heat_map(q + kv, ax, "rows sent", "receiving rank", "sending rank")
 
     def plot_load(self, ax: Any = None) -> Any:
         """Draws the work of every rank; returns the axes."""
-        return _plot.bars({"(query, key) pairs": self.work}, ax, "work")
+        return _report.bars({"(query, key) pairs": self.work}, ax, "work")
 
     def __eq__(self, other: object) -> bool:
         return self._plan == other._plan if isinstance(other, QkvPlan) else NotImplemented
@@ -219,9 +440,114 @@ class QkvPlan(Unchanging):
 
     def _repr_html_(self) -> str:
         caption = (
-            f"Plan: {_html.count(self.world_size)} ranks, {_html.count(self.num_documents)}"
-            f" documents, {_html.count(self.num_shards)} shards,"
-            f" {_html.count(self.shard_len.sum())} tokens; max / mean work {self.imbalance:.3f};"
+            f"Plan: {_report.count(self.world_size)} ranks, {_report.count(self.num_documents)}"
+            f" documents, {_report.count(self.num_shards)} shards,"
+            f" {_report.count(self.shard_len.sum())} tokens; max / mean work {self.imbalance:.3f};"
             f" KV {self.kv_layout}"
         )
-        return _html.plan_html(self.work, self.traffic(), caption)
+        return _report.plan_html(self.work, self.traffic(), caption)
+
+
+class Finding(NamedTuple):
+    """One thing that is wrong. Numbers that do not apply are -1."""
+
+    kind: str  #: "shape", "overlap", "count", ...
+    table: str  #: "plan", "fwd_q", "rev_q", "fwd_kv", "rev_kv", "attention", ...
+    field: str  #: "dst_offset", ...
+    rank: int
+    shard: int
+    copy: int
+    got: str
+    expected: str
+    text: str  #: all of it in one line
+
+    def __str__(self) -> str:
+        return str(self.text)
+
+
+def validate(
+    *tables: Any,
+    q_capacity: Optional[int] = None,
+    kv_capacity: Optional[int] = None,
+    max_findings: int = 100,
+) -> List[Finding]:
+    """What is wrong; empty when all is right. Never raises for what it finds.
+
+    Args:
+        tables: one of: a QkvPlan or AttentionPlan; one Metadata; forward and reverse Metadata; the
+            four metadata of Q and KV, as create_qkv_dispatch returns them, where each pair is
+            checked (an attention layout may follow and is not looked at: only a plan says what
+            belongs in it); a QkvPlan or AttentionPlan and the QkvMetadata of its to_metadata(),
+            where everything is.
+        q_capacity, kv_capacity: most rows of a rank's buffer; None is any number.
+        max_findings: stop after so many.
+    """
+    options = (
+        -1 if q_capacity is None else int64(q_capacity, "validate: q_capacity"),
+        -1 if kv_capacity is None else int64(kv_capacity, "validate: kv_capacity"),
+        int64(max_findings, "validate: max_findings"),
+    )
+    return [Finding(*found) for found in _findings(tables, options)]
+
+
+def _findings(tables: Any, options: Any) -> Any:
+    kinds = [type(table) for table in tables]
+    metadata = [table for table in tables if isinstance(table, Metadata)]
+    if len(tables) == 1 and isinstance(tables[0], QkvPlan):
+        return _core.validate_plan(tables[0]._plan, options)
+    if len(tables) == 1 and _is_plan(tables[0]):
+        return tables[0]._validate(options[2])
+    if len(tables) == 1 and len(metadata) == 1:
+        return _core.validate_metadata(metadata[0]._fields(), options)
+    if len(tables) == 2 and len(metadata) == 2:
+        return _core.validate_pair(metadata[0]._fields(), metadata[1]._fields(), options)
+    if len(tables) == 2 and _is_plan(tables[0]) and _is_qkv_metadata(tables[1]):
+        plan = tables[0] if isinstance(tables[0], QkvPlan) else tables[0].to_qkv_plan()
+        *four, layout = tables[1]
+        return _core.validate_all(
+            plan._plan, *(table._fields() for table in four),
+            _layout_arrays(layout, four[0]._host), options,
+        )  # fmt: skip
+    if len(tables) in (4, 5) and len(metadata) == 4:
+        q = _core.validate_pair(metadata[0]._fields(), metadata[1]._fields(), options)
+        kv = _core.validate_pair(metadata[2]._fields(), metadata[3]._fields(), options)
+        return [_of_pair(found, "_q") for found in q] + [_of_pair(found, "_kv") for found in kv]
+    raise InvalidArgument(
+        f"validate: got {[kind.__name__ for kind in kinds]}, expected a plan, one Metadata, forward"
+        " and reverse Metadata, four Metadata, or a plan and its QkvMetadata"
+    )
+
+
+def _layout_arrays(layout: Any, host: Any) -> Any:
+    """Its fields as numpy arrays and lists of them; ``host`` takes them there."""
+
+    def array(value: Any) -> Any:
+        return index_array(host(value), "validate: attention layout")
+
+    cu_q, cu_kv, max_q, max_kv, num_recv, kv_begin, kv_len = layout_fields(layout)
+    return (
+        [array(value) for value in cu_q], [array(value) for value in cu_kv], array(max_q),
+        array(max_kv), array(num_recv), [array(value) for value in kv_begin],
+        [array(value) for value in kv_len],
+    )  # fmt: skip
+
+
+def _is_plan(value: Any) -> bool:
+    """A QkvPlan, or an AttentionPlan, whose module imports this one."""
+    return isinstance(value, QkvPlan) or hasattr(type(value), "_validate")
+
+
+def _is_qkv_metadata(value: Any) -> bool:
+    return (
+        isinstance(value, tuple)
+        and len(value) == 5
+        and all(isinstance(table, Metadata) for table in value[:4])
+        and isinstance(value[4], (AttnLayout, RankKvLayout))
+    )
+
+
+def _of_pair(found: Any, suffix: str) -> Any:
+    """A finding about "fwd" or "rev" under the name of the table that the caller gave."""
+    kind, table, *rest, text = found
+    named = table + suffix
+    return (kind, named, *rest, named + text.removeprefix(table))

@@ -1,23 +1,49 @@
-"""From a dispatch plan to metadata: which rows go where."""
+"""DistCA's functions for arrays: from a dispatch plan to metadata, random plans, index helpers."""
 
 from __future__ import annotations
 
-from typing import Any, Tuple, Union
+from typing import Any, Optional, Tuple, Union
 
 import numpy as np
 
 from . import _core
-from ._arrays import ArrayLike, IntArray, choice, flag, integer, whole_numbers
+from ._arrays import (
+    AnyArray,
+    ArrayLike,
+    IntArray,
+    as_numpy,
+    choice,
+    flag,
+    integer,
+    plain_array,
+    whole_numbers,
+)
+from ._wrong_call import shown
 from .errors import InvalidArgument
-from .layouts import AttnLayout, PackedSeqParams, attention_layout
-from .metadata import Fields, Metadata
+from .metadata import (
+    AttnLayout,
+    Fields,
+    Metadata,
+    PackedSeqParams,
+    RawQkvDispatch,
+    attention_layout,
+)
 
 __all__ = [
     "compute_attn_layout_seqlens",
     "compute_e2e_metadata",
     "compute_metadata",
     "compute_metadata_kv",
+    "create_qkv_dispatch",
+    "create_qkv_dispatch_with_custom_mapping",
+    "create_raw_qkv_dispatch",
+    "exclusive_cumsum",
+    "gen_seq_lens",
+    "index_put_with_neg_padding_1d",
+    "mask_by_neg",
     "mlp_layout_packed_params",
+    "prepend_zero",
+    "prepend_zero_fn",
 ]
 
 
@@ -230,3 +256,253 @@ def _check_hints(dispatch: IntArray, q_seq_to_dst: ArrayLike, max_num_local_seqs
             raise InvalidArgument(
                 f"compute_metadata_kv: q_seq_to_dst has shape {shape}, expected {expected}"
             )
+
+
+def gen_seq_lens(
+    world_size: int,
+    num_seqs: int,
+    total_len: int,
+    seed: Optional[int] = None,
+    uniforms: ArrayLike = None,
+) -> IntArray:
+    """Random sequence lengths: (world_size, num_seqs) int32, every row sums to total_len exactly.
+
+    Args:
+        seed: None is 0: the same call gives the same lengths. All are >= 1 where total_len allows.
+        uniforms: world_size * num_seqs draws in [0, 1) in place of a seed; gives what DistCA
+            makes of the same draws (which may round to 0), but for its negative lengths.
+    """
+    if uniforms is None:
+        return _core.gen_seq_lens(
+            world_size, num_seqs, total_len, checked_seed(seed, "gen_seq_lens")
+        )
+    if seed is not None:
+        raise InvalidArgument("gen_seq_lens: got seed and uniforms, expected one of them")
+    given = as_numpy(uniforms, "gen_seq_lens: uniforms")
+    if given.dtype.kind not in "fiu":
+        raise InvalidArgument(f"gen_seq_lens: uniforms has dtype {given.dtype}, expected float32")
+    with np.errstate(over="ignore"):  # infinity is refused below
+        draws = np.ascontiguousarray(given, dtype=np.float32)
+    return _core.gen_seq_lens_from(world_size, num_seqs, total_len, draws.reshape(-1))
+
+
+def create_raw_qkv_dispatch(
+    world_size: int,
+    total_seq_len: int,
+    num_seqs: int,
+    max_cp_degree: int,
+    return_mlp_no_shard_seq_lens: bool = False,
+    seed: Optional[int] = None,
+) -> RawQkvDispatch:
+    """A random plan: each sequence is cut into a power of two of shards for different ranks.
+
+    total_seq_len is the number of rows on every rank, a multiple of max_cp_degree.
+    """
+    who = "create_raw_qkv_dispatch"
+    with_lens = flag(return_mlp_no_shard_seq_lens, f"{who}: return_mlp_no_shard_seq_lens")
+    raw, seq_lens, _ = _core.create_raw_qkv_dispatch(
+        world_size, total_seq_len, num_seqs, max_cp_degree, checked_seed(seed, who)
+    )
+    return RawQkvDispatch._make((*raw, (seq_lens,) if with_lens else ()))
+
+
+def create_qkv_dispatch(
+    world_size: int,
+    total_seq_len: int,
+    num_seqs: int,
+    max_cp_degree: int,
+    return_intermediate: bool = False,
+    return_mlp_no_shard_seq_lens: bool = False,
+    seed: Optional[int] = None,
+) -> Tuple[Any, ...]:
+    """A random plan with all its metadata.
+
+    Returns:
+        (fwd_q, rev_q, fwd_k, rev_k, attention layout), then the intermediates and the sequence
+        lengths before sharding, each when asked for.
+    """
+    who = "create_qkv_dispatch"
+    more = asked_for(who, return_intermediate, return_mlp_no_shard_seq_lens)
+    fields, _, seq_lens, _ = _core.create_qkv_dispatch(
+        world_size, total_seq_len, num_seqs, max_cp_degree, checked_seed(seed, who), more[0]
+    )
+    return (*dispatch_tuple(fields, more[0]), *((seq_lens,) if more[1] else ()))
+
+
+def create_qkv_dispatch_with_custom_mapping(
+    world_size: int,
+    seq_lens: ArrayLike,
+    cp_num: ArrayLike,
+    cp_dst: ArrayLike,
+    seq_shard_lens: ArrayLike,
+    return_intermediate: bool = False,
+    return_mlp_no_shard_seq_lens: bool = False,
+    verbose: bool = False,
+) -> Tuple[Any, ...]:
+    """The same for given shards, which may be uneven and share destinations.
+
+    Args:
+        seq_lens: (W, n), zeros only after the last sequence of a rank.
+        cp_num: (W, n), shards of each sequence.
+        cp_dst: (W, n, C), destination of each shard, -1 after the first cp_num.
+        seq_shard_lens: (W, n, C), rows of each shard; they sum to seq_lens.
+        verbose: print the plan.
+    """
+    who = "create_qkv_dispatch_with_custom_mapping"
+    more = asked_for(who, return_intermediate, return_mlp_no_shard_seq_lens)
+    lens = whole_numbers(seq_lens, f"{who}: seq_lens")
+    fields, raw, _, _ = _core.create_qkv_dispatch_with_custom_mapping(
+        world_size,
+        lens,
+        whole_numbers(cp_num, f"{who}: cp_num"),
+        whole_numbers(cp_dst, f"{who}: cp_dst"),
+        whole_numbers(seq_shard_lens, f"{who}: seq_shard_lens"),
+        more[0],
+    )
+    if flag(verbose, f"{who}: verbose"):
+        for name, value in zip(RawQkvDispatch._fields, raw):
+            print(name, "=", value)
+    return (*dispatch_tuple(fields, more[0]), *((lens,) if more[1] else ()))
+
+
+def length_distributions() -> list[str]:
+    """Names of the built-in distributions of document lengths."""
+    return _core.length_distributions()
+
+
+def sample_documents(distribution: str, num_tokens: int, seed: int = 0) -> IntArray:
+    """Document lengths, (n,) int64, drawn until they fill num_tokens exactly; the last is cut."""
+    return _core.sample_documents(distribution, num_tokens, seed)
+
+
+def dispatch_of_raw(raw: Any, return_intermediate: bool) -> Tuple[Any, ...]:
+    """All metadata of a plan in dense form, of which ``raw`` has the eight tables."""
+    lens, num_shards, dst, *tables = raw
+    fields = _core.compute_e2e_metadata(lens, num_shards, dst, tuple(tables), return_intermediate)
+    return dispatch_tuple(fields, return_intermediate)
+
+
+def dispatch_tuple(fields: Any, return_intermediate: bool) -> Tuple[Any, ...]:
+    """(fwd_q, rev_q, fwd_k, rev_k, attention layout[, intermediates])"""
+    *tables, layout, q_intermediates, kv_ids = fields
+    result = (*(Metadata._from_fields(t) for t in tables), attention_layout(layout, True))
+    return (*result, (*q_intermediates, kv_ids)) if return_intermediate else result
+
+
+def asked_for(who: str, intermediate: Any, seq_lens: Any) -> Tuple[bool, bool]:
+    """What a plan brings beside its metadata."""
+    return (
+        flag(intermediate, f"{who}: return_intermediate"),
+        flag(seq_lens, f"{who}: return_mlp_no_shard_seq_lens"),
+    )
+
+
+def checked_seed(seed: Optional[int], who: str) -> int:
+    if seed is None:
+        return 0
+    if not 0 <= integer(seed, f"{who}: seed") < 2**64:
+        raise InvalidArgument(f"{who}: seed = {shown(seed)}, expected 0..2^64 - 1")
+    return int(seed)
+
+
+def exclusive_cumsum(tensor: ArrayLike, dim: int = 0) -> AnyArray:
+    """Prefix sums along ``dim``, shifted by one: first slice 0, the last never enters.
+
+    ``[0, 1, 2, 3, 4, 5]`` gives ``[0, 0, 1, 3, 6, 10]``. Sums of integers are int64, as torch's;
+    floats keep their dtype, and are summed in float64.
+    """
+    who = "exclusive_cumsum"
+    array = _numbers(tensor, f"{who}: tensor")
+    if array.dtype.kind != "f":
+        return _core.exclusive_cumsum(whole_numbers(array, f"{who}: tensor"), dim)
+    axis = _axis(array, dim, who)
+    sums = np.zeros(array.shape, np.float64)
+    after, before = ([slice(None)] * array.ndim for _ in range(2))
+    after[axis], before[axis] = slice(1, None), slice(None, -1)
+    np.cumsum(array[tuple(before)], axis=axis, dtype=np.float64, out=sums[tuple(after)])
+    with np.errstate(over="ignore"):  # too large for the dtype is inf, as torch's
+        return sums.astype(array.dtype)
+
+
+def prepend_zero(tensor: ArrayLike, dim: int = 0) -> AnyArray:
+    """One slice of zeros in front along ``dim``; the dtype is kept."""
+    array = _numbers(tensor, "prepend_zero: tensor")
+    axis = _axis(array, dim, "prepend_zero")
+    zeros = np.zeros((*array.shape[:axis], 1, *array.shape[axis + 1 :]), array.dtype)
+    return np.concatenate([zeros, array], axis=axis)
+
+
+prepend_zero_fn = prepend_zero
+
+
+def mask_by_neg(tensor: ArrayLike, mask: ArrayLike) -> AnyArray:
+    """``tensor`` where ``mask`` is true (not 0), -1 elsewhere; one may be broadcast to the other.
+
+    Integers with a sign and floats keep their dtype; what cannot hold -1 becomes int64.
+    """
+    who = "mask_by_neg"
+    array, keep = _numbers(tensor, f"{who}: tensor"), _numbers(mask, f"{who}: mask")
+    try:
+        shape = np.broadcast_shapes(array.shape, keep.shape)
+    except ValueError:
+        raise InvalidArgument(
+            f"{who}: mask has shape {list(keep.shape)}, expected {list(array.shape)}, or one that"
+            " can be broadcast with it"
+        ) from None
+    if array.dtype.kind in "bu":
+        signed = whole_numbers(np.broadcast_to(array, shape), f"{who}: tensor")
+        return _core.mask_by_neg(signed, np.ascontiguousarray(np.broadcast_to(keep != 0, shape)))
+    return np.asarray(np.where(keep != 0, array, array.dtype.type(-1)))
+
+
+def index_put_with_neg_padding_1d(tensor: ArrayLike, src: ArrayLike, index: ArrayLike) -> AnyArray:
+    """A copy of ``tensor`` with ``tensor[index[i]] = src[i]`` in order, over flattened elements.
+
+    Index -1 is dropped; of repeated indices the last wins; any other index outside the array is an
+    InvalidArgument. The shape and dtype of ``tensor``, which must hold ``src``: one value, or as
+    many as there are indices.
+    """
+    who = "index_put_with_neg_padding_1d"
+    result = np.array(_numbers(tensor, f"{who}: tensor"), order="C")
+    given = _numbers(src, f"{who}: src")
+    # Which element of src each place gets, -1 for none.
+    chosen = _core.index_put_with_neg_padding_1d(
+        np.full(result.shape, -1), np.arange(given.size), whole_numbers(index, f"{who}: index")
+    )
+    taken = chosen >= 0
+    result[taken] = _as_dtype(given.reshape(-1)[chosen[taken]], result.dtype, f"{who}: src")
+    return result
+
+
+def _numbers(value: Any, name: str) -> AnyArray:
+    """Integers, floats or bools of any size."""
+    array = plain_array(value, name)
+    if array.dtype.kind not in "biuf":
+        raise InvalidArgument(f"{name} has dtype {array.dtype}, expected integers or floats")
+    return array
+
+
+def _axis(array: AnyArray, dim: Any, who: str) -> int:
+    axis = integer(dim, f"{who}: dim")
+    if array.ndim == 0:
+        raise InvalidArgument(f"{who}: got a scalar, expected at least one dimension")
+    if not -array.ndim <= axis < array.ndim:
+        raise InvalidArgument(
+            f"{who}: dim = {shown(axis)}, expected {-array.ndim}..{array.ndim - 1} for an array of"
+            f" {array.ndim} dimensions"
+        )
+    return axis % array.ndim
+
+
+def _as_dtype(values: AnyArray, dtype: Any, name: str) -> AnyArray:
+    """The values in a dtype that holds them; among floats they are rounded."""
+    if dtype.kind == "f":
+        with np.errstate(over="ignore"):
+            return values.astype(dtype)
+    if values.dtype.kind == "f":
+        raise InvalidArgument(f"{name} has dtype {values.dtype}, expected {dtype}, that of tensor")
+    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    for value in (int(values.min(initial=0)), int(values.max(initial=0))):
+        if not low <= value <= high:
+            raise InvalidArgument(f"{name} has {value}, which {dtype}, that of tensor, cannot hold")
+    return values.astype(dtype)

@@ -1,22 +1,183 @@
-"""What SequenceDispatcher does for arrays of any kind; the faces say what their arrays are."""
+"""SequenceDispatcher: moving shards of Q, K and V between ranks, for numpy and for torch."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar, Union
+from typing import (
+    Any,
+    Callable,
+    Generic,
+    NamedTuple,
+    NoReturn,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+    TypeVar,
+    Union,
+)
+
+import numpy as np
 
 from . import _core
-from ._agreement import agree
-from ._arrays import int64
-from ._copies import OfThisProcess
-from ._dispatcher_options import checked_options
+from ._arrays import AnyArray, as_numpy, choice, dtype_name, flag, int64, library_dtype
 from ._graphs import outside_graphs
-from ._tensor_checks import Names, named, numbered, refuse, refuse_overlap
-from ._unwinding import Unwinding
+from ._lifetime import OfThisProcess, Unwinding
 from ._wrong_call import shown
-from .errors import Error, InvalidArgument
-from .sparse import relay_of, room_of, sparse_table
-from .world import World
+from .errors import Error, InvalidArgument, Unsupported
+from .plans import relay_of, room_of, sparse_table
+from .world import World, agree
+
+#: The name of the caller's tensor at a place.
+Names = Callable[[int], str]
+
+
+@functools.cache
+def numbered(name: str) -> Names:
+    """Of tensors that come as one sequence."""
+    return lambda t: f"{name}[{t}]"
+
+
+@functools.lru_cache(maxsize=256)
+def named(who: str, names: Names, t: int) -> str:
+    """That name in a call's errors; calls are made again and again, mostly without one."""
+    return f"{who}: {names(t)}"
+
+
+def of_qkv(t: int) -> str:
+    """Of Q and one or two tensors behind it."""
+    return "q" if t == 0 else f"kv[{t - 1}]"
+
+
+def refuse(
+    who: str,
+    error: InvalidArgument,
+    names: Names,
+    values: Sequence[Any],
+    formats: Sequence[Any],
+    rows: Sequence[int],
+    any_dtype: bool = False,
+) -> NoReturn:
+    """Raises what the compiled part has found wrong, which saw matrices and gave them its names.
+
+    :param formats, rows: of each tensor: TensorFormat, and the least rows
+    :param any_dtype: of results, which may be wider than what is summed
+    """
+    if type(error) is InvalidArgument:
+        if len(values) != len(formats):
+            raise InvalidArgument(
+                f"{who}: got {len(values)} tensors, expected {len(formats)}, as many as the plan"
+            ) from None
+        for t, (value, format_) in enumerate(zip(values, formats)):
+            found = _wrong(value, format_, rows[t], any_dtype)
+            if found is not None:
+                raise InvalidArgument(f"{who}: {names(t)} {found}") from None
+    raise error from None
+
+
+def _wrong(value: Any, format_: Any, rows: int, any_dtype: bool) -> Optional[str]:
+    if not hasattr(value, "shape"):  # a list
+        value = np.asarray(value)
+    shape = list(value.shape)
+    row = ", ".join(str(extent) for extent in format_.row_shape)
+    elements = 1
+    for extent in shape[1:]:
+        elements *= extent
+    if elements != format_.hidden:
+        return f"has shape {shape}, expected [rows, {row}], as in the plan"
+    if not any_dtype and value.dtype != format_.dtype:
+        return f"has dtype {value.dtype}, expected {format_.dtype}, as in the plan"
+    if shape[0] < rows:
+        return f"has shape {shape}, expected at least {rows} rows"
+    return None
+
+
+def row_layout(shape: Sequence[int], strides: Sequence[int], name: str) -> Tuple[int, int, int]:
+    """(rows, elements of a row, elements from row to row) of a tensor [rows, ...] whose elements
+    of a row are adjacent; strides in elements.
+    """
+    if len(shape) == 0:
+        raise InvalidArgument(f"{name} has no axes, expected [rows, ...]")
+    hidden = 1
+    for extent, stride in zip(reversed(shape[1:]), reversed(strides[1:])):
+        if extent != 1 and stride != hidden and 0 not in shape:
+            raise InvalidArgument(
+                f"{name} has shape {list(shape)} and strides {list(strides)}, expected adjacent"
+                " elements in a row"
+            )
+        hidden *= extent
+    return shape[0], hidden, strides[0]
+
+
+def row_shape(value: Any, name: str) -> Tuple[int, ...]:
+    """The extents of a row, as a TensorFormat has them."""
+    if not isinstance(value, (tuple, list)):  # torch.Size is one
+        raise InvalidArgument(f"{name} has row_shape {shown(value)}, expected a tuple of integers")
+    extents = tuple(int64(extent, f"{name}: row_shape[{i}]") for i, extent in enumerate(value))
+    if min(extents, default=0) < 0:
+        raise InvalidArgument(f"{name} has row_shape {extents}, expected extents >= 0")
+    return extents
+
+
+def refuse_overlap(outputs: Sequence[Tuple[int, str, int, int, int]], names: Names) -> None:
+    """Of memory to write to: where rows lie on each other, the last one would win."""
+    blocks = []
+    for t, (address, dtype, num_rows, hidden, stride) in enumerate(outputs):
+        if num_rows > 1 and hidden > 0 and abs(stride) < hidden:
+            raise InvalidArgument(
+                f"{names(t)} has rows of {hidden} elements, {stride} apart, expected memory of its"
+                " own for each"
+            )
+        if num_rows > 0 and hidden > 0:
+            size = int("".join(filter(str.isdecimal, dtype.partition("_")[0])) or 8) // 8
+            first = address + min(0, stride * (num_rows - 1)) * size
+            blocks.append((first, num_rows, hidden * size, abs(stride) * size, t))
+    for one, other in itertools.combinations(sorted(blocks), 2):
+        if _meet(one[:4], other[:4]):
+            t, u = sorted((one[4], other[4]))
+            raise InvalidArgument(f"{names(u)} shares memory with {names(t)}, expected its own")
+
+
+def _meet(one: Tuple[int, int, int, int], other: Tuple[int, int, int, int]) -> bool:
+    """Whether rows (first byte, number, bytes, bytes from one to the next) lie on each other; the
+    other begins behind the one. Rows between each other at two distances count as such, too.
+    """
+    (begin, rows, size, step), (there, others, width, distance) = one, other
+    if there >= begin + (rows - 1) * step + size:
+        return False
+    if rows == 1 or (others > 1 and distance != step):
+        return True
+    place = (there - begin) % step
+    return place < size or place + width > step
+
+
+_MOST_BYTES = 2**63 - 1
+
+
+def checked_options(
+    who: str, num_sms: Any, chunk_bytes: Any, local_by_copy_engine: Any, max_window_bytes: Any,
+    relay: Any,
+) -> Tuple[Any, ...]:  # fmt: skip
+    """The options, as the compiled part takes them."""
+    sms = int64(num_sms, f"{who}: num_sms")
+    if not 0 <= sms < 2**31:
+        raise InvalidArgument(f"{who}: num_sms = {sms}, expected >= 0")
+    chunk = int64(chunk_bytes, f"{who}: chunk_bytes")
+    if not 16 <= chunk <= 2**30 or chunk % 16 != 0:
+        raise InvalidArgument(
+            f"{who}: chunk_bytes = {chunk}, expected a multiple of 16, up to 2^30"
+        )
+    most = _MOST_BYTES if max_window_bytes is None else max_window_bytes
+    return (
+        sms,
+        chunk,
+        flag(local_by_copy_engine, f"{who}: local_by_copy_engine"),
+        int64(most, f"{who}: max_window_bytes"),
+        choice(relay, f"{who}: relay", "automatic", "never", "always"),
+    )
+
 
 _Array = TypeVar("_Array")
 _D = TypeVar("_D", bound="Dispatcher[Any]")
@@ -401,3 +562,94 @@ def _number(of_dispatch: Any, who: str) -> int:
     if number < 0:
         raise InvalidArgument(f"{who}: of_dispatch = {number}, expected >= 0")
     return number
+
+
+class SequenceDispatcher(Dispatcher[AnyArray]):
+    """Moves shards of Q, K and V between the ranks of a world, by plans, and sums the gradients of
+    the copies of K and V. For numpy arrays; ``waybill.torch.SequenceDispatcher`` takes tensors.
+
+    Calls are collective: every rank makes the same calls in the same order, each with its own part
+    of the same plan. A fast rank may be one call ahead of a slow one; there is no barrier. A call
+    that raises anything but InvalidArgument or Unsupported leaves the dispatcher unusable.
+
+    Every rank has two windows, used in turn, that grow when a plan needs more: at the first call
+    with that plan, which then waits for all ranks, or ahead of time with reserve().
+
+    As a context manager it is closed at the end of the block, unless that ends with an exception:
+    the other ranks would wait in vain.
+
+    Args:
+        world: of ``run_threads``; it is kept alive.
+        num_sms: multiprocessors of a GPU that a call may use, 0: its copy engines do it. Ranks in
+            host memory ignore it.
+        chunk_bytes: unit of work, a multiple of 16.
+        local_by_copy_engine: on GPUs long rows that stay on their rank go by copy engine.
+        max_window_bytes: larger plans are refused; the same on all ranks.
+        relay: with the routing of an AttentionPlan that has a relay schedule, whether receivers
+            forward K and V to each other: "automatic" where the links then allow clearly less time,
+            "never" or "always". "always" with num_sms = 0 is refused on GPUs, whose copy engines
+            forward nothing. PlanHandle.way says what was chosen.
+    """
+
+    def _check_world(self, world: World) -> None:
+        if world.device != "cpu":
+            raise Unsupported(
+                f"SequenceDispatcher: the world's tensors lie on {world.device}, and numpy has"
+                " host memory only: use waybill.torch.SequenceDispatcher"
+            )
+
+    def _stream(self) -> int:
+        return 0
+
+    def _format(self, value: Any, name: str) -> Tuple[TensorFormat, str]:
+        if isinstance(value, TensorFormat):
+            dtype = self._dtype(value.dtype, f"{name}: dtype")
+            shape = row_shape(value.row_shape, name)
+        else:
+            array = as_numpy(value, name)
+            if array.ndim == 0:
+                raise InvalidArgument(f"{name} has no axes, expected [rows, ...]")
+            dtype, shape = array.dtype, array.shape[1:]
+        return TensorFormat(dtype, shape), _library_name(np.empty(0, dtype), name)
+
+    def _rows(self, value: Any, name: str, writable: bool) -> Tuple[Rows, Any]:
+        array = as_numpy(value, name)
+        if writable and (not isinstance(value, np.ndarray) or not array.flags.writeable):
+            raise InvalidArgument(f"{name} cannot be written, expected a writable numpy array")
+        library_name = _library_name(array, name)
+        rows, hidden, stride = row_layout(array.shape, _strides(array, name), name)
+        return (array.__array_interface__["data"][0], library_name, rows, hidden, stride), array
+
+    def _show(self, bits: Any, format_: TensorFormat) -> AnyArray:
+        return bits.view(format_.dtype).reshape(len(bits), *format_.row_shape)
+
+    def _empty(self, shape: Tuple[int, ...], dtype: Any) -> AnyArray:
+        return np.empty(shape, dtype)
+
+    def _dtype(self, value: Any, name: str) -> Any:
+        try:
+            if value is not None:  # which is float64 to numpy
+                return np.dtype(value)
+        except (TypeError, ValueError):
+            pass
+        raise InvalidArgument(f"{name} = {shown(value)}, expected a dtype of numpy, or its name")
+
+
+def _library_name(array: AnyArray, name: str) -> str:
+    size = array.dtype.itemsize
+    if size not in (1, 2, 4, 8) or array.dtype.hasobject:
+        raise Unsupported(
+            f"{name} has dtype {array.dtype} of {size} bytes, expected elements of 1, 2, 4 or 8"
+            " bytes"
+        )
+    return library_dtype(dtype_name(array), size)
+
+
+def _strides(array: AnyArray, name: str) -> list[int]:
+    """In elements."""
+    size = array.dtype.itemsize
+    if any(stride % size != 0 for stride in array.strides):
+        raise InvalidArgument(
+            f"{name} has strides of {array.strides} bytes, expected multiples of {size}"
+        )
+    return [stride // size for stride in array.strides]

@@ -6,12 +6,10 @@ import os
 from typing import Any, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
 
 from . import _core
-from ._arrays import IntArray, flag, flat_list, int64, library_dtype_of, numbers
-from ._copies import OfThisProcess
-from ._files import kept
-from .attention_costs import AttentionCosts, predicted
+from ._arrays import IntArray, flag, flat_list, int64, kept, library_dtype_of, numbers
+from ._lifetime import OfThisProcess
+from .costs import AttentionCosts, LinkSpeeds, check_speeds, predicted
 from .errors import InvalidArgument
-from .links import LinkSpeeds, check_speeds
 from .planner import AttentionPlan, _limit, _mask, _world
 from .plans import QkvPlan
 

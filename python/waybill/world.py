@@ -1,27 +1,227 @@
-"""The ranks, and how they reach each other."""
+"""The ranks: how they reach each other, how they run as threads, what they must agree on."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
-from collections.abc import Callable, Sequence
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, TypeVar
 
 from . import _core
-from ._agreement import agree
 from ._arrays import choice, flag, int64
-from ._copies import OfThisProcess
-from ._device_faults import explain_at_exit
-from ._graphs import outside_graphs
+from ._graphs import explain, explain_at_exit, outside_graphs
+from ._lifetime import OfThisProcess
 from ._said_by import said_by
-from ._shared_gpus import load_eagerly, separate_queues
-from ._threads import run_ranks
 from ._wrong_call import shown
-from .errors import Error, InvalidArgument, Unsupported
-from .links import LinkSpeeds
+from .costs import LinkSpeeds
+from .errors import Error, Interrupted, InvalidArgument, PeerFailed, Timeout, Unsupported
 
-__all__ = ["Topology", "World", "cuda_version", "num_gpus", "run_threads"]
+_W = TypeVar("_W", bound="World")
+
+
+def agree(
+    world: World, who: str, facts: Mapping[str, Any], wrong: Optional[Exception] = None
+) -> None:
+    """Collective, on the host. Raises on all ranks where ranks have other facts, naming a rank and
+    the fact, or where one has found something ``wrong``, which it passes: nobody waits for it.
+    """
+    told = "right" if wrong is None else f"wrong ({str(wrong).removeprefix(f'{who}: ')})"
+    says = [("arguments", told), *((name, str(fact)) for name, fact in facts.items())]
+    try:
+        world._world.require_same(who, says)
+    except InvalidArgument:
+        if wrong is None:
+            raise
+    if wrong is not None:
+        raise wrong
+
+
+def agree_on(world: World, who: str, check: Callable[[], Mapping[str, Any]]) -> None:
+    """The same of what ``check`` returns, or of what it raises."""
+    agreed_world(lambda: world, who, check)
+
+
+def agreed_world(make: Callable[[], _W], who: str, check: Callable[[], Mapping[str, Any]]) -> _W:
+    """A world whose ranks agree. Wrong arguments come before why there is no world."""
+    facts: Mapping[str, Any] = {}
+    wrong: Optional[Exception] = None
+    try:
+        facts = check()
+    except Exception as error:
+        wrong = error
+    try:
+        world = make()
+    except Exception:
+        if wrong is not None:
+            raise wrong from None
+        raise
+    agree(world, who, facts, wrong)
+    return world
+
+
+_LOADING, _QUEUES = "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS"
+_ENOUGH_QUEUES = 32
+_LAZY_LOADING = 2  # of CUmoduleLoadingMode
+
+
+def load_eagerly() -> None:
+    """For contexts that this process makes from now on, unless the user has said how."""
+    os.environ.setdefault(_LOADING, "EAGER")
+
+
+def separate_queues(num_gpus: int, who: str) -> None:
+    """The same for hardware queues; and says so where it is too late for one of both."""
+    driver = _driver()
+    late = [f"{_LOADING}=EAGER"] if _loads_lazily(driver) else []
+    unset = _QUEUES not in os.environ
+    queues = os.environ.setdefault(_QUEUES, str(_ENOUGH_QUEUES))
+    few = not queues.isdigit() or int(queues) < _ENOUGH_QUEUES
+    if few or (unset and _has_context(driver, num_gpus)):
+        late.append(f"{_QUEUES}={_ENOUGH_QUEUES}")
+    if late:
+        warnings.warn(
+            f"{who}: ranks share a GPU, and CUDA began in this process without"
+            f" {' and '.join(late)}: a kernel's first use, or a copy, may wait for"
+            " another rank's call until its deadline; set that in the environment before the"
+            " program starts",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+
+def _driver() -> Optional[Any]:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def _loads_lazily(driver: Optional[Any]) -> bool:
+    """Whether this process has begun with a CUDA that does. Before that the variable decides."""
+    mode = ctypes.c_int(0)
+    if driver is None or driver.cuModuleGetLoadingMode(ctypes.byref(mode)) != 0:
+        return False
+    return mode.value == _LAZY_LOADING
+
+
+def _has_context(driver: Optional[Any], num_gpus: int) -> bool:
+    """Whether any of these devices has its primary context, which torch and Waybill use."""
+    flags, active = ctypes.c_uint(0), ctypes.c_int(0)
+    return driver is not None and any(
+        driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) == 0
+        and active.value != 0
+        for device in range(num_gpus)
+    )
+
 
 _T = TypeVar("_T")
+_LEAVE_S = 0.5  # for ranks to end after a second interrupt
+
+
+def run_ranks(world_size: int, rank_main: Callable[[int], _T], scope: Any) -> list[_T]:
+    """Runs ``rank_main(rank)`` on one thread a rank and returns what each returned.
+
+    Waits of the library on these threads, and of their worlds on any, end with ``scope``.
+    """
+    results: dict[int, _T] = {}
+    errors: dict[int, BaseException] = {}
+    # Not Thread.join: one that was interrupted takes the thread for ended, up to Python 3.12.
+    ended = [threading.Event() for _ in range(world_size)]
+
+    def run(rank: int) -> None:
+        _core.enter_scope(scope)
+        try:
+            results[rank] = rank_main(rank)
+        except BaseException as error:  # raised again below
+            explain(error)
+            errors[rank] = error
+            scope.fail(f"rank {rank} failed: {type(error).__name__}: {error}")
+        finally:
+            _core.leave_scope()
+            ended[rank].set()
+
+    # Daemons: who interrupts the program twice does not wait for its ranks.
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(world_size)
+    ]
+    started = 0
+    try:
+        for thread in threads:
+            thread.start()
+            started += 1
+        for event in ended:
+            event.wait()
+    except BaseException as error:  # KeyboardInterrupt, or more threads than the host allows
+        scope.interrupt(f"interrupted: {type(error).__name__}")
+        _await_ended(threads[:started], ended)
+        errors.clear()  # their tracebacks hold the ranks' worlds
+        if isinstance(error, RuntimeError) and started < world_size:
+            raise Unsupported(
+                f"run_threads: {error}: {started} of {world_size} ranks have one, and this host "
+                "allows no more (ulimit -u, pids.max of a container)"
+            ) from None
+        raise
+    if errors:
+        _raise_first(errors, world_size)
+    return [results[rank] for rank in range(world_size)]
+
+
+def _await_ended(threads: list[threading.Thread], ended: list[threading.Event]) -> None:
+    """Who interrupts this, too, leaves ranks that do not end soon. A thread that the interpreter's
+    end finds in the middle of a call of torch ends the program by std::terminate: so they are
+    interrupted in what they do in Python.
+    """
+    try:
+        for event, _ in zip(ended, threads):
+            event.wait()
+    except KeyboardInterrupt:
+        for event, thread in zip(ended, threads):
+            if not event.is_set() and thread.ident is not None:
+                _core.interrupt_thread(thread.ident)
+        until = time.monotonic() + _LEAVE_S
+        for event, _ in zip(ended, threads):
+            event.wait(max(0.0, until - time.monotonic()))
+        raise
+
+
+def end_waits() -> None:
+    """Ends the waits of the library that have begun on threads other than the main one, and the
+    next call of threads that make calls all the time: they raise Interrupted. For handlers of
+    signals, which Python runs on the main thread; there a handler ends a wait by raising.
+    """
+    _core.end_waits()
+
+
+def _weight(error: BaseException) -> int:
+    """A rank's own error comes before a deadline, which may have passed as that rank was gone, and
+    that before what ranks say that were released.
+    """
+    if isinstance(error, PeerFailed):
+        return 2
+    return 1 if isinstance(error, (Timeout, Interrupted)) else 0
+
+
+def _raise_first(errors: dict[int, BaseException], world_size: int) -> None:
+    ranks = sorted(errors)
+    first = min(ranks, key=lambda rank: (_weight(errors[rank]), rank))
+    error = errors[first]
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"raised by rank {first} of {world_size}")
+        for rank in ranks:
+            if rank != first:
+                error.add_note(f"rank {rank}: {type(errors[rank]).__name__}: {errors[rank]}")
+    try:
+        raise error
+    finally:
+        del error
+        errors.clear()  # their tracebacks hold the ranks' worlds
+
+
 _ORDINAL = re.compile(r"cuda(?::(\d{1,4}))?")
 _FAREWELL_S = 5.0  # for telling the other ranks why this one does not come
 _BUILD = "pip install . -C cmake.define.WAYBILL_CUDA=ON, with CUDA 13"
@@ -216,7 +416,7 @@ class World(OfThisProcess):
         timeout_s: float,
     ) -> World:
         """from_process_group, whose errors begin with ``who``."""
-        from ._group_places import place_group  # needs torch, which the package does not
+        from ._process_group import place_group  # needs torch, which the package does not
 
         def check(name: str, world_size: int) -> float:
             _process_engine(name, nvshmem, who)

@@ -7,7 +7,7 @@ import waybill
 
 torch = pytest.importorskip("torch")
 wt = pytest.importorskip("waybill.torch")
-calibrate = pytest.importorskip("waybill.torch.calibrate")
+calibrate = pytest.importorskip("waybill.torch.attention.calibrate")
 
 
 def shape_of(**options):

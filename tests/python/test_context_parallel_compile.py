@@ -21,7 +21,7 @@ from packed import (  # noqa: E402
 
 import waybill  # noqa: E402
 import waybill.torch as wt  # noqa: E402
-from waybill.torch import _context_parallel_ops as ops  # noqa: E402
+from waybill.torch.attention import operations as ops  # noqa: E402
 
 pytestmark = [*MARKS, pytest.mark.skipif(not hasattr(torch.library, "opcheck"), reason="old torch")]
 

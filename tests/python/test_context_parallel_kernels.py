@@ -7,7 +7,7 @@ from packed import attention
 torch = pytest.importorskip("torch")
 wt = pytest.importorskip("waybill.torch")
 
-from waybill.torch._context_parallel_tables import home_lens  # noqa: E402
+from waybill.torch.attention.moves import home_lens  # noqa: E402
 
 # (queries, keys) of each sequence
 PLAIN = [(5, 5), (200, 300), (1, 140), (7, 7)]
@@ -107,7 +107,7 @@ def test_heads_of_v_may_be_smaller_on_a_gpu(name):
 
 def test_a_block_mask_of_ranges_that_overlap():
     """Two sequences of queries that meet the same keys, as cu_seqlens cannot say."""
-    from waybill.torch.kernels.flex import block_mask
+    from waybill.torch.kernels.backends import block_mask
 
     shape = wt.BatchPlanner(1, 2, 2, 16, dtype=torch.float32).shape
     q_begin, q_len, k_begin, k_len = [0, 100], [100, 200], [50, 50], [150, 350]

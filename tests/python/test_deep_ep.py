@@ -244,7 +244,7 @@ def test_settings(monkeypatch):
     monkeypatch.setenv("WAYBILL_DEEP_EP_MAX_TOKENS", "many")
     with pytest.raises(waybill.InvalidArgument, match="'many', expected a number of tokens"):
         Config().get_nvl_buffer_size_hint(1, 1)
-    monkeypatch.setattr("waybill.integrations.deep_ep.config._set", [])
+    monkeypatch.setattr("waybill.integrations.deep_ep.arguments._set", [])
     deep_ep.set_max_tokens(2 * MOST)
     assert Buffer.get_combine_config(2).get_nvl_buffer_size_hint(HIDDEN * 2, WORLD) == 2 * BYTES
     with pytest.raises(waybill.InvalidArgument, match="expected an even number"):

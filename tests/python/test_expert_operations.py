@@ -18,7 +18,8 @@ from torch.utils.checkpoint import (  # noqa: E402
 )
 
 import waybill  # noqa: E402
-from waybill.torch.moe import ExpertParallel, SwiGLUExperts, operations  # noqa: E402
+from waybill.torch.experts import operations  # noqa: E402
+from waybill.torch.moe import ExpertParallel, SwiGLUExperts  # noqa: E402
 
 HIDDEN, INNER, EXPERTS, TOPK, MOST = 16, 32, 6, 3, 8
 

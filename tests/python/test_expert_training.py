@@ -14,7 +14,8 @@ import test_expert_parallel as one_process  # noqa: E402
 from test_expert_parallel import EXPERTS, HIDDEN, MOST, SIZES, TOPK, WORLD  # noqa: E402
 
 import waybill  # noqa: E402
-from waybill.torch.moe import EPAll2AllLayer, ExpertParallel, presets  # noqa: E402
+from waybill.torch.experts import presets  # noqa: E402
+from waybill.torch.moe import EPAll2AllLayer, ExpertParallel  # noqa: E402
 
 
 def module_on(world, experts=None, **options):

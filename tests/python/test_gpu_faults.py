@@ -8,8 +8,8 @@ import textwrap
 import pytest
 
 import waybill
-from waybill import _device_faults
-from waybill._device_faults import DeviceFault
+from waybill import _graphs
+from waybill._graphs import DeviceFault
 
 TEXT = "dispatch: rank 0 waited for signal >= 3 from rank 1; last seen 2"
 NOTE = f"waybill: cuda:0 was lost: {TEXT}"
@@ -23,7 +23,7 @@ def said(error):
 def lost(monkeypatch, request):
     """The record of a lost device, on which there are so many ranks of this process."""
     fault = DeviceFault(0, 0, request.param, TEXT)
-    monkeypatch.setattr(_device_faults, "reported", lambda: [fault])
+    monkeypatch.setattr(_graphs, "reported", lambda: [fault])
     return request.param
 
 
@@ -33,7 +33,7 @@ def fail():
 
 def test_an_installation_without_gpus_knows_nothing():
     if not waybill.num_gpus():
-        assert _device_faults.reported() == []
+        assert _graphs.reported() == []
 
 
 def test_what_ends_a_rank(lost):
@@ -64,7 +64,7 @@ def test_before_python_3_11(lost):
 
     error = Old("CUDA error")
     for _ in range(2):
-        _device_faults.explain(error)
+        _graphs.explain(error)
     assert str(error).startswith(f"CUDA error\n{NOTE}") and str(error).count(NOTE) == 1
 
 
@@ -72,7 +72,7 @@ def test_what_ends_a_process(lost, monkeypatch):
     shown = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.extend(said(error)))
     for _ in range(2):
-        _device_faults.explain_at_exit()
+        _graphs.explain_at_exit()
     error = RuntimeError("CUDA error")
     sys.excepthook(RuntimeError, error, None)
     assert shown[0].startswith("CUDA error") and "\n".join(shown).count(NOTE) == 1

@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 import waybill
-from waybill import _shared_gpus
+from waybill import world as worlds
 
 LOADING, QUEUES = "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -33,12 +33,12 @@ class Driver:
 
 def told(monkeypatch, mode, active=(), **environment):
     """(what was warned of, the variables)."""
-    monkeypatch.setattr(_shared_gpus, "_driver", lambda: Driver(mode, active))
+    monkeypatch.setattr(worlds, "_driver", lambda: Driver(mode, active))
     monkeypatch.setattr(os, "environ", dict(environment))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _shared_gpus.load_eagerly()
-        _shared_gpus.separate_queues(2, "run_threads")
+        worlds.load_eagerly()
+        worlds.separate_queues(2, "run_threads")
     return [str(one.message) for one in caught], dict(os.environ)
 
 

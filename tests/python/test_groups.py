@@ -7,7 +7,7 @@ import waybill
 
 torch = pytest.importorskip("torch")
 
-from waybill._group_places import Place, node_size, refuse_shared_gpus  # noqa: E402
+from waybill._process_group import Place, node_size, refuse_shared_gpus  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("processes")
 

@@ -75,7 +75,7 @@ def test_the_lines_that_ran(project, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "call, files",
     [
-        ("experts", ["python/waybill/torch/moe/", "src/cuda/experts/rows.cu"]),
+        ("experts", ["python/waybill/torch/experts/", "src/cuda/experts/rows.cu"]),
         ("sequences", ["sequence_dispatcher.py", "src/cuda/sequence/dispatch_tma.cu"]),
         ("attention", ["python/waybill/torch/", "src/cuda/sequence/kv_gradient.cu"]),
     ],

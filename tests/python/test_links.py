@@ -7,7 +7,7 @@ import re
 import pytest
 
 import waybill
-from waybill.moe.summary import ExpertSummary
+from waybill.moe.predict import ExpertSummary
 
 TEXT = """{"format": "waybill.links", "version": 1, "device": "a GPU", "num_gpus": 2,
 "nvlink_bytes_per_second": 2e10, "network_bytes_per_second": 3e9, "block_bytes_per_second": 1e10}"""

@@ -99,9 +99,9 @@ def test_plans_of_another_planner_or_in_another_order():
 
 
 def test_many_documents_are_told_by_rank(monkeypatch):
-    from waybill.torch import _piece_exchange
+    from waybill.torch.attention import moves
 
-    monkeypatch.setattr(_piece_exchange, "_MOST_NAMED", 3)
+    monkeypatch.setattr(moves, "_MOST_NAMED", 3)
 
     def body(world):
         attend = module(world, in_place=False)

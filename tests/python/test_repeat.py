@@ -15,7 +15,7 @@ from waybill import _selftest
 torch = pytest.importorskip("torch")
 
 from waybill.torch import SequenceDispatcher, _repeat  # noqa: E402
-from waybill.torch._repeat_kinds import INPUTS, KINDS, Sizes  # noqa: E402
+from waybill.torch._repeat import INPUTS, KINDS, Sizes  # noqa: E402
 from waybill.torch.moe import EPAll2AllLayer  # noqa: E402
 
 HAS_GPU = bool(waybill.num_gpus() and torch.cuda.is_available())

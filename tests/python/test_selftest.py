@@ -11,8 +11,8 @@ import pytest
 from records import records
 
 import waybill
-from waybill import _selftest, index_ops
-from waybill._selftest import checks, golden, parts
+from waybill import _selftest
+from waybill._selftest import checks
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -62,12 +62,12 @@ def damaged(monkeypatch, module, name, change):
 @pytest.mark.parametrize(
     ("check", "module", "name", "change"),
     [
-        ("recorded cases", index_ops, "mask_by_neg", lambda f, tensor, mask: tensor),
+        ("recorded cases", waybill, "mask_by_neg", lambda f, tensor, mask: tensor),
         ("planner", checks, "validate", lambda f, *tables: ["a finding"]),
         ("validator", checks, "validate", lambda f, *tables: []),
         ("validator", checks, "orchestrate_simulate", lambda f, *given: None),
-        ("ranks that are threads", parts, "expected_rows", lambda f, *g: [r + 1 for r in f(*g)]),
-        ("ranks that are threads", parts, "expected_gradients", lambda f, *g: f(*g)[::-1]),
+        ("ranks that are threads", checks, "expected_rows", lambda f, *g: [r + 1 for r in f(*g)]),
+        ("ranks that are threads", checks, "expected_gradients", lambda f, *g: f(*g)[::-1]),
         ("experts", checks, "simulate_dispatch", lambda f, c, t, ids: f(c, t, ids[::-1])),
     ],
 )
@@ -75,7 +75,7 @@ def damaged(monkeypatch, module, name, change):
 def test_damage_is_found(monkeypatch, capsys, check, module, name, change, with_traceback):
     """The others still run, and a verdict ends the report."""
     damaged(monkeypatch, module, name, change)
-    found = [("recorded cases", golden.run), *checks.CHECKS]
+    found = [("recorded cases", checks.run_golden), *checks.CHECKS]
     found = [one for one in found if one[0] in (check, "simulation")]
     assert _selftest._run(found, with_traceback) == 1
     shown = capsys.readouterr().out
@@ -108,15 +108,15 @@ def test_an_older_program_is_one(monkeypatch):
 
 
 def test_the_recorded_cases_are_those_of_the_tests():
-    for record in golden.records():
+    for record in checks.records():
         assert record in records(record["fn"]), record["case"]
-    assert len(golden.records()) >= 20
+    assert len(checks.records()) >= 20
 
 
 def test_every_wrong_record_is_found():
     """Each output, changed, is noticed: the comparison looks at all of them."""
     count = 0
-    for record in golden.records():
+    for record in checks.records():
         for entry in arrays_of(record["outputs"]):
             changed = json.loads(json.dumps(record))
             place = next(e for e in arrays_of(changed["outputs"]) if e == entry)
@@ -142,9 +142,9 @@ def arrays_of(entry):
 
 
 def run_one(record):
-    before = golden.records
-    golden.records = lambda: [record]
+    before = checks.records
+    checks.records = lambda: [record]
     try:
-        golden.run()
+        checks.run_golden()
     finally:
-        golden.records = before
+        checks.records = before

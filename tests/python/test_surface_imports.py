@@ -11,7 +11,7 @@ import waybill
 PACKAGE = Path(waybill.__file__).parent
 TORCH_TOO = "waybill.integrations"
 #: The one way from numpy's files to torch's, which begins when it is called.
-EXCEPTION = ("waybill.metadata", "waybill.torch.metadata", "Metadata.cuda")
+EXCEPTION = ("waybill.metadata", "waybill.torch.functions", "Metadata.cuda")
 
 
 class Import(NamedTuple):
@@ -109,7 +109,7 @@ def test_numpy_files_do_not_import_the_torch_face():
     assert to_face == {EXCEPTION}
     at_import = {one for one in numpys if is_torch(one.target) and not one.inside}
     # Imported by World.from_process_group alone, whose callers have torch.
-    assert {one.source for one in at_import} <= {"waybill._group_places", "waybill._process_group"}
+    assert {one.source for one in at_import} <= {"waybill._process_group"}
 
 
 @pytest.mark.parametrize("late", [False, True])

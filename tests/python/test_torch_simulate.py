@@ -157,7 +157,7 @@ def test_sum_kv_copies_of_gradients_in_float32():
 @pytest.mark.parametrize("overlap", ["reject", "last_wins"])
 def test_the_gather_of_a_gpu_on_the_cpu(dtype, overlap):
     """What tensors of a GPU go through, here with tensors of the CPU."""
-    from waybill.torch.simulate import _on_device
+    from waybill.torch.functions import _on_device
 
     memory = payload(dtype, (6, 2, 8), seed=2)
     output = memory.permute(1, 2, 0)[:, ::2]
@@ -169,7 +169,7 @@ def test_the_gather_of_a_gpu_on_the_cpu(dtype, overlap):
 
 @pytest.mark.parametrize("shapes", [((2, 0, 6), (2, 0, 6)), ((2, 4, 0), (2, 5, 0))])
 def test_the_gather_of_a_gpu_with_nothing_to_move(shapes):
-    from waybill.torch.simulate import _on_device
+    from waybill.torch.functions import _on_device
 
     lens = torch.tensor([[3, 1], [2, 0]]) if shapes[0][1] else torch.zeros(2, 2, dtype=torch.long)
     fwd, _ = wt.compute_metadata(lens, torch.tensor([[1, 0], [0, -1]]))

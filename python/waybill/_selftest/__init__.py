@@ -18,8 +18,8 @@ from typing import Optional, Tuple
 
 from .. import _core
 from ..errors import Error
-from . import checks, golden
-from .parts import Check, Skipped, describe
+from . import checks
+from .checks import Check, Skipped, describe
 
 __all__ = ["main"]
 
@@ -108,7 +108,7 @@ def _repeat(options: argparse.Namespace) -> int:
 
 def _checks(with_gpus: bool) -> list[Tuple[str, Check]]:
     """(what is checked, the check), those that need nothing first."""
-    found: list[Tuple[str, Check]] = [("recorded cases", golden.run), *checks.CHECKS]
+    found: list[Tuple[str, Check]] = [("recorded cases", checks.run_golden), *checks.CHECKS]
     if importlib.util.find_spec("torch") is None:
         found.append(("torch", _skip("torch is not installed")))
         return found

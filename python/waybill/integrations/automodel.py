@@ -21,7 +21,7 @@ from nemo_automodel.components.distributed.context_parallel.sharder import (
 
 from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
-from ..torch.batch_plan import Piece
+from ..torch.attention.plan import Piece
 from .transformers import SharedAttention
 
 __all__ = ["install", "sharder_of"]

@@ -10,23 +10,72 @@ For the version in docs/integrations/README.md; importing this needs transformer
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from .._graphs import outside_graphs
 from .._said_by import said_by
 from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
 from ..torch import BatchPlan, BatchPlanner, ContextParallelAttention
-from ..torch.batch_plan import RankPieces
+from ..torch.attention.plan import RankPieces
 from ..torch.kernels import AttentionShape
-from ._transformers_loss import guard_losses
 
-__all__ = ["PlannedBatch", "SharedAttention", "attention_forward", "no_mask", "windows_of"]
+__all__ = [
+    "PlannedBatch",
+    "SharedAttention",
+    "attention_forward",
+    "no_mask",
+    "windows_of",
+]
+
+
+_own: Any = PreTrainedModel.__dict__["loss_function"]
+
+
+def guard_losses(name: str) -> None:
+    """From now on the losses of transformers refuse what would be a wrong number where a model's
+    attention is ``name``: labels that are shifted by rows, and means over one rank's labels. Those
+    of other models, and functions of the user's, stay as they are.
+    """
+
+    def loss_function(model: Any) -> Any:
+        found = _own.fget(model)
+        uses = getattr(model.config.get_text_config(), "_attn_implementation", None) == name
+        if not uses or found not in LOSS_MAPPING.values():
+            return found
+        return _guarded(found, type(model).__name__)
+
+    PreTrainedModel.loss_function = property(loss_function, _own.fset)
+
+
+def _guarded(loss: Callable[..., Any], who: str) -> Callable[..., Any]:
+    @functools.wraps(loss)
+    def guarded(*args: Any, **given: Any) -> Any:
+        if loss is ForCausalLMLoss and given.get("shift_labels") is None:
+            raise InvalidArgument(
+                f"{who}: labels without shift_labels, expected shift_labels=labels, both as of"
+                " waybill.torch.pack: labels alone are shifted by one row, over the ends of"
+                " documents and of ranks"
+            )
+        batch = given.get("waybill")
+        ranks = None if batch is None else batch.attention.world_size
+        if given.get("num_items_in_batch") is None and ranks != 1:
+            raise InvalidArgument(
+                f"{who}: num_items_in_batch is None on one of {ranks or 'several'} ranks, expected"
+                " the number of labels of all ranks, or a loss that you compute of the logits: the"
+                " mean over a rank's own labels is not that over all"
+            )
+        return loss(*args, **given)
+
+    return guarded
+
 
 _WHO = "waybill attention"
 # Of the interface's keywords, those that would change what is computed.

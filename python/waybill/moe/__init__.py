@@ -5,10 +5,8 @@ Rows are ordered by local expert, then source rank, then token, then topk slot: 
 """
 
 from .config import EPConfig
-from .predict import ExpertCallPrediction, predict
-from .quantize import quantize_fp8
-from .simulate import EPAllToAllLayoutDesc, ExpertDispatch, simulate_dispatch
-from .summary import ExpertSummary, summarize
+from .predict import ExpertCallPrediction, ExpertSummary, predict, summarize
+from .simulate import EPAllToAllLayoutDesc, ExpertDispatch, quantize_fp8, simulate_dispatch
 
 __all__ = [
     "EPAllToAllLayoutDesc",

@@ -9,8 +9,7 @@ from typing import Any, Tuple
 import numpy as np
 import torch
 
-from .._selftest import golden as golden_cases
-from .._selftest.parts import (
+from .._selftest.checks import (
     HIDDEN,
     TIMEOUT_S,
     Check,
@@ -19,14 +18,14 @@ from .._selftest.parts import (
     payloads,
     planned,
     planned_step,
+    run_golden,
 )
 from ..moe import simulate_dispatch
 from ..world import World, num_gpus
 from .attention_step import AttentionStep
-from .metadata import metadata_of
+from .functions import metadata_of, orchestrate_simulate
 from .moe import EPAll2AllLayer, EPConfig
 from .sequence_dispatcher import SequenceDispatcher
-from .simulate import orchestrate_simulate
 from .world import run_threads
 
 _TOKENS, _EXPERTS, _TOPK, _MAX = (5, 0, 7, 3), 8, 2, 8
@@ -36,7 +35,7 @@ _MOST_GPUS = 8
 def golden() -> str:
     """The recorded cases with tensors for arrays."""
     face = sys.modules["waybill.torch"]
-    return golden_cases.run(face, lambda array: torch.from_numpy(np.array(array)))
+    return run_golden(face, lambda array: torch.from_numpy(np.array(array)))
 
 
 def check_step() -> str:

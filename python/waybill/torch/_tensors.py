@@ -1,22 +1,169 @@
-"""Between torch tensors and the numpy arrays of the compiled part."""
+"""Between torch tensors and the compiled part; autocast, derivatives and operations of torch."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, Optional, Tuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Optional, Tuple
 
 import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .._arrays import AnyArray, as_numpy
+from .._arrays import AnyArray, as_numpy, library_dtype
 from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
-from ._first_order import refuse_tangent
+
+
+def refuse_tangent(value: torch.Tensor, name: str) -> None:
+    """A tensor of forward-mode AD, whose tangent would be lost where rows are read as bytes."""
+    if torch.compiler.is_compiling():  # there are none in compiled programs
+        return
+    unpacked = torch.autograd.forward_ad.unpack_dual(value)  # type: ignore[no-untyped-call]
+    if unpacked.tangent is not None:
+        raise Unsupported(
+            f"{name} has a tangent, expected none: calls of Waybill have no derivatives in forward"
+            " mode"
+        )
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Who differentiates the gradients again gets an error. (torch's once_differentiable does so
+    only where the gradient that comes in is differentiated, too: of a loss that is linear in the
+    output, second derivatives would be left out silently.)
+    """
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *gradients: Any) -> Any:
+        for gradient in gradients:
+            if isinstance(gradient, torch.Tensor):
+                refuse_tangent(gradient, "a gradient")
+        again = torch.is_grad_enabled()  # create_graph=True
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        if not again:
+            return found
+        given = [t for t in found if t is not None]
+        with torch.enable_grad():
+            marked = iter(_NoSecond.apply(torch.zeros(0, requires_grad=True), *given))
+        return tuple(None if t is None else next(marked) for t in found)
+
+    return call
+
+
+class _NoSecond(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *gradients: torch.Tensor) -> Any:
+        return tuple(t.view_as(t) for t in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise Unsupported(
+            "got a gradient of a gradient (create_graph=True) of a Waybill call, expected first"
+            " derivatives alone"
+        )
+
+
+_NOTHING = nullcontext()
+
+
+class Autocast(NamedTuple):
+    """What it does to operations on a kind of device."""
+
+    kind: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, kind: str) -> Autocast:
+        if hasattr(torch, "get_autocast_dtype"):
+            return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        old: Any = torch  # before torch 2.4
+        if kind == "cuda":
+            return cls(kind, old.is_autocast_enabled(), old.get_autocast_gpu_dtype())
+        return cls(kind, old.is_autocast_cpu_enabled(), old.get_autocast_cpu_dtype())
+
+    def again(self) -> AbstractContextManager[Any]:
+        """Under it. It keeps no weights that it has cast: made where autograd does not look, the
+        caller would get them too.
+        """
+        return torch.autocast(
+            self.kind, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
+        )
+
+
+def casts_to(kind: str, dtype: torch.dtype) -> bool:
+    """Whether autocast is on, to this dtype."""
+    found = Autocast.now(kind)
+    return found.enabled and found.dtype == dtype
+
+
+def without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """For tensors that are of the right dtype by then."""
+    known = hasattr(torch, "get_autocast_dtype")  # since torch 2.4
+    if known and not torch.is_autocast_enabled(kind):
+        return _NOTHING
+    return torch.autocast(kind, enabled=False)
+
+
+class _NoOperation:
+    """Before torch 2.4, which cannot make one."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def register_fake(self, function: Any) -> Any:
+        return function
+
+    def register_autograd(self, backward: Any, setup_context: Any) -> None:
+        pass
+
+
+def has_operations() -> bool:
+    return hasattr(torch.library, "custom_op")
+
+
+def operation(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
+    """A decorator: waybill::name, which changes none of its arguments."""
+    if not has_operations():
+        return _NoOperation
+    return torch.library.custom_op(f"waybill::{name}", mutates_args=(), schema=schema)
+
+
+_profiling: Any = torch.autograd
+_nvtx: Any = torch.cuda.nvtx
+
+
+class named:
+    """``waybill:name`` on the timeline. Without a profiler it costs a microsecond."""
+
+    __slots__ = ("_name", "_on_gpu", "_record")
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._name, self._on_gpu = name, device.type == "cuda"
+        self._record: Any = None
+
+    def __enter__(self) -> None:
+        if self._on_gpu:
+            _nvtx.range_push(f"waybill:{self._name}")
+        if _profiling._profiler_enabled():
+            self._record = torch.profiler.record_function(f"waybill:{self._name}")
+            self._record.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._record is not None:
+            self._record.__exit__(*error)
+        if self._on_gpu:
+            _nvtx.range_pop()
+
 
 _INSIDE = (
     os.path.dirname(os.path.dirname(__file__)),
@@ -215,3 +362,87 @@ def meet_mark(ctx: Any, again: str = "") -> None:
 def payload(value: torch.Tensor, name: str) -> Tuple[AnyArray, str]:
     """A CPU tensor's memory and its dtype's name."""
     return as_numpy(bits_of(value, name).numpy(), name), dtype_name(value.dtype)
+
+
+#: A tensor for the compiled part: address, dtype, shape.
+Given = Tuple[int, str, Tuple[int, ...]]
+
+
+@functools.cache
+def _library_name(dtype: torch.dtype) -> str:
+    return library_dtype(dtype_name(dtype), dtype.itemsize)
+
+
+def given(value: Any, name: str, device: torch.device) -> Tuple[Given, torch.Tensor]:
+    """A contiguous tensor on the device, and what must live while it is used."""
+    tensor = require_memory(value, name)
+    if tensor.device != device:
+        raise InvalidArgument(f"{name} lies on {tensor.device}, expected {device}")
+    if tensor.ndim == 0:  # which the compiled part would take for none
+        raise InvalidArgument(f"{name} has no axes, expected a row for each token")
+    if type(tensor) is not torch.Tensor or not tensor.is_contiguous():
+        tensor = tensor.detach().contiguous()
+    return (tensor.data_ptr(), _library_name(tensor.dtype), tuple(tensor.shape)), tensor
+
+
+def view_of(bits: Any, dtype: torch.dtype) -> Optional[torch.Tensor]:
+    """A tensor over memory of the layer; None stays None."""
+    return None if bits is None else shown_memory(bits, dtype)
+
+
+def flat_rows(value: torch.Tensor) -> torch.Tensor:
+    """[rows, ...] of any number of axes before the last."""
+    return value if value.ndim == 2 else value.reshape(-1, value.shape[-1])
+
+
+def as_autocast(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Under autocast floats of any dtype are welcome, as to torch's own operations."""
+    if getattr(value, "dtype", dtype) == dtype:
+        return value
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_float and is_autocast(device) else value
+
+
+def is_autocast(device: torch.device) -> bool:
+    """Whether torch's autocast is on there."""
+    try:
+        return torch.is_autocast_enabled(device.type)
+    except TypeError:  # before torch 2.4
+        cpu = device.type == "cpu"
+        return torch.is_autocast_cpu_enabled() if cpu else torch.is_autocast_enabled()
+
+
+def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether all values of the other are values of dtype."""
+    if dtype == other:
+        return True
+    try:
+        return torch.promote_types(dtype, other) == dtype
+    except RuntimeError:  # float8
+        return False
+
+
+def require_known_ids(
+    ids: torch.Tensor, num_experts: int, dropped: int, name: str, rank: int
+) -> None:
+    """That each is of an expert, or dropped. The host looks: it waits for a device."""
+    if dropped in (-1, num_experts) and ids.numel() > 0:  # one range: one look at all of them
+        least, most = (int(number) for number in torch.aminmax(ids))
+        if min(dropped, 0) <= least and most <= max(dropped, num_experts - 1):
+            return
+    wrong = ((ids < 0) | (ids >= num_experts)) & (ids != dropped)
+    if not bool(wrong.any()):
+        return
+    place = [int(axis) for axis in wrong.nonzero()[0]]
+    raise InvalidArgument(
+        f"{name}{place} of rank {rank} is {int(ids[tuple(place)])}, expected 0..{num_experts - 1},"
+        f" or {dropped} for none"
+    )
+
+
+def torch_dtype(value: Any, name: str) -> torch.dtype:
+    """torch's dtype of that name, or itself."""
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype):
+        raise InvalidArgument(f"{name} = {shown(value)}, expected a torch dtype")
+    return found

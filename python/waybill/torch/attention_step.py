@@ -7,14 +7,12 @@ from typing import Any, Optional, Tuple
 
 import torch
 
-from .._copies import OfThisProcess
-from .._dispatcher import PlanHandle
 from .._graphs import outside_graphs
-from .._tensor_checks import of_qkv
+from .._lifetime import OfThisProcess
 from ..errors import InvalidArgument
-from ..sparse import QkvRouting, RankAttention
-from ._first_order import first_order
-from ._tensors import meet_mark, require_moved, require_rows, save_mark
+from ..plans import QkvRouting, RankAttention
+from ..sequence_dispatcher import PlanHandle, of_qkv
+from ._tensors import first_order, meet_mark, require_moved, require_rows, save_mark
 from .kernels import Sequences
 from .sequence_dispatcher import SequenceDispatcher
 

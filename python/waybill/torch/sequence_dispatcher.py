@@ -7,11 +7,10 @@ from typing import Any, Tuple
 import torch
 
 from .._arrays import library_dtype
-from .._dispatcher import Dispatcher, PlanHandle, Rows, TensorFormat
 from .._graphs import outside_graphs
-from .._tensor_checks import row_layout, row_shape
 from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
+from ..sequence_dispatcher import Dispatcher, PlanHandle, Rows, TensorFormat, row_layout, row_shape
 from ..world import World
 from ._tensors import (
     dtype_name,

@@ -1,24 +1,16 @@
-"""Arguments of calls, looked at before any communication."""
+"""Arguments of calls, looked at before any communication; sizes of buffers; counts of choices."""
 
 from __future__ import annotations
 
+import os
 from typing import Any, List, Optional, Tuple
 
 import torch
 
 from ..._arrays import flag, int64
 from ...errors import InvalidArgument, Unsupported
+from ...torch._tensors import require_known_ids
 from ...world import World
-
-__all__ = [
-    "biases_of",
-    "check_network",
-    "check_stats",
-    "check_table",
-    "check_timeout",
-    "payload_of",
-    "weights_shape",
-]
 
 _COUNTS = (torch.int32, torch.int64)
 
@@ -132,3 +124,149 @@ def check_stats(stats: Any, num_local: int, who: str, rank: int, device: torch.d
     if stats is not None:
         name = f"{who}: cumulative_local_expert_recv_stats"
         check_table(stats, name, (num_local,), _COUNTS, rank, device)
+
+
+#: Two windows that dispatches receive in by turns, and two that combines read.
+_WINDOWS = 4
+_VARIABLE = "WAYBILL_DEEP_EP_MAX_TOKENS"
+_DEFAULT_TOKENS = 4096
+_set: list[int] = []
+
+
+def set_max_tokens(num_tokens: int) -> None:
+    """Tokens of a rank in one dispatch, for which ``Config.get_nvl_buffer_size_hint`` counts the
+    bytes from now on; on all ranks alike. The variable WAYBILL_DEEP_EP_MAX_TOKENS does the same;
+    without both it is 4096.
+    """
+    _set[:] = [_positive(num_tokens, "set_max_tokens: num_tokens")]
+
+
+def max_tokens() -> int:
+    """Tokens of a rank in one dispatch that size hints count with."""
+    if _set:
+        return _set[0]
+    text = os.environ.get(_VARIABLE)
+    if text is None:
+        return _DEFAULT_TOKENS
+    if not text.isdecimal():
+        raise InvalidArgument(f"{_VARIABLE} = {text!r}, expected a number of tokens")
+    return _positive(int(text), _VARIABLE)
+
+
+class Config:
+    """Settings of a dispatch or combine. Of these Waybill uses ``num_sms``; its kernels send rows
+    as they come, so that there are no chunks to tune. They are those of a buffer's first call.
+    """
+
+    def __init__(
+        self,
+        num_sms: int = 20,
+        num_max_nvl_chunked_send_tokens: int = 6,
+        num_max_nvl_chunked_recv_tokens: int = 256,
+        num_max_rdma_chunked_send_tokens: int = 6,
+        num_max_rdma_chunked_recv_tokens: int = 256,
+    ) -> None:
+        self.num_sms = _positive(num_sms, "Config: num_sms")
+        for name, value in (
+            ("num_max_nvl_chunked_send_tokens", num_max_nvl_chunked_send_tokens),
+            ("num_max_nvl_chunked_recv_tokens", num_max_nvl_chunked_recv_tokens),
+            ("num_max_rdma_chunked_send_tokens", num_max_rdma_chunked_send_tokens),
+            ("num_max_rdma_chunked_recv_tokens", num_max_rdma_chunked_recv_tokens),
+        ):
+            setattr(self, name, int64(value, f"Config: {name}"))
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes for ``max_tokens()`` tokens of each rank, if all of them come to one rank."""
+        who = "get_nvl_buffer_size_hint"
+        ranks = _positive(num_ranks, f"{who}: num_ranks")
+        return _WINDOWS * ranks * max_tokens() * _positive(hidden_bytes, f"{who}: hidden_bytes")
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """0: ranks of one host need none."""
+        del hidden_bytes, num_ranks
+        return 0
+
+
+def rows_that_fit(num_bytes: int, hidden: int) -> int:
+    """Rows of bfloat16 in each of the windows."""
+    return min(num_bytes // (_WINDOWS * 2 * hidden), 2**31 - 1)
+
+
+def ll_bytes(
+    num_tokens: int, hidden: int, num_ranks: int, num_experts: int,
+    who: str = "get_low_latency_rdma_size_hint",
+) -> int:  # fmt: skip
+    """Bytes of low-latency calls, where a token may go to each expert of a rank."""
+    tokens = _positive(num_tokens, f"{who}: num_max_dispatch_tokens_per_rank")
+    ranks = _positive(num_ranks, f"{who}: num_ranks")
+    experts = _positive(num_experts, f"{who}: num_experts")
+    if experts % ranks != 0:
+        raise InvalidArgument(
+            f"{who}: num_experts = {experts}, expected a multiple of num_ranks = {ranks}"
+        )
+    return _WINDOWS * 2 * _positive(hidden, f"{who}: hidden") * tokens * experts
+
+
+def elastic_bytes(num_ranks: int, num_tokens: Any, hidden: Any) -> int:
+    """Bytes of an ElasticBuffer: a row for each token of all ranks."""
+    who = "ElasticBuffer"
+    tokens = _positive(num_tokens, f"{who}: num_max_tokens_per_rank")
+    columns = _positive(hidden, f"{who}: hidden")
+    return _WINDOWS * 2 * columns * num_ranks * tokens
+
+
+def _positive(value: Any, name: str) -> int:
+    number = int64(value, name)
+    if number < 1:
+        raise InvalidArgument(f"{name} = {number}, expected >= 1")
+    return number
+
+
+topk_idx_t = torch.int64  #: of expert ids; int32 is taken too
+
+
+def checked_ids(topk_idx: Any, who: str, rank: int, device: torch.device) -> torch.Tensor:
+    """[num_tokens, num_topk], int64 or int32."""
+    name = f"{who}: topk_idx of rank {rank}"
+    if not isinstance(topk_idx, torch.Tensor) or topk_idx.ndim != 2 or topk_idx.shape[1] < 1:
+        shape = tuple(topk_idx.shape) if isinstance(topk_idx, torch.Tensor) else type(topk_idx)
+        raise InvalidArgument(f"{name} is {shape}, expected a tensor [num_tokens, num_topk]")
+    if topk_idx.dtype not in (torch.int64, torch.int32):
+        raise InvalidArgument(f"{name} has dtype {topk_idx.dtype}, expected int64 or int32")
+    check_memory(topk_idx, f"{who}: topk_idx", rank, device)
+    return topk_idx
+
+
+def first_wrong(topk_idx: torch.Tensor, num_experts: int, who: str, rank: int) -> None:
+    """Raises for an id that is neither -1 nor an expert. The host looks: it waits for a device."""
+    require_known_ids(topk_idx, num_experts, -1, f"{who}: topk_idx", rank)
+
+
+def too_many(topk_idx: torch.Tensor, num_experts: int, most: int, who: str, rank: int) -> None:
+    """Raises where tokens have chosen an expert twice, and so more often than rows have places."""
+    flat = topk_idx.reshape(-1).to(torch.int64)
+    counts = torch.bincount(flat[flat >= 0], minlength=num_experts)
+    expert = int(counts.argmax())
+    if int(counts[expert]) > most:
+        raise InvalidArgument(
+            f"{who}: topk_idx of rank {rank} has expert {expert} {int(counts[expert])} times,"
+            f" expected at most {most}, as there are places for: a token's choices are different"
+        )
+
+
+def counts_of(
+    topk_idx: torch.Tensor, num_experts: int, num_ranks: int
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens for each rank, topk slots of each expert, and [num_tokens, num_ranks] whether a token
+    goes to a rank. Ids out of range count as none.
+    """
+    num_tokens, device = topk_idx.shape[0], topk_idx.device
+    none = (topk_idx < 0) | (topk_idx >= num_experts)
+    ids = topk_idx.to(torch.int64).masked_fill(none, num_experts)
+    ranks = ids // (num_experts // num_ranks)  # num_ranks: of none
+    inside = torch.zeros(num_tokens, num_ranks + 1, dtype=torch.bool, device=device)
+    inside = inside.scatter_(1, ranks, True)[:, :num_ranks].contiguous()
+    choices = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+    flat = ids.reshape(-1)
+    choices.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
+    return inside.sum(0, dtype=torch.int32), choices[:num_experts], inside

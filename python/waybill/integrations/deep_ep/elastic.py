@@ -6,20 +6,26 @@ from typing import Any, Dict, List, NoReturn, Optional, Tuple, Union
 
 import torch
 
-from ..._agreement import agree_on
 from ..._arrays import flag, int64
-from ..._copies import OfThisProcess
 from ..._graphs import outside_graphs
+from ..._lifetime import OfThisProcess
 from ...errors import InvalidArgument, Unsupported
-from ...torch.moe.tensors import world_of
-from ...world import World
-from .arguments import biases_of, check_stats, check_table, check_timeout, payload_of
+from ...torch.world import world_of
+from ...world import World, agree_on
+from .arguments import (
+    biases_of,
+    check_stats,
+    check_table,
+    check_timeout,
+    checked_ids,
+    elastic_bytes,
+    first_wrong,
+    payload_of,
+)
 from .buffer import Buffer
-from .config import elastic_bytes
 from .elastic_rows import Compact, EPHandle, Expanded, Got, Order
 from .events import EventHandle, EventOverlap, handle_of
-from .layers import Layers
-from .layout import checked_ids, first_wrong
+from .handles import Layers
 
 __all__ = ["EPHandle", "ElasticBuffer"]
 

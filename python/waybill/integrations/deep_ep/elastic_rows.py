@@ -6,15 +6,13 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 
-from ..._copies import OfThisProcess
+from ..._lifetime import OfThisProcess
 from ...errors import InvalidArgument, Unsupported
 from ...world import World
-from .arguments import check_table
+from .arguments import check_table, counts_of, too_many
 from .events import Queue
-from .handles import DispatchHandle, reads_handle
+from .handles import DispatchHandle, LayerKey, Layers, reads_handle
 from .intranode import Intranode, Route
-from .layers import LayerKey, Layers
-from .layout import counts_of, too_many
 
 __all__ = ["Compact", "EPHandle", "Expanded", "Got", "Order"]
 

@@ -10,11 +10,8 @@ import torch
 from ..._wrong_call import shown
 from ...errors import Disagreement, InvalidArgument
 from ...world import World
-from .arguments import check_table, payload_of
-from .config import rows_that_fit
-from .handles import DispatchHandle
-from .layers import LayerKey, Layers
-from .layout import checked_ids, counts_of, first_wrong
+from .arguments import check_table, checked_ids, counts_of, first_wrong, payload_of, rows_that_fit
+from .handles import DispatchHandle, LayerKey, Layers
 
 __all__ = ["Intranode", "Received"]
 

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any, List, NamedTuple, NoReturn, Optional
+from typing import Any, List, NamedTuple, NoReturn, Optional, Tuple
 
 import torch
 
 from ...errors import InvalidArgument, Unsupported
 from ...world import World
-from .arguments import check_table
-from .config import ll_bytes
-from .float8 import packed_exponents, rows_as_float8
-from .handles import LowLatencyHandle
-from .layers import LayerKey, Layers
-from .layout import checked_ids, first_wrong, too_many
+from .arguments import check_table, checked_ids, first_wrong, ll_bytes, too_many
+from .handles import LayerKey, Layers, LowLatencyHandle
 
-__all__ = ["Arrived", "Format", "LowLatency"]
+_GROUP, _LARGEST = 128, 448.0
+_LEAST = 1e-4  # of what a group's largest element counts as
+
+
+def rows_as_float8(x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Elements, and for each 128 of them a scale that is a power of two: at least the largest of
+    them over 448.
+    """
+    tokens, hidden = x.shape
+    groups = x.view(tokens, hidden // _GROUP, _GROUP).float()
+    largest = groups.abs().amax(-1).clamp(min=_LEAST)
+    scales = round_scales_up(largest / _LARGEST)
+    elements = (groups / scales[..., None]).to(torch.float8_e4m3fn)
+    return elements.view(tokens, hidden), scales
+
+
+def round_scales_up(scales: torch.Tensor) -> torch.Tensor:
+    """The power of two that is the next one, or the same."""
+    mantissa, exponent = torch.frexp(scales)
+    return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).to(exponent.dtype))
+
+
+def packed_exponents(scales: torch.Tensor) -> torch.Tensor:
+    """Powers of two as the eight bits of float32's exponent, four in an int32, the first lowest."""
+    exponents = (scales.contiguous().view(torch.int32) >> 23) & 0xFF
+    return exponents.to(torch.uint8).view(torch.int32)
 
 
 class Format(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the kernel of this device takes, by lengths of queries and keys, as data for plans."""
+"""Measures the attention kernel of this device by lengths of queries and keys: data for plans."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from typing import Any, NamedTuple, Optional, Tuple, Union
 import numpy as np
 import torch
 
-from .._arrays import int64
-from .._graphs import outside_graphs
-from ..attention_costs import AttentionCosts
-from ..errors import InvalidArgument
-from ._tensors import dtype_name, require_device
-from .batch_plan import BatchPlanner
-from .kernels import AttentionKernel, AttentionShape, Sequences, choose_kernel
-from .kernels import Kernel as _Kernel
-from .kernels._checks import attention, gradients
-
-__all__ = ["calibrate_attention"]
+from ..._arrays import int64
+from ..._graphs import outside_graphs
+from ...costs import AttentionCosts
+from ...errors import InvalidArgument
+from .._tensors import dtype_name, require_device
+from ..kernels import AttentionKernel, AttentionShape, Sequences, choose_kernel
+from ..kernels import Kernel as _Kernel
+from ..kernels.seam import attention, gradients
+from .plan import BatchPlanner
 
 _WHO = "calibrate_attention"
 

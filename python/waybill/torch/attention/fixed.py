@@ -8,19 +8,17 @@ from typing import Any, NamedTuple, Tuple
 import numpy as np
 import torch
 
-from .._arrays import int64, number
-from .._wrong_call import shown
-from ..errors import InvalidArgument
-from ..routing import compute_metadata
-from ..sparse import SparseMetadata
-from ._context_parallel_moves import WHO, Moves
-from ._context_parallel_step import RankStep
-from ._context_parallel_streams import Beside, Uploads
-from ._context_parallel_tables import HomeCall, put_rows, with_gaps
-from ._tensors import require_rows
-from .batch_plan import BatchPlan, BatchPlanner
-from .kernels import AttentionKernel, AttentionShape, Sequences
-from .sequence_dispatcher import SequenceDispatcher
+from ..._arrays import int64, number
+from ..._wrong_call import shown
+from ...errors import InvalidArgument
+from ...plans import SparseMetadata
+from ...routing import compute_metadata
+from .._tensors import require_rows
+from ..kernels import AttentionKernel, AttentionShape, Sequences
+from ..sequence_dispatcher import SequenceDispatcher
+from .moves import WHO, Beside, HomeCall, Moves, Uploads, put_rows, with_gaps
+from .plan import BatchPlan, BatchPlanner
+from .step import RankStep
 
 _CHUNK_BYTES = 8192  # as the dispatcher cuts rows
 _TABLES = ("fwd_q", "rev_q", "fwd_kv", "sum_kv")

@@ -12,36 +12,91 @@ from typing import Any, Optional, Tuple, Union
 import torch
 from torch import nn
 
-from .._agreement import agree
-from .._arrays import flag, int64
-from .._copies import OfThisProcess
-from .._graphs import outside_graphs
-from .._said_by import said_by
-from ..attention_costs import AttentionCosts
-from ..errors import Error, InvalidArgument, TransportError, Unsupported
-from ..world import World
-from ._autocast import casts_to, without_autocast
-from ._context_parallel_fixed import (
-    Capacities,
-    FixedPlan,
-    FixedStep,
-    check_fits,
-    checked_capacities,
-)
-from ._context_parallel_function import Attention, LatentAttention
-from ._context_parallel_latent import Project
-from ._context_parallel_ops import PlanTicket, attend, ticket_of
-from ._context_parallel_step import RankStep, StepMemory
-from ._context_parallel_streams import Beside
-from ._piece_exchange import PieceExchange
-from ._tensors import require_moved
-from .batch_plan import BatchPlan, BatchPlanner, InPlaceRule, RankPieces
-from .kernels import Kernel as _Kernel
-from .kernels import Sequences, choose_kernel
-from .moe.tensors import world_of
-from .sequence_dispatcher import SequenceDispatcher
+from ..._arrays import flag, int64
+from ..._graphs import outside_graphs
+from ..._lifetime import OfThisProcess
+from ..._said_by import said_by
+from ...costs import AttentionCosts
+from ...errors import Error, InvalidArgument, TransportError, Unsupported
+from ...world import World, agree
+from .._tensors import casts_to, first_order, require_moved, without_autocast
+from ..kernels import Kernel as _Kernel
+from ..kernels import Sequences, choose_kernel
+from ..sequence_dispatcher import SequenceDispatcher
+from ..world import world_of
+from .fixed import Capacities, FixedPlan, FixedStep, check_fits, checked_capacities
+from .moves import Beside, PieceExchange
+from .operations import PlanTicket, attend, ticket_of
+from .plan import BatchPlan, BatchPlanner, InPlaceRule, RankPieces
+from .step import Latent, Project, Projector, RankStep, Saved, StepMemory
 
-__all__ = ["ContextParallelAttention"]
+
+class Attention(torch.autograd.Function):
+    """What is saved are tensors alone, the same number on all ranks: a checkpoint that computes
+    the forward again, and its calls, does so on all of them at the same place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: RankStep, keep: bool, want_lse: bool,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    ) -> Any:  # fmt: skip
+        out, lse, saved, ctx.number = step.forward(q, k, v, keep, want_lse)
+        ctx.step, ctx.generation = step, step.generation
+        if keep:
+            ctx.save_for_backward(q, k, v, out, *saved)
+        if lse is not None:
+            ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @outside_graphs
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+        q, k, v, out, *saved = ctx.saved_tensors  # first: a checkpoint makes its calls here
+        needs = ctx.needs_input_grad
+        ctx.step.check_generation(ctx.generation)
+        with without_autocast(grad.device.type):  # as forward was
+            found = ctx.step.backward(
+                grad, q, k, v, out, Saved(*saved), ctx.number, (needs[3], needs[4] or needs[5])
+            )
+        return (None, None, None, *(t if n else None for t, n in zip(found, needs[3:])))
+
+
+class LatentAttention(torch.autograd.Function):
+    """The same where latent rows travel: k and v are of those that stay. Weights are inputs, so
+    that each has one gradient, of all rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: RankStep, keep: bool, want_lse: bool, project: Projector, q: torch.Tensor,
+        k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, *weights: torch.Tensor,
+    ) -> Any:  # fmt: skip
+        latent = Latent(rows, project, weights)
+        out, lse, saved, ctx.number = step.forward(q, k, v, keep, want_lse, latent)
+        ctx.step, ctx.project = step, project  # there are no fixed plans of latent rows
+        if keep:
+            ctx.save_for_backward(q, k, v, out, *saved, rows, *weights)
+        if lse is not None:
+            ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @outside_graphs
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+        q, k, v, out, *rest = ctx.saved_tensors
+        saved, (rows, *weights) = Saved(*rest[:6]), rest[6:]
+        needs = ctx.needs_input_grad[4:]
+        latent = Latent(rows, ctx.project, tuple(weights))
+        with without_autocast(grad.device.type):
+            found = ctx.step.backward(
+                grad, q, k, v, out, saved, ctx.number, (needs[0], any(needs[1:])), latent
+            )
+        found += (None,) * (len(needs) - len(found))
+        return (None, None, None, None, *(t if n else None for t, n in zip(found, needs)))
+
 
 _WHO = "ContextParallelAttention"
 _numbers = itertools.count(1)  # of modules

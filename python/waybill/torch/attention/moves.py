@@ -1,15 +1,27 @@
-"""A rank's tables of a BatchPlan: which rows, and which sequences."""
+"""A rank's tables of a BatchPlan, the streams they are used on, and the calls that move rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Optional, Tuple
 
 import numpy as np
 import torch
 
-from .._dispatcher import TensorFormat
-from .kernels import AttentionShape, Sequences
+from ..._arrays import IntArray
+from ..._graphs import outside_graphs
+from ..._said_by import said_by
+from ...errors import Disagreement, Error, InvalidArgument, Timeout, TransportError
+from ...plans import SparseMetadata
+from ...routing import compute_metadata
+from ...sequence_dispatcher import PlanHandle, TensorFormat
+from ...world import World, agree
+from ..kernels import AttentionShape, Sequences
+from ..sequence_dispatcher import SequenceDispatcher
+from .plan import RankPieces, check_table, piece_table
 
 _MOST_SLICES = 4  # with more ranges of rows, one operation with their numbers
 
@@ -161,3 +173,332 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+class Uploads:
+    """Tables of one plan on their way to the device, on a stream of their own: behind nothing of a
+    step that runs, so that they are there when the next begins.
+    """
+
+    def __init__(self, device: torch.device, stream: Any) -> None:
+        self._device, self._stream = device, stream
+        self._tensors: list[torch.Tensor] = []
+        self._done: Any = None
+        self._known: set[int] = set()
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """What is uploaded under it is there for whoever called ``ready`` after."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        self._done = self._stream.record_event()
+        self._known.clear()
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Tensors that were made under ``run``: their memory is not used again before the streams
+        that read them are done.
+        """
+        self._tensors += [] if self._stream is None else tensors
+
+    def ready(self, *streams: Any) -> None:
+        """Streams wait for what was uploaded, each once. A graph is captured behind a
+        synchronization, and must not wait for what is outside of it.
+        """
+        if self._done is None:
+            return
+        for stream in streams:
+            if stream is None or stream.cuda_stream in self._known:
+                continue
+            if torch.cuda.is_current_stream_capturing():
+                return
+            self._known.add(stream.cuda_stream)
+            stream.wait_event(self._done)
+            for tensor in self._tensors:
+                tensor.record_stream(stream)
+
+
+class Beside:
+    """A second stream of a GPU: what is done under ``run`` begins behind what was queued before
+    ``fork``, and ends before what is queued after ``join``. On the CPU all is done in order.
+
+    Memory needs no record: what one stream leaves is taken again by the same stream, whose later
+    work comes behind the other's, by the next fork or by join.
+    """
+
+    def __init__(self, device: torch.device, overlap: bool) -> None:
+        self._stream: Any = None
+        self._forked: Any = None
+        self._device = device
+        self.uploads: Any = None  #: the stream of tables, on GPUs
+        stream: Any = torch.cuda.Stream
+        if device.type == "cuda":
+            self.uploads = stream(device)
+            if overlap:
+                self._stream = stream(device, priority=-1)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether there is a second stream."""
+        return self._stream is not None
+
+    def fork(self, uploads: Optional[Uploads] = None) -> None:
+        """From what is queued so far, and from what was uploaded."""
+        if self.uploads is None:
+            return
+        current = torch.cuda.current_stream(self._device)
+        if uploads is not None:
+            uploads.ready(current, self._stream)
+        if self._stream is not None:
+            self._forked = current.record_event()
+
+    def run(self) -> AbstractContextManager[Any]:
+        """The second stream, behind the fork."""
+        if self._stream is not None:
+            self._stream.wait_event(self._forked)
+        return self.only()
+
+    def only(self) -> AbstractContextManager[Any]:
+        """The stream of ``run``, where calls are queued, and no order with the other."""
+        return _NOTHING if self._stream is None else torch.cuda.stream(self._stream)
+
+    def join(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+WHO = "ContextParallelAttention"
+_BACKWARD = ("grad", "dq", "sums")
+
+
+def _name(t: int) -> str:
+    return f"tensors[{t}]"
+
+
+class Moves:
+    """Calls of the dispatcher. Their tables are made ahead, or when they are first used, on the
+    stream that is current then. Collective where the windows must grow.
+    """
+
+    def __init__(
+        self, routing: Any, dispatcher: SequenceDispatcher, shape: AttentionShape, latent_dim: int
+    ) -> None:
+        self._routing, self._dispatcher = routing, dispatcher
+        self._q, *self._kv, self._out = formats_of(shape)
+        if latent_dim:
+            self._kv = [TensorFormat(shape.dtype, (latent_dim,))]
+        self._lse = TensorFormat(torch.float32, (shape.heads,))
+        self._plans: dict[str, PlanHandle] = {}
+
+    def there(
+        self, q: torch.Tensor, *kv: torch.Tensor
+    ) -> Tuple[Callable[[], Tuple[torch.Tensor, ...]], int]:
+        """(what makes views of what came of q, k and v, or of q and the latent rows, the number of
+        the dispatch).
+        """
+        shown = self._send(self._plan("qkv"), (q, *kv))
+        return shown, self._dispatcher.last_dispatch
+
+    def out_home(self, out: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+        return self._call(self._plan("out"), (out,))
+
+    def out_and_lse_home(self, out: torch.Tensor, lse: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+        return self._call(self._plan("out and lse"), (out, lse))
+
+    def grad_there(self, grad: torch.Tensor, number: int) -> Callable[[], Tuple[torch.Tensor, ...]]:
+        return self._send(self._plan("grad"), (grad,), number)
+
+    def dq_home(self, dq: torch.Tensor, number: int) -> torch.Tensor:
+        return self._call(self._plan("dq"), (dq,), number)[0]
+
+    def sums(self, number: int, *gradients: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+        """Of the copies of own rows of K and V. Those of 16-bit rows are in float32, to be rounded
+        once with what stayed.
+        """
+        dtype = gradients[0].dtype
+        dtype = torch.float32 if dtype.itemsize == 2 else dtype
+        return self._dispatcher.kv_gradient(
+            self._plan("sums"), *gradients, dtype=dtype, of_dispatch=number
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the tables of the first dispatch are there."""
+        return "qkv" in self._plans
+
+    def prepare(self, upload: AbstractContextManager[None]) -> None:
+        """Tables of all calls but those with a log-sum-exp, uploaded as ``upload`` says. Windows
+        grow behind the calls of the stream that is current.
+        """
+        with upload:
+            for name in ("qkv", "out", *_BACKWARD):
+                self._find(name)
+        self._dispatcher.reserve(*self._plans.values())
+
+    def prepare_backward(self) -> None:
+        """A backward pass makes no tables, for which windows might have to grow."""
+        if all(name in self._plans for name in _BACKWARD):
+            return
+        self._dispatcher.reserve(*(self._find(name) for name in _BACKWARD))
+
+    def _call(
+        self, plan: PlanHandle, tensors: Sequence[torch.Tensor], of_dispatch: int = 0
+    ) -> Tuple[torch.Tensor, ...]:
+        return self._dispatcher._dispatch(WHO, _name, plan, tensors, of_dispatch)
+
+    def _send(
+        self, plan: PlanHandle, tensors: Sequence[torch.Tensor], of_dispatch: int = 0
+    ) -> Callable[[], Tuple[torch.Tensor, ...]]:
+        """Views are made when they are asked for, behind what else is to be queued."""
+        views = self._dispatcher._send(WHO, _name, plan, tensors, of_dispatch)
+        return lambda: self._dispatcher._shown(plan, views)
+
+    def _plan(self, name: str) -> PlanHandle:
+        ready = self._plans.get(name)
+        if ready is None:
+            ready = self._find(name)
+            self._dispatcher.reserve(ready)
+        return ready
+
+    def _find(self, name: str) -> PlanHandle:
+        """Made once. (functools.cached_property of Python 3.11 has one lock for all objects, which
+        ranks that are threads would wait for each other with.)
+        """
+        ready = self._plans.get(name)
+        if ready is None:
+            ready = self._plans[name] = self._make(name)
+        return ready
+
+    def _make(self, name: str) -> PlanHandle:
+        if name == "dq" and self._q == self._out:
+            return self._find("out")
+        return self._plan_of(name, self._parts(name))
+
+    def _plan_of(self, name: str, parts: Sequence[Tuple[Any, ...]]) -> PlanHandle:
+        if name == "sums":
+            return self._dispatcher.plan_kv_gradient(*parts)
+        return self._dispatcher.plan_dispatch(*parts)
+
+    def _parts(self, name: str) -> list[Tuple[Any, ...]]:
+        return [(self._table(table), *formats) for table, formats in self._formats(name)]
+
+    def _table(self, name: str) -> SparseMetadata:
+        return SparseMetadata._wrap(getattr(self._routing, name))
+
+    def _formats(self, name: str) -> list[Tuple[str, list[TensorFormat]]]:
+        """Of each part: which table of the routing, and what goes that way."""
+        return {
+            "qkv": [("fwd_q", [self._q]), ("fwd_kv", self._kv)],
+            "out": [("rev_q", [self._out])],
+            "out and lse": [("rev_q", [self._out, self._lse])],
+            "grad": [("fwd_q", [self._out])],
+            "dq": [("rev_q", [self._q])],
+            "sums": [("sum_kv", self._kv)],
+        }[name]
+
+
+_WHO = "ContextParallelAttention.gather"
+_PLANS = "ContextParallelAttention: plans"
+_MOST_NAMED = 2**16  # documents by which plans are compared, beyond that ranks
+_FIRST_ROWS = 256  # a message has as many rows; a batch with more pieces makes them more
+
+
+def first_difference(world: World, pieces: Sequence[IntArray], facts: dict[str, Any]) -> str:
+    """Collective, where ranks have seen that their plans differ: in which document, or which option
+    of the planner, first; "" where that is not it, or not all ranks came.
+    """
+    most = max(len(table) for table in pieces) + 1  # the last one of each rank is "none"
+    if most * len(pieces) <= _MOST_NAMED:
+        says = [
+            (f"document {i} of rank {rank}", _text_of(table, i))
+            for i in range(most)
+            for rank, table in enumerate(pieces)
+        ]
+    else:
+        says = [
+            (
+                f"the documents of rank {rank}",
+                f"{len(table)} with hash {zlib.crc32(table.tobytes()):x}",
+            )
+            for rank, table in enumerate(pieces)
+        ]
+    try:
+        world._world.require_same(_PLANS, [*says, *((n, str(v)) for n, v in facts.items())])
+    except (Disagreement, Timeout, TransportError):  # a rank makes another call, or none
+        return ""
+    except InvalidArgument as error:
+        return str(error).removeprefix(f"{_PLANS}: ")
+    return ""
+
+
+def _text_of(table: IntArray, place: int) -> str:
+    if place >= len(table):
+        return "none"
+    document, offset, length = table[place].tolist()
+    if document < 0:  # whole, and without a number
+        return f"{length} tokens"
+    return f"{length} tokens from {offset} of number {document}"
+
+
+class PieceExchange:
+    """A table of pieces of each rank to all ranks, over the world itself: with its deadlines, and
+    in the order of this object's calls alone.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._dispatcher = SequenceDispatcher(world, num_sms=1, relay="never")
+        self._device = torch.device(world.device)
+        self._rows = _FIRST_ROWS
+        self._ready: Any = None
+
+    @outside_graphs
+    def gather(
+        self, held: RankPieces, who: str = _WHO, wrong: Optional[Error] = None
+    ) -> list[IntArray]:
+        """What is wrong with a rank's pieces, or else with its arguments, is raised on all."""
+        table: IntArray = np.zeros((0, 3), np.int64)
+        try:
+            table = piece_table(held, self._world.rank, f"{who}: held")
+            check_table(table, self._world.rank, f"{who}: held")
+        except Error as error:
+            wrong = wrong or error
+        while True:
+            with said_by(who):
+                everyone = self._send(table, wrong is not None)
+            if any(message[0, 1] for message in everyone):
+                agree(self._world, who, {}, wrong)
+            most = max(int(message[0, 0]) for message in everyone)
+            if most < self._rows:
+                return [message[1 : 1 + int(message[0, 0])].copy() for message in everyone]
+            self._rows = 2 * most  # the same on all ranks
+            self._ready = None
+
+    def _send(self, table: IntArray, is_wrong: bool) -> IntArray:
+        message = np.zeros((self._rows, 3), np.int64)
+        message[0, :2] = len(table), is_wrong
+        shown = table[: self._rows - 1]
+        message[1 : 1 + len(shown)] = shown
+        rows = on_device(torch.from_numpy(message), self._device)
+        (all_rows,) = self._dispatcher.dispatch(self._plan(rows), rows)
+        if self._device.type == "cuda":
+            # A copy to pageable memory would hold up the driver for a rank on the same GPU.
+            torch.cuda.current_stream(self._device).synchronize()
+        everyone: IntArray = all_rows.cpu().numpy().copy()
+        return everyone.reshape(self._world.world_size, self._rows, 3)
+
+    def _plan(self, rows: torch.Tensor) -> PlanHandle:
+        if self._ready is None:
+            size = self._world.world_size
+            to_all = np.tile(np.arange(size), (size, 1, 1))
+            forward, _ = compute_metadata(np.full((size, 1), self._rows), to_all)
+            self._ready = self._dispatcher.plan_dispatch((forward, rows))
+        return self._ready
+
+    def close(self) -> None:
+        self._dispatcher.close()

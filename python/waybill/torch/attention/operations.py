@@ -15,11 +15,9 @@ from typing import Any, NamedTuple, Tuple
 
 import torch
 
-from ..errors import InvalidArgument, Unsupported
-from ._autocast import without_autocast
-from ._context_parallel_step import RankStep, Saved
-from ._first_order import first_order
-from ._operations import has_operations, operation
+from ...errors import InvalidArgument, Unsupported
+from .._tensors import first_order, has_operations, operation, without_autocast
+from .step import RankStep, Saved
 
 _KEPT = 256  # tickets; with more in flight than that, backward would not find its plan
 # What the sizes of a ticket have beside the number of rows. Sizes of 0 and 1, and those that happen

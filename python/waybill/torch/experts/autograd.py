@@ -9,8 +9,7 @@ import torch
 
 from ..._graphs import outside_graphs
 from ..._said_by import said_by
-from .._first_order import first_order
-from .._tensors import meet_mark, save_mark
+from .._tensors import first_order, meet_mark, save_mark
 
 _Gradients = Tuple[Optional[torch.Tensor], ...]
 # What leads to nothing that gradients are asked of is not run: of experts' parameters, perhaps.

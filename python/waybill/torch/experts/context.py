@@ -8,12 +8,12 @@ import torch
 
 from ... import _core
 from ..._arrays import flag, int64
-from ..._copies import OfThisProcess
 from ..._graphs import outside_graphs
-from ..._unwinding import Unwinding
+from ..._lifetime import OfThisProcess, Unwinding
 from ...errors import InvalidArgument
 from ...moe import EPConfig
-from .tensors import shown, torch_dtype, world_of
+from .._tensors import torch_dtype, view_of
+from ..world import world_of
 
 
 class DispatchCombineContext(OfThisProcess):
@@ -65,8 +65,8 @@ class DispatchCombineContext(OfThisProcess):
         rows = int64(dispatch_recv_tokens, "reallocate_dispatch_output_buf: dispatch_recv_tokens")
         tokens, weights = self._context.reallocate(rows)
         config = self.ep_config
-        output = shown(tokens, torch_dtype(config.token_dtype_name, "token_dtype"))
-        received = shown(weights, torch_dtype(config.weight_dtype_name, "weight_dtype"))
+        output = view_of(tokens, torch_dtype(config.token_dtype_name, "token_dtype"))
+        received = view_of(weights, torch_dtype(config.weight_dtype_name, "weight_dtype"))
         assert output is not None and received is not None
         self.dispatch_output_buf, self.weight_recv_buf = output, received
         return output, received

@@ -1,40 +1,356 @@
-"""A layer of experts for a model: scores and ids in, tokens out."""
+"""ExpertParallel, a layer of experts for a model: scores and ids in, tokens out."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from ..._agreement import agree_on
-from ..._arrays import flag, int64
-from ..._copies import OfThisProcess
+from ..._arrays import choice, flag, int64
 from ..._graphs import outside_graphs
+from ..._lifetime import OfThisProcess
 from ..._said_by import said_by
-from ...errors import InvalidArgument, TransportError
-from .._operations import has_operations
+from ..._wrong_call import shown
+from ...errors import InvalidArgument, TransportError, WrongType
+from ...moe.config import EPConfig
+from ...world import World, agree_on
+from .._tensors import (
+    as_autocast,
+    flat_rows,
+    has_operations,
+    holds,
+    is_autocast,
+    require_known_ids,
+    require_moved,
+    require_rows,
+    require_tensor,
+    torch_dtype,
+)
+from ..world import world_of
 from . import operations as ops
 from .autograd import tied_to_parameters
-from .checks import (
-    check_call,
-    check_choices,
-    check_experts,
-    check_layer,
-    check_operations,
-    check_options,
-    check_outputs,
-    check_shared,
-    require_layer,
-)
-from .grouped import ends_within
-from .lanes import Lane, scaled_gradient
+from .grouped import SwiGLUExperts, ends_within
 from .layer import EPAll2AllLayer
+from .operations import register_layer
 from .presets import PRESETS, preset_options
-from .shared_layers import LayerBox, shared_box
-from .tensors import as_autocast, flat_rows, world_of
 
-__all__ = ["ExpertParallel"]
+
+class Lane:
+    """A stream beside the current one on a GPU; in host memory calls run as they come."""
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+        self._events: Dict[int, Any] = {}  #: behind each call that is not joined, by its result
+
+    def run(self, call: Callable[..., Any], *given: Any) -> Any:
+        """Begins behind what the current stream has."""
+        if not given[0].is_cuda:
+            return call(*given)
+        cuda: Any = torch.cuda
+        device = given[0].device
+        if self._stream is None:
+            self._stream = cuda.Stream(device)
+        self._stream.wait_stream(cuda.current_stream(device))
+        for tensor in given:
+            if isinstance(tensor, torch.Tensor):
+                tensor.record_stream(self._stream)
+        with cuda.stream(self._stream):
+            result = call(*given)
+            event = cuda.Event()
+            event.record(self._stream)
+        self._events[id(first_of(result))] = event
+        return result
+
+    def join(self, result: Any) -> Any:
+        """The current stream goes on behind the call that gave it."""
+        first = first_of(result)
+        if first.is_cuda:
+            current = torch.cuda.current_stream(first.device)
+            current.wait_event(self._events.pop(id(first)))
+            for tensor in result if isinstance(result, tuple) else (result,):
+                if isinstance(tensor, torch.Tensor):
+                    tensor.record_stream(current)
+        return result
+
+
+def first_of(result: Any) -> torch.Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def scaled_gradient(value: torch.Tensor, factor: float) -> torch.Tensor:
+    """The same, with its gradient times factor."""
+    if factor == 1 or not value.requires_grad or not torch.is_grad_enabled():
+        return value
+    return _ScaledGradient.apply(value, factor)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient * ctx.factor, None
+
+
+Make = Callable[..., EPAll2AllLayer]
+
+
+class LayerBox:
+    """A layer that modules share: when it is made anew, larger, all of them have the new one."""
+
+    def __init__(self, make: Optional[Make], layer: Optional[EPAll2AllLayer] = None) -> None:
+        self._make = make
+        self.layer = layer if make is None else make()
+        self.users = 0
+        self.number = register_layer(self)
+        self._boxes: Optional[Dict[Any, LayerBox]] = None
+        self._key: Any = None
+
+    def check_resize(self, fixed_rows: int) -> None:
+        """Whether it can be made anew with so many rows."""
+        if self._make is None:
+            raise InvalidArgument(
+                "ExpertParallel.resize: the layer was given, expected one that the module made"
+            )
+        if fixed_rows < 1:
+            raise InvalidArgument(
+                f"ExpertParallel.resize: fixed_rows = {fixed_rows}, expected >= 1"
+            )
+
+    def resize(self, fixed_rows: int) -> None:
+        """Collective: another layer in its place. Nothing of the old one is in flight."""
+        assert self.layer is not None and self._make is not None
+        self.layer.finalize()
+        self.layer._replaced = True
+        self.layer = self._make(fixed_rows=fixed_rows)
+
+    def release(self) -> None:
+        """Collective when the last of its users says so."""
+        self.users -= 1
+        if self.users > 0:
+            return
+        if self._boxes is not None:
+            self._boxes.pop(self._key, None)
+        assert self.layer is not None
+        self.layer.finalize()
+
+
+def shared_box(world: Any, key: Tuple[Any, ...], make: Make) -> LayerBox:
+    """The box of this world for these sizes. It stays until its users have released it, not until
+    they are collected, which may be at other times on other ranks.
+    """
+    boxes: Dict[Any, LayerBox] = world._expert_layers  # they go with it
+    name = repr(key)
+    box = boxes.get(name)
+    if box is None:
+        box = boxes[name] = LayerBox(make)
+        box._boxes, box._key = boxes, name
+    return box
+
+
+_WHO = "ExpertParallel"
+_FIRST_OPTION = "num_sm"  # of the layer's arguments: those before it are the module's
+
+
+def check_options(
+    world: World, num_experts: int, topk: int, hidden: int, max_tokens: int, dtype: Any,
+    weight_dtype: Any, options: Dict[str, Any],
+) -> Tuple[torch.dtype, torch.dtype]:  # fmt: skip
+    """Those that a layer would be made with; returns its dtypes."""
+    dtype = torch_dtype(torch.bfloat16 if dtype is None else dtype, f"{_WHO}: dtype")
+    weight_dtype = torch_dtype(
+        torch.float32 if weight_dtype is None else weight_dtype, f"{_WHO}: weight_dtype"
+    )
+    EPConfig._of_words(
+        _WHO, {"token_dtype": "dtype", "world_size": "ranks"}, max_tokens, hidden, topk,
+        num_experts, world.rank, world.world_size, world.topology.ranks_per_node,
+        dtype, weight_dtype, torch.int32,
+    )  # fmt: skip
+    for name, value in (("rows", "grouped"), ("payload", "plain")):
+        if options.get(name, value) != value:
+            raise InvalidArgument(
+                f'{_WHO}: {name} = {shown(options[name])}, expected "{value}": experts get rows of'
+                " their own, which are those of the tokens"
+            )
+    parameters = list(inspect.signature(EPAll2AllLayer).parameters)
+    known = parameters[parameters.index(_FIRST_OPTION) :]
+    for name in options:
+        if name not in known:
+            raise WrongType(
+                f"{_WHO}: there is no argument {name}, expected one of {', '.join(sorted(known))}"
+            )
+    return dtype, weight_dtype
+
+
+def check_operations(fixed_rows: Any, chunks: int, windows: str, options: Dict[str, Any]) -> None:
+    """What operations of torch.library need, which give copies of sizes that are known before."""
+    if fixed_rows is None or chunks > 1:
+        raise InvalidArgument(
+            f"{_WHO}: operations = True with fixed_rows = {fixed_rows} and chunks = {chunks},"
+            " expected fixed_rows and one chunk"
+        )
+    if windows == "own" or options.get("copy_out") is False:
+        given = 'windows = "own"' if windows == "own" else "copy_out = False"
+        raise InvalidArgument(
+            f"{_WHO}: {given} with operations = True, whose rows are always copies, expected"
+            ' windows = "shared" and copy_out = True'
+        )
+
+
+def check_experts(experts: Any, num_experts: int, world: World) -> None:
+    """Those of a rank, where they say how many they are."""
+    wanted = num_experts // world.world_size
+    if isinstance(experts, SwiGLUExperts) and len(experts.gate) != wanted:
+        raise InvalidArgument(
+            f"{_WHO}: experts has {len(experts.gate)} experts, expected {wanted} on rank"
+            f" {world.rank}: num_experts = {num_experts} over {world.world_size} ranks"
+        )
+
+
+def check_choices(
+    experts: Any, shared: Any, *, gradients: Optional[str], weights: str, windows: str
+) -> None:
+    """Functions, and arguments that are one of few words."""
+    if gradients is None:
+        raise InvalidArgument(
+            f'{_WHO}: gradients = None, expected "sum" or "mean", as the gradients of the other'
+            ' parameters: "sum" gives the experts those of the sum of the ranks\' losses, for'
+            " programs that add gradients over the ranks (as beside ContextParallelAttention);"
+            ' "mean" divides that by the number of ranks, for programs that average them (DDP,'
+            " FSDP)"
+        )
+    for name, value, choices in (
+        ("gradients", gradients, ("sum", "mean")),
+        ("weights", weights, ("combine", "experts")),
+        ("windows", windows, ("shared", "own")),
+    ):
+        choice(value, f"{_WHO}: {name}", *choices)
+    for name, value in (("experts", experts), ("shared", shared)):
+        if not callable(value) and not (name == "shared" and value is None):
+            raise WrongType(f"{_WHO}: {name} = {shown(value)}, expected a module or function")
+
+
+def require_layer(layer: Any) -> None:
+    """One that has a world, on which the others can be told."""
+    if not isinstance(layer, EPAll2AllLayer):
+        kind = type(layer).__name__
+        raise InvalidArgument(f"{_WHO}: layer is a {kind}, expected an EPAll2AllLayer")
+
+
+def check_layer(
+    layer: Any, num_experts: int, topk: int, hidden: int, max_tokens: int, more: Dict[str, Any]
+) -> None:
+    """One that was given.
+
+    :param more: arguments that are the layer's; None: not given
+    """
+    who = f"{_WHO}: layer"
+    got = (layer.num_tot_experts, layer.topk, layer.hidden, layer.rows, layer.payload)
+    wanted = (num_experts, topk, hidden, "grouped", "plain")
+    if got != wanted or layer.max_tokens < max_tokens:
+        raise InvalidArgument(
+            f"{who} has (experts, topk, hidden, rows, payload) = {got} and max_tokens ="
+            f" {layer.max_tokens}, expected {wanted} and at least {max_tokens}"
+        )
+    for name, own in (
+        ("group", layer.ep_group),
+        ("device", layer.world.device),
+        ("dtype", layer.dtype),
+        ("weight_dtype", layer.weight_dtype),
+    ):
+        value = more.pop(name)
+        if value is not None and not _is_of(layer, name, value):
+            raise InvalidArgument(
+                f"{_WHO}: {name} = {shown(value)}, expected {shown(own)}, that of the layer"
+            )
+    rest = sorted(name for name, value in more.items() if name != "preset" or value is not None)
+    if rest:
+        raise InvalidArgument(f"{who} is given: {', '.join(rest)} are those of the layer")
+
+
+def _is_of(layer: EPAll2AllLayer, name: str, value: Any) -> bool:
+    """Whether the value of an argument is what a layer has."""
+    if name == "group":
+        if isinstance(value, World):
+            return value is layer.world
+        from ..._process_group import group_of  # not every torch has torch.distributed
+
+        return group_of(value, _WHO, name) is layer.ep_group
+    if name == "device":
+        device = layer.world.device
+        is_name = isinstance(value, (str, torch.device))
+        return is_name and str(value) in (device, device.split(":")[0])
+    return torch_dtype(value, f"{_WHO}: {name}") == getattr(layer, name)
+
+
+def check_call(
+    layer: EPAll2AllLayer, most: int, chunks: int, tokens: Any, scores: Any, ids: Any
+) -> None:
+    """Rows of scores and ids that lie otherwise than those of tokens are other tokens'."""
+    hidden, topk, rank, device = layer.hidden, layer.topk, layer.rank, layer.device
+    wanted = require_rows(tokens, f"{_WHO}: tokens").shape[:-1]
+    count = wanted.numel()
+    for name, value, columns in (
+        ("tokens", tokens, hidden),
+        ("scores", scores, topk),
+        ("ids", ids, topk),
+    ):
+        require_moved(require_rows(value, f"{_WHO}: {name}"), f"{_WHO}: {name}")
+        *rows, last = value.shape
+        if last != columns or not (rows == [count] or rows == list(wanted)):
+            raise _wrong(f"{name} has shape {list(value.shape)}", f"{[*wanted, columns]}", rank)
+        if value.device != device:
+            raise _wrong(f"{name} lies on {value.device}", f"{device}", rank)
+    if tokens.dtype != layer.dtype and not (tokens.is_floating_point() and is_autocast(device)):
+        raise _wrong(f"tokens is {tokens.dtype}", f"{layer.dtype}, or autocast", rank)
+    if not scores.is_floating_point():
+        raise _wrong(f"scores is {scores.dtype}", "floats", rank)
+    of_weights = layer.weight_dtype
+    if not holds(of_weights, scores.dtype) and not is_autocast(device):
+        wanted_dtype = f"{of_weights}, which is weight_dtype, or fewer digits; or autocast"
+        raise _wrong(f"scores is {scores.dtype}", wanted_dtype, rank)
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise _wrong(f"ids is {ids.dtype}", "int32 or int64", rank)
+    if count > most:
+        parts = "" if chunks == 1 else f", in {chunks} chunks"
+        raise _wrong(f"tokens are {count}", f"at most max_tokens = {most}{parts}", rank)
+    if device.type == "cpu" and not torch.compiler.is_compiling():
+        require_known_ids(ids, layer.num_tot_experts, layer.dropped_id, f"{_WHO}: ids", rank)
+
+
+def _wrong(got: str, expected: str, rank: int) -> InvalidArgument:
+    return InvalidArgument(f"{_WHO}: {got}, expected {expected}, on rank {rank}")
+
+
+def check_outputs(outputs: Any, rows: torch.Tensor, rank: int) -> torch.Tensor:
+    """What the experts made of rows."""
+    name = f"{_WHO}: what the experts of rank {rank} gave"
+    require_moved(outputs, name)
+    if outputs.shape != rows.shape or not outputs.is_floating_point():
+        raise InvalidArgument(
+            f"{name} is {tuple(outputs.shape)} of {outputs.dtype}, expected {tuple(rows.shape)} of"
+            " floats, a row for each"
+        )
+    if outputs.dtype != rows.dtype and not is_autocast(rows.device):
+        raise InvalidArgument(f"{name} is {outputs.dtype}, expected {rows.dtype}, or autocast")
+    return outputs  # type: ignore[no-any-return]
+
+
+def check_shared(outputs: Any, tokens: torch.Tensor, rank: int) -> None:
+    """What the shared experts made of tokens: another shape would be spread over them."""
+    name = f"{_WHO}: what shared gave on rank {rank}"
+    require_tensor(outputs, name)
+    if outputs.shape != tokens.shape:
+        raise InvalidArgument(
+            f"{name} is {tuple(outputs.shape)}, expected {tuple(tokens.shape)}, a row for each"
+        )
+    if outputs.dtype != tokens.dtype and not is_autocast(tokens.device):
+        raise InvalidArgument(f"{name} is {outputs.dtype}, expected {tokens.dtype}, or autocast")
 
 
 class ExpertParallel(OfThisProcess, torch.nn.Module):

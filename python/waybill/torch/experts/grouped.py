@@ -8,8 +8,7 @@ import torch
 
 from ..._arrays import int64
 from ...errors import InvalidArgument, Unsupported
-from .._tensors import require_device
-from .tensors import holds, is_autocast, torch_dtype
+from .._tensors import holds, is_autocast, require_device, torch_dtype
 
 
 def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -17,11 +17,10 @@ import torch
 
 from ..._said_by import said_by
 from ...errors import InvalidArgument
-from .._first_order import first_order
-from .._operations import operation
+from .._tensors import first_order, operation
 from .autograd import weights_home
 from .grouped import ends_within
-from .layout import LayerLayout
+from .layer import LayerLayout
 
 _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _dispatches: Dict[int, Tuple[Any, LayerLayout]] = {}  #: the layer that made them, and what

@@ -11,8 +11,6 @@ from ..._arrays import choice, int64
 from ...errors import InvalidArgument, WrongType
 from ...world import World
 
-__all__ = ["PRESETS", "number_of_rows", "preset_options", "room_of", "suggested_sms"]
-
 PRESETS = ("training", "decoding")
 _HOST_SMS = 20  # ranks in host memory ignore it
 _FEW_TOKENS = 128  # of a rank: a call is then bound by latency, not by links

@@ -8,11 +8,14 @@ from typing import Any, Union
 import torch
 
 from ...errors import InvalidArgument
-from ._seam import AttentionKernel, AttentionShape, FunctionKernel, Sequences
-from .dot_product import DotProductKernel
-from .flash import FlashAttention2Kernel, FlashAttention3Kernel
-from .flex import FlexKernel
-from .varlen import VarlenKernel
+from .backends import (
+    DotProductKernel,
+    FlashAttention2Kernel,
+    FlashAttention3Kernel,
+    FlexKernel,
+    VarlenKernel,
+)
+from .seam import AttentionKernel, AttentionShape, FunctionKernel, Sequences
 
 __all__ = [
     "AttentionKernel",

@@ -4,11 +4,11 @@ The names of Triton-distributed's layer. Rows are ordered by local expert, then 
 token, then topk slot: always. ``waybill.moe.simulate_dispatch`` says what must arrive.
 """
 
-from ...moe import EPAllToAllLayoutDesc, EPConfig
-from .context import BarrierAllContext, DispatchCombineContext
-from .expert_parallel import ExpertParallel
-from .grouped import SwiGLUExperts, grouped_mm
-from .layer import EPAll2AllLayer
+from ..moe import EPAllToAllLayoutDesc, EPConfig
+from .experts.context import BarrierAllContext, DispatchCombineContext
+from .experts.expert_parallel import ExpertParallel
+from .experts.grouped import SwiGLUExperts, grouped_mm
+from .experts.layer import EPAll2AllLayer
 
 __all__ = [
     "BarrierAllContext",

@@ -1,0 +1,1 @@
+"""Attention of packed documents that is spread over ranks: ``ContextParallelAttention``."""

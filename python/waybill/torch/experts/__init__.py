@@ -1,0 +1,1 @@
+"""Experts on ranks: what ``waybill.torch.moe`` gives."""
