@@ -36,6 +36,8 @@ FIELD = re.compile(r": (?!property)| = ")
 # Methods that no caller names, and that no operator of a caller's stands for.
 INNER = {f"__{name}__" for name in ("slots", "post_init", "repr", "str", "getattr", "del", "copy")}
 INNER |= {f"__{name}__" for name in ("deepcopy", "reduce", "reduce_ex", "getstate", "setstate")}
+# Adapters that make functions for tensors from functions for arrays: their own type of result.
+ADAPTERS = {"as_torch": None, "_like_its_tensor": "torch.Tensor"}
 VERSION = re.compile(r"\bgoes in (?:version )?\d+\.\d+\b")
 
 
@@ -128,6 +130,16 @@ def resolve(where, name):
 def signature(node):
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     return f"({ast.unparse(node.args)}){returns}"
+
+
+def adapted(where, node):
+    """The signature of a function of torch's face that an adapter makes of one of numpy's."""
+    if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ADAPTERS:
+        return None
+    source, name = node.args[0].value.id, node.args[0].attr
+    *_, function = resolve(".".join(module(where).imported[source]), name)
+    returns = ADAPTERS[ast.unparse(node.func)] or ast.unparse(function.returns)
+    return f"({ast.unparse(function.args)}) -> {returns}"
 
 
 def decorators(node):
@@ -232,6 +244,8 @@ def python_lines():
                 yield from class_lines(where, full, node, places)
             elif isinstance(node, FUNCTIONS):
                 yield f"{full}{signature(node)}"
+            elif adapted(where, node) is not None:
+                yield f"{full}{adapted(where, node)}"
             elif node is None:
                 yield f"{full}: {'module' if is_module(full) else 'compiled'}"
             else:

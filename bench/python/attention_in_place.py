@@ -26,7 +26,7 @@ import torch
 from attention_ways import draw
 
 import waybill.torch as waybill
-from waybill.torch.attention.moves import Beside, calls_of
+from waybill.torch.attention.moves import SideStream, calls_of
 from waybill.torch.kernels import choose_kernel
 
 LONG_PARTS = (0.1, 0.25, 0.5, 0.75, 1.0)  # of all tokens, in one document
@@ -107,7 +107,7 @@ class Bench:
         ]
         self.shape = self.planners[0].shape
         self.kernel = choose_kernel("auto", device, "attention_in_place")
-        self.beside = Beside(device, True)
+        self.beside = SideStream(device, True)
         rows, made = options.ranks * tokens, {"device": device, "dtype": dtype}
         self.batch = [
             torch.randn(rows, n, head_dim, **made) for n in (heads, kv_heads, kv_heads, heads)

@@ -46,7 +46,7 @@ from step_profile import profiled
 from torch import distributed
 
 import waybill.torch as waybill
-from waybill.torch.attention.moves import Beside, calls_of
+from waybill.torch.attention.moves import SideStream, calls_of
 
 MODULES = {
     "waybill": {},
@@ -88,7 +88,7 @@ class Bench:
         ]
         rows, given = self.size * self.per_rank, {"device": device, "dtype": dtype}
         self.batch = [torch.randn(rows, *s, generator=generator, **given) for s in shapes]
-        self.streams = {way: Beside(device, way == "alone, split") for way in ALONE}
+        self.streams = {way: SideStream(device, way == "alone, split") for way in ALONE}
 
     def close(self) -> None:
         for module in self.modules.values():

@@ -1,6 +1,6 @@
 """``python -m waybill``: the program ``waybill`` that comes with the package, and ``selftest``.
 
-``doctor`` is told what Python knows.
+``doctor`` gets what Python knows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> NoReturn:
 
 
 def _facts() -> list[str]:
-    """What the program cannot know: versions of Python and torch; the NCCL that came with torch."""
+    """Facts for the program: versions of Python and torch; the NCCL that came with torch."""
     found = ["--python", sys.version.split()[0]]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found += ["--torch", importlib.metadata.version("torch")]

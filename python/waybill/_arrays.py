@@ -15,7 +15,7 @@ from . import _core
 from ._wrong_call import shown
 from .errors import InvalidArgument, IoError, Unsupported, WrongType, printable
 
-#: What functions accept for indices, counts and lengths: a numpy array, anything with
+#: Functions accept for indices, counts and lengths: a numpy array, anything with
 #: ``__dlpack__`` in host memory, or nested sequences of integers.
 ArrayLike = Any
 IntArray = npt.NDArray[Any]
@@ -96,7 +96,7 @@ def whole_numbers(value: ArrayLike, name: str, floats: bool = False) -> IntArray
     if array.dtype.kind in "iu" and array.dtype.itemsize < 4:
         array = array.astype(np.int64)
     elif floats and array.dtype.kind == "f":
-        with np.errstate(invalid="ignore"):  # what does not fit is no whole number
+        with np.errstate(invalid="ignore"):  # a value that does not fit is no whole number
             whole = array.astype(np.int64)
         if not np.array_equal(whole, array):
             place = tuple(int(i) for i in np.argwhere(whole != array)[0])
@@ -140,6 +140,22 @@ def int64(value: Any, name: str) -> int:
     result = integer(value, name)
     if not -(2**63) <= result < 2**63:
         raise WrongType(f"{name} = {shown(result)}, expected an integer of 64 bits")
+    return result
+
+
+def at_least(value: Any, least: int, name: str, below: int = 2**63) -> int:
+    """The same for what must be so large; beyond ``below`` the compiled part has no room."""
+    result = int64(value, name)
+    if not least <= result < below:
+        raise InvalidArgument(f"{name} = {result}, expected >= {least}")
+    return result
+
+
+def within(value: Any, low: int, high: int, name: str, high_text: str = "") -> int:
+    """The same for what must be in low..high, of which errors write the end as ``high_text``."""
+    result = int64(value, name)
+    if not low <= result <= high:
+        raise InvalidArgument(f"{name} = {result}, expected {low}..{high_text or high}")
     return result
 
 
@@ -189,8 +205,14 @@ def library_dtype_of(value: Any, name: str) -> str:
     return found
 
 
+def instance(value: Any, kind: Any, name: str, expected: str) -> None:
+    """Raises where the value is of no such type."""
+    if not isinstance(value, kind):
+        raise InvalidArgument(f"{name} is a {type(value).__name__}, expected {expected}")
+
+
 def sequence(value: Any, name: str, expected: str) -> Any:
-    """What has a length and entries by number: not one number, a text, a set or a generator."""
+    """A value with a length and entries by number: not one number, a text, a set or a generator."""
     entries = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
     if not entries and (not hasattr(value, "__dlpack__") or getattr(value, "ndim", 0) == 0):
         raise WrongType(f"{name} = {shown(value)}, expected {expected}")

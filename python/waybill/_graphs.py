@@ -22,16 +22,16 @@ _SHARED = (
 
 
 class DeviceFault(NamedTuple):
-    """What a kernel of a rank of this process has reported."""
+    """A fault that a kernel of a rank of this process has reported."""
 
     rank: int
     device: int
-    num_ranks: int  #: of this process on the device
+    num_ranks: int  #: ranks of this process on the device
     text: str  #: call, rank, peer, wanted and seen value, or what it had been given
 
 
 def reported() -> list[DeviceFault]:
-    """Of all ranks that are in this process."""
+    """The faults of all ranks in this process."""
     return [DeviceFault(*fault) for fault in _core.device_faults()]
 
 
@@ -99,7 +99,7 @@ def outside_graphs(function: _F) -> _F:
             explain(error)
             raise
 
-    # What that function puts on what it returns: who traces a caller stops before this call.
+    # That function marks its result so: who traces a caller stops before this call.
     marked: Any = call
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = _REASON

@@ -40,7 +40,7 @@ class OfThisProcess:
     """It holds what lies in this process alone, such as a connection or a device's memory."""
 
     __slots__ = ()
-    _why_not_copied: ClassVar[str]  #: what it holds, and what to do instead
+    _why_not_copied: ClassVar[str]  #: says what it holds, and what to do instead
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise WrongType(

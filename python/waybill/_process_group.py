@@ -87,7 +87,7 @@ class GroupExchange:
         self._prefix = f"waybill/{number}/{ranks[0]}-{ranks[-1]}"
 
     def all_gather(self, mine: bytes) -> Sequence[bytes]:
-        """What all ranks gave, by rank."""
+        """The bytes of all ranks, by rank."""
         group = self._group()
         if group is None or not _is_known(group):
             raise InvalidArgument(
@@ -106,7 +106,7 @@ class GroupExchange:
                 raise
             raise TransportError(f"{self._who}: the store of the group failed: {error}") from None
 
-    def tell_failure(self, reason: str) -> None:
+    def report_failure(self, reason: str) -> None:
         """Ends what the others wait for."""
         group = self._group()
         store = None if group is None else _store_of(group, self._prefix)
@@ -127,7 +127,7 @@ class GroupExchange:
             _core.check_interrupt()
             time.sleep(min(pause, self.timeout_s - waited + 0.0005))
             pause = min(2 * pause, _LONGEST_SLEEP_S)
-        self._check_failed(store)  # what is there is left from ranks that have given up
+        self._check_failed(store)  # these bytes may be left from ranks that have given up
         return store.multi_get(keys) if _gets_many(store) else [store.get(key) for key in keys]
 
     def _check_failed(self, store: Any) -> None:
@@ -168,7 +168,7 @@ def _store_of(group: Any, prefix: str) -> Any:
 
 
 class Place(NamedTuple):
-    """Of a rank."""
+    """The place of a rank."""
 
     host: str
     gpu: str  #: which it takes because it is torch's current one; "" where it was named, or none
@@ -181,14 +181,14 @@ def place_group(
     who: str,
     check: Callable[[str, int], float],
 ) -> Tuple[GroupExchange, str, int]:
-    """Collective: how its ranks meet, the device of this one, and ranks of a node.
+    """Collective: how its ranks reach each other, the device of this one, and ranks of a node.
 
     :param check: refuses a device, of a world of so many ranks, that this rank cannot have, and
         what else is wrong here alone, before the others wait for it; returns seconds of waits
     """
     group = group_of(group, who)
     exchange = GroupExchange(group, 0.0, who)  # counted on all ranks, whatever is wrong on one
-    with _failures_told(exchange):
+    with _failures_reported(exchange):
         named = device_of(group, device)
         exchange.timeout_s = check(named, exchange.world_size)
         own = Place(host_name(), _gpu_id(torch.cuda.current_device()) if named == "cuda" else "")
@@ -205,20 +205,20 @@ def place_group(
 def nodes_of_group(group: Any, timeout_s: float, who: str) -> int:
     """Collective: ranks of each host of the group."""
     exchange = GroupExchange(group, timeout_s, who)
-    with _failures_told(exchange):
+    with _failures_reported(exchange):
         hosts = exchange.all_gather(host_name().encode())
     return node_size([host.decode() for host in hosts], who)
 
 
 @contextmanager
-def _failures_told(exchange: GroupExchange) -> Iterator[None]:
+def _failures_reported(exchange: GroupExchange) -> Iterator[None]:
     """Whoever gives up, by an interrupt too, says so: the others do not wait for it."""
     try:
         yield
-    except PeerFailed:  # which the others are told by that rank
+    except PeerFailed:  # which that rank reports to the others
         raise
     except BaseException as error:
-        exchange.tell_failure(str(error) or type(error).__name__)
+        exchange.report_failure(str(error) or type(error).__name__)
         raise
 
 

@@ -124,7 +124,7 @@ def _axes(ax: Any) -> Any:
 
 
 def heat_map(values: Any, ax: Any, title: str, xlabel: str, ylabel: str) -> Any:
-    """One square a pair of ranks."""
+    """One square per pair of ranks."""
     ax = _axes(ax)
     image = ax.imshow(values, cmap="viridis", interpolation="nearest")
     ax.figure.colorbar(image, ax=ax, label=title)
@@ -133,7 +133,7 @@ def heat_map(values: Any, ax: Any, title: str, xlabel: str, ylabel: str) -> Any:
 
 
 def bars(series: Mapping[str, Any], ax: Any, title: str) -> Any:
-    """A bar a rank and series; a line at the mean of the first series."""
+    """A bar per rank and series; a line at the mean of the first series."""
     ax = _axes(ax)
     width = 0.8 / len(series)
     for i, (label, values) in enumerate(series.items()):

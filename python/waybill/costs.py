@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Mapping, Optional, Union
 
 from . import _core
-from ._arrays import Path, int64, json_text, kept, number
+from ._arrays import Path, instance, json_text, kept, number, within
 from ._wrong_call import shown
 from .errors import InvalidArgument, WrongType
 
@@ -92,10 +92,10 @@ class AttentionCosts:
     """
 
     pairs_per_second: float  #: forward
-    row_pairs: int = 0  #: what a row of queries takes beside its pairs, in pairs
-    shard_pairs: int = 0  #: what a shard of any length does
+    row_pairs: int = 0  #: a row of queries takes so much besides its pairs, in pairs
+    shard_pairs: int = 0  #: the same of a shard of any length
     backward_ratio: float = 2.5  #: time of backward over forward
-    error: float = 0.0  #: of what was measured, the largest relative one
+    error: float = 0.0  #: the largest relative one of what was measured
     about: Optional[Mapping[str, Any]] = field(
         default=None, hash=False
     )  #: device, kernel, sizes, versions
@@ -107,14 +107,12 @@ class AttentionCosts:
             if not math.isfinite(value) or value <= least:
                 raise InvalidArgument(f"{who}: {name} = {value}, expected a number > {least}")
         for name, most in (("row_pairs", _MOST_ROW_PAIRS), ("shard_pairs", _MOST_SHARD_PAIRS)):
-            whole = int64(getattr(self, name), f"{who}: {name}")
-            if not 0 <= whole <= most:
-                raise InvalidArgument(f"{who}: {name} = {whole}, expected 0..{most}")
+            within(getattr(self, name), 0, most, f"{who}: {name}")
         if self.about is not None and not isinstance(self.about, Mapping):
             raise InvalidArgument(f"{who}: about = {shown(self.about)}, expected a dict or None")
 
     def seconds(self, pairs: float, rows: float, shards: float, backward: bool = False) -> float:
-        """Of a call with so many (query, key) pairs, rows of queries and shards."""
+        """Seconds of a call with so many (query, key) pairs, rows of queries and shards."""
         work = pairs + self.row_pairs * rows + self.shard_pairs * shards
         return work / self.pairs_per_second * (self.backward_ratio if backward else 1.0)
 
@@ -157,10 +155,7 @@ def planned(costs: Optional[AttentionCosts], who: str) -> dict[str, Any]:
     """The planner's options of it."""
     if costs is None:
         return {"row_pairs": 0, "shard_pairs": 0}
-    if not isinstance(costs, AttentionCosts):
-        raise InvalidArgument(
-            f"{who}: costs is a {type(costs).__name__}, expected waybill.AttentionCosts"
-        )
+    instance(costs, AttentionCosts, f"{who}: costs", "waybill.AttentionCosts")
     return {
         "row_pairs": int(costs.row_pairs),
         "shard_pairs": int(costs.shard_pairs),

@@ -11,7 +11,7 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, TypeVar, Un
 import numpy as np
 
 from . import _core, _report
-from ._arrays import IntArray, int64, integer, json_text, kept, plain_array, whole_numbers
+from ._arrays import IntArray, instance, int64, integer, json_text, kept, plain_array, whole_numbers
 from ._wrong_call import shown
 from .errors import InvalidArgument, Unsupported
 
@@ -25,7 +25,7 @@ _TENSORS = (
     "recv_seq_lens",
     "num_seqs",
 )
-_MOVES = _TENSORS[:3]  # what says where rows go
+_MOVES = _TENSORS[:3]  # these say where rows go
 _M = TypeVar("_M", bound="Metadata")
 
 
@@ -282,10 +282,7 @@ def _sent_rows(ranks: IntArray, lens: IntArray) -> IntArray:
 
 def require_metadata(value: Any, who: str) -> Metadata:
     """An argument that must be Metadata, of numpy or torch."""
-    if not isinstance(value, Metadata):
-        raise InvalidArgument(
-            f"{who}: metadata is a {type(value).__name__}, expected a waybill.Metadata"
-        )
+    instance(value, Metadata, f"{who}: metadata", "a waybill.Metadata")
     return value
 
 

@@ -17,6 +17,7 @@ from ._arrays import (
     library_dtype_of,
     numbers,
     sequence,
+    within,
 )
 from ._lifetime import Unchanging
 from .costs import AttentionCosts, LinkSpeeds, check_speeds, planned
@@ -32,7 +33,7 @@ class RelayHop(NamedTuple):
 
     src_rank: int
     dst_rank: int
-    shard: int  #: of the plan
+    shard: int  #: number in the plan
     stage: int  #: hops before it on the way from home: 0 from home itself
     row_begin: int  #: rows of the shard
     num_rows: int
@@ -73,7 +74,7 @@ class AttentionPlan(Unchanging):
     @property
     def work(self) -> IntArray:
         """(W,): what is balanced: (query, key) pairs of the mask that each rank attends to, exact,
-        and with ``costs`` what its rows and shards take beside them, in pairs.
+        and with ``costs`` what its rows and shards take besides them, in pairs.
         ``to_qkv_plan().work`` is pairs alone.
         """
         return self._plan.work
@@ -128,7 +129,7 @@ class AttentionPlan(Unchanging):
         return self._plan.limit_seconds(self._plan.has_relay if relay is None else relay)
 
     def validate(self, max_findings: int = 100) -> list[Finding]:
-        """What is wrong: everything is counted again from the routing; empty when all is right."""
+        """The findings: everything is counted again from the routing; empty when all is right."""
         return validate(self, max_findings=max_findings)
 
     def _validate(self, max_findings: int) -> Any:
@@ -237,9 +238,9 @@ def plan(
         block_tokens: documents are cut at multiples of it where balance allows.
         ranks_per_node: consecutive ranks joined by NVLink; the last node may have fewer.
         nvlink_bytes_per_second, network_bytes_per_second: of a rank, each way.
-        message_seconds: cost of each peer beside its bytes.
+        message_seconds: cost of each peer besides its bytes.
         pairs_per_second: (query, key) pairs a rank attends to, forward; 0: not known.
-        costs: what the kernel takes for rows and shards beside pairs, as measured; plans make the
+        costs: what the kernel takes for rows and shards besides pairs, as measured; plans make the
             sum even. Also gives pairs_per_second unless that is set.
         tails: a rank gives away ends of documents, never their middle: fewer shards, more bytes.
 
@@ -313,10 +314,7 @@ def _mask(value: Any, who: str) -> str:
 
 
 def _world(value: Any, who: str) -> int:
-    number = int64(value, f"{who}: world_size")
-    if not 1 <= number <= 2**20:
-        raise InvalidArgument(f"{who}: world_size = {number}, expected 1..2^20")
-    return number
+    return within(value, 1, 2**20, f"{who}: world_size", "2^20")
 
 
 def _limit(value: Optional[int], name: str) -> int:

@@ -7,7 +7,18 @@ import os
 from typing import Any, List, NamedTuple, Optional, Sequence, Union
 
 from . import _core, _report
-from ._arrays import AnyArray, IntArray, choice, flat_list, index_array, int64, json_text, kept
+from ._arrays import (
+    AnyArray,
+    IntArray,
+    choice,
+    flat_list,
+    index_array,
+    instance,
+    int64,
+    json_text,
+    kept,
+    within,
+)
 from ._lifetime import Unchanging
 from .errors import InvalidArgument
 from .metadata import (
@@ -58,11 +69,7 @@ class SparseMetadata(Unchanging):
         """The same, for which every rank's window has at least so many rows: plans of several
         tensors then put them at the same places, as a CUDA graph wants that replays them.
         """
-        number = int64(rows, "SparseMetadata.with_room: rows")
-        if not 0 <= number < 2**44:
-            raise InvalidArgument(
-                f"SparseMetadata.with_room: rows = {number}, expected 0..2^44 - 1"
-            )
+        number = within(rows, 0, 2**44 - 1, "SparseMetadata.with_room: rows", "2^44 - 1")
         roomy = self._wrap(self._table, self._routing, self._name, self._relay)
         roomy._min_rows = number
         return roomy
@@ -70,11 +77,7 @@ class SparseMetadata(Unchanging):
     @classmethod
     def from_dense(cls, metadata: Metadata) -> SparseMetadata:
         """The entries of ``metadata`` that move something; not of a slice."""
-        if not isinstance(metadata, Metadata):
-            raise InvalidArgument(
-                f"SparseMetadata.from_dense: metadata is a {type(metadata).__name__}, expected a"
-                " waybill.Metadata"
-            )
+        instance(metadata, Metadata, "SparseMetadata.from_dense: metadata", "a waybill.Metadata")
         return cls._wrap(_core.to_sparse(metadata._fields()))
 
     def to_dense(self) -> Metadata:
@@ -138,7 +141,7 @@ class SparseMetadata(Unchanging):
 
 
 class RankAttention(NamedTuple):
-    """What one rank attends to: one entry per query shard that it received, in order, in rows."""
+    """The shards that one rank attends to, in rows: one entry per query shard that it received."""
 
     shard: IntArray  #: (n,): number of the shard in the plan
     q_begin: IntArray  #: (n,): first row of the shard's queries in the rank's Q
@@ -196,11 +199,7 @@ class QkvRouting(Unchanging):
 
     def attention(self, rank: int) -> RankAttention:
         """The query shards that a rank received, and where their rows and contexts lie."""
-        number = int64(rank, "QkvRouting.attention: rank")
-        if not 0 <= number < self.world_size:
-            raise InvalidArgument(
-                f"QkvRouting.attention: rank = {number}, expected 0..{self.world_size - 1}"
-            )
+        number = within(rank, 0, self.world_size - 1, "QkvRouting.attention: rank")
         return RankAttention(*self._routing.attention_of(number))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -471,7 +470,7 @@ def validate(
     kv_capacity: Optional[int] = None,
     max_findings: int = 100,
 ) -> List[Finding]:
-    """What is wrong; empty when all is right. Never raises for what it finds.
+    """The findings; empty when all is right. Never raises for what it finds.
 
     Args:
         tables: one of: a QkvPlan or AttentionPlan; one Metadata; forward and reverse Metadata; the

@@ -66,7 +66,7 @@ def compute_metadata(
         return_intermediate: also return (tokens_to_dst_per_dispatch (W, S, C, W), seq_to_dst
             (W, S, C, W) one-hot, num_received_seqs (W,)).
         undispatched: "reject" refuses a shard with rows but without destination, whose tokens would
-            be lost; "keep" leaves it behind, as DistCA does.
+            be lost; "keep" leaves it there, as DistCA does.
 
     Returns:
         (forward, reverse) or (forward, reverse, intermediates).
@@ -238,7 +238,7 @@ def _kv_tables(who: str, *tables: ArrayLike) -> Tuple[IntArray, ...]:
 
 
 def _check_hints(dispatch: IntArray, q_seq_to_dst: ArrayLike, max_num_local_seqs: Any) -> None:
-    """What DistCA takes beside the tables follows from q_dispatch."""
+    """These arguments of DistCA follow from q_dispatch."""
     if dispatch.ndim != 2:
         return  # the compiled part says what is wrong
     name = "compute_metadata_kv: max_num_local_seqs"
@@ -390,7 +390,7 @@ def dispatch_tuple(fields: Any, return_intermediate: bool) -> Tuple[Any, ...]:
 
 
 def asked_for(who: str, intermediate: Any, seq_lens: Any) -> Tuple[bool, bool]:
-    """What a plan brings beside its metadata."""
+    """The results that a plan gives besides its metadata."""
     return (
         flag(intermediate, f"{who}: return_intermediate"),
         flag(seq_lens, f"{who}: return_mlp_no_shard_seq_lens"),

@@ -22,7 +22,17 @@ from typing import (
 import numpy as np
 
 from . import _core
-from ._arrays import AnyArray, as_numpy, choice, dtype_name, flag, int64, library_dtype
+from ._arrays import (
+    AnyArray,
+    as_numpy,
+    at_least,
+    choice,
+    dtype_name,
+    flag,
+    instance,
+    int64,
+    library_dtype,
+)
 from ._graphs import outside_graphs
 from ._lifetime import OfThisProcess, Unwinding
 from ._wrong_call import shown
@@ -36,7 +46,7 @@ Names = Callable[[int], str]
 
 @functools.cache
 def numbered(name: str) -> Names:
-    """Of tensors that come as one sequence."""
+    """The names of tensors that come as one sequence."""
     return lambda t: f"{name}[{t}]"
 
 
@@ -47,7 +57,7 @@ def named(who: str, names: Names, t: int) -> str:
 
 
 def of_qkv(t: int) -> str:
-    """Of Q and one or two tensors behind it."""
+    """The name of Q, or of one or two tensors that follow."""
     return "q" if t == 0 else f"kv[{t - 1}]"
 
 
@@ -122,7 +132,7 @@ def row_shape(value: Any, name: str) -> Tuple[int, ...]:
 
 
 def refuse_overlap(outputs: Sequence[Tuple[int, str, int, int, int]], names: Names) -> None:
-    """Of memory to write to: where rows lie on each other, the last one would win."""
+    """Refuses outputs whose rows lie on each other: the last one would win."""
     blocks = []
     for t, (address, dtype, num_rows, hidden, stride) in enumerate(outputs):
         if num_rows > 1 and hidden > 0 and abs(stride) < hidden:
@@ -135,14 +145,14 @@ def refuse_overlap(outputs: Sequence[Tuple[int, str, int, int, int]], names: Nam
             first = address + min(0, stride * (num_rows - 1)) * size
             blocks.append((first, num_rows, hidden * size, abs(stride) * size, t))
     for one, other in itertools.combinations(sorted(blocks), 2):
-        if _meet(one[:4], other[:4]):
+        if _overlaps(one[:4], other[:4]):
             t, u = sorted((one[4], other[4]))
             raise InvalidArgument(f"{names(u)} shares memory with {names(t)}, expected its own")
 
 
-def _meet(one: Tuple[int, int, int, int], other: Tuple[int, int, int, int]) -> bool:
+def _overlaps(one: Tuple[int, int, int, int], other: Tuple[int, int, int, int]) -> bool:
     """Whether rows (first byte, number, bytes, bytes from one to the next) lie on each other; the
-    other begins behind the one. Rows between each other at two distances count as such, too.
+    other begins after the one. Rows that alternate at two distances count as such, too.
     """
     (begin, rows, size, step), (there, others, width, distance) = one, other
     if there >= begin + (rows - 1) * step + size:
@@ -161,9 +171,7 @@ def checked_options(
     relay: Any,
 ) -> Tuple[Any, ...]:  # fmt: skip
     """The options, as the compiled part takes them."""
-    sms = int64(num_sms, f"{who}: num_sms")
-    if not 0 <= sms < 2**31:
-        raise InvalidArgument(f"{who}: num_sms = {sms}, expected >= 0")
+    sms = at_least(num_sms, 0, f"{who}: num_sms", 2**31)
     chunk = int64(chunk_bytes, f"{who}: chunk_bytes")
     if not 16 <= chunk <= 2**30 or chunk % 16 != 0:
         raise InvalidArgument(
@@ -216,7 +224,7 @@ class PlanHandle(OfThisProcess):
     _dispatcher: Any
     _plan: Any
     operation: str  #: "dispatch" or "kv_gradient"
-    formats: Tuple[TensorFormat, ...]  #: of the tensors of all parts, in order
+    formats: Tuple[TensorFormat, ...]  #: one per tensor of all parts, in order
 
     def __init__(self) -> None:
         raise InvalidArgument(
@@ -243,7 +251,7 @@ class PlanHandle(OfThisProcess):
 
     @property
     def window_bytes(self) -> int:
-        """What the windows must have, the largest of all ranks."""
+        """Bytes that the windows must have, the largest of all ranks."""
         return self._plan.window_bytes
 
     @property
@@ -283,17 +291,14 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         relay: str = "automatic",
     ) -> None:
         who = "SequenceDispatcher"
-        if not isinstance(world, World):
-            raise InvalidArgument(
-                f"{who}: world is a {type(world).__name__}, expected a waybill.World"
-            )
+        instance(world, World, f"{who}: world", "a waybill.World")
         try:
             given = checked_options(
                 who, num_sms, chunk_bytes, local_by_copy_engine, max_window_bytes, relay
             )
             self._check_world(world)
         except Error as error:
-            agree(world, who, {}, error)  # the others are told where they compare what they have
+            agree(world, who, {}, error)  # the others hear of it where they compare what they have
             raise
         self.world = world
         self.num_sms: int = given[0]
@@ -346,7 +351,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         Args:
             tensors: [own rows or more, ...] each, in the plan's order; the elements of a row are
                 adjacent, rows may have any distance. Not copied.
-            of_dispatch: the dispatch whose gradients these are, as last_dispatch said behind it; 0:
+            of_dispatch: the dispatch whose gradients these are, as last_dispatch said after it; 0:
                 of none. Ranks compare it: backward passes in another order are noticed.
 
         Returns:
@@ -382,7 +387,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         """
         who = "kv_gradient"
         self._check_plan(who, plan, who)
-        number = _number(of_dispatch, who)
+        number = at_least(of_dispatch, 0, f"{who}: of_dispatch")
         results = out
         if results is None:
             of_all = None if dtype is None else self._dtype(dtype, f"{who}: dtype")
@@ -467,7 +472,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
             f" device={self.world.device!r}, num_sms={self.num_sms}, {state})"
         )
 
-    # What a face says about its arrays.
+    # A face says this about its arrays.
 
     def _check_world(self, world: World) -> None:
         raise NotImplementedError
@@ -491,10 +496,10 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         raise NotImplementedError
 
     def _dtype(self, value: Any, name: str) -> Any:
-        """Of a dtype of the face, or its name."""
+        """The dtype of the face, from it or its name."""
         raise NotImplementedError
 
-    # What follows from that.
+    # The rest follows from that.
 
     def _dispatch(
         self, who: str, names: Names, plan: PlanHandle, tensors: Sequence[Any], of_dispatch: int
@@ -507,7 +512,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
     ) -> Sequence[Any]:
         """The same, for _shown: who has other work to queue does so before it makes views."""
         self._check_plan(who, plan, "dispatch")
-        number = _number(of_dispatch, who)
+        number = at_least(of_dispatch, 0, f"{who}: of_dispatch")
         rows, kept = self._given(who, names, tensors)
         try:
             views = self._dispatcher.dispatch(plan._plan, rows, self._stream(), number)
@@ -557,23 +562,16 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         return tuple(self._show(bits, format_) for bits, format_ in zip(views, plan.formats))
 
 
-def _number(of_dispatch: Any, who: str) -> int:
-    number = int64(of_dispatch, f"{who}: of_dispatch")
-    if number < 0:
-        raise InvalidArgument(f"{who}: of_dispatch = {number}, expected >= 0")
-    return number
-
-
 class SequenceDispatcher(Dispatcher[AnyArray]):
     """Moves shards of Q, K and V between the ranks of a world, by plans, and sums the gradients of
     the copies of K and V. For numpy arrays; ``waybill.torch.SequenceDispatcher`` takes tensors.
 
     Calls are collective: every rank makes the same calls in the same order, each with its own part
-    of the same plan. A fast rank may be one call ahead of a slow one; there is no barrier. A call
-    that raises anything but InvalidArgument or Unsupported leaves the dispatcher unusable.
+    of the same plan. A fast rank may be one call further than a slow one; there is no barrier. A
+    call that raises anything but InvalidArgument or Unsupported leaves the dispatcher unusable.
 
     Every rank has two windows, used in turn, that grow when a plan needs more: at the first call
-    with that plan, which then waits for all ranks, or ahead of time with reserve().
+    with that plan, which then waits for all ranks, or in advance with reserve().
 
     As a context manager it is closed at the end of the block, unless that ends with an exception:
     the other ranks would wait in vain.

@@ -97,7 +97,8 @@ def source_rows(
     *,
     overlap: str = "last_wins",
 ) -> IntArray:
-    """What orchestrate_simulate would move, as a gather, for tensors of any framework and device.
+    """The rows that orchestrate_simulate would move, as a gather, for tensors of any framework and
+    device.
 
     Returns:
         (W, m) int64: for every row of the output the row of the tensor that ends there,
@@ -225,7 +226,7 @@ def run_simulation(
     source: AnyArray, source_dtype: str, output: AnyArray, output_dtype: str, metadata: Metadata,
     overlap: str, num_threads: int,
 ) -> None:  # fmt: skip
-    """orchestrate_simulate on integers of the elements' size, the dtypes' names beside them."""
+    """orchestrate_simulate on integers of the elements' size, each with its dtype's name."""
     if source_dtype != output_dtype and source.itemsize == output.itemsize:
         raise ShapeMismatch(
             f"orchestrate_simulate: output_tensor has dtype {output_dtype}, expected"

@@ -6,7 +6,17 @@ import os
 from typing import Any, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
 
 from . import _core
-from ._arrays import IntArray, flag, flat_list, int64, kept, library_dtype_of, numbers
+from ._arrays import (
+    IntArray,
+    flag,
+    flat_list,
+    instance,
+    int64,
+    kept,
+    library_dtype_of,
+    numbers,
+    within,
+)
 from ._lifetime import OfThisProcess
 from .costs import AttentionCosts, LinkSpeeds, check_speeds, predicted
 from .errors import InvalidArgument
@@ -30,7 +40,7 @@ AnyPlan = Union[AttentionPlan, QkvPlan]
 
 
 class StepCause(NamedTuple):
-    """What takes time in a phase: a rank, what of it is busy, and the document behind it."""
+    """The cause of a phase's time: a rank, its busy resource, and the document that it works on."""
 
     phase: str
     rank: int
@@ -38,7 +48,7 @@ class StepCause(NamedTuple):
     seconds: float
     amount: int  #: bytes, or (query, key) pairs
     document: int  #: -1: none
-    document_amount: int  #: of amount
+    document_amount: int  #: its part of amount
 
 
 class PhasePrediction(NamedTuple):
@@ -116,7 +126,7 @@ class StepPrediction(OfThisProcess):
 
     @property
     def path(self) -> list[StepCause]:
-        """What the last rank waited for, phase by phase; the seconds add up to the step."""
+        """The causes for which the last rank waited, by phase; their seconds add up to the step."""
         return [StepCause(*cause) for cause in self._step.path()]
 
     @property
@@ -225,7 +235,7 @@ def predict_step(
         transfer: how K and V travel: "direct", "once_per_node", "relay"; "auto" is relay where the
             plan has a schedule, else direct.
         nvlink_bytes_per_second, network_bytes_per_second: of a rank, each way; message_seconds,
-            network_message_seconds: cost of each peer beside them.
+            network_message_seconds: cost of each peer besides them.
         pairs_per_second: (query, key) pairs a rank attends to, forward; takes the place of the
             operations a second.
         costs: of the kernel, as measured; pairs_per_second goes before its own.
@@ -259,10 +269,7 @@ def predict_step(
     given.update(check_speeds(who, nvlink_bytes_per_second, network_bytes_per_second, True))
     if dtype is not None:
         given["dtype"] = library_dtype_of(dtype, f"{who}: dtype")
-    if not isinstance(plan, (AttentionPlan, QkvPlan)):
-        raise InvalidArgument(
-            f"predict_step: plan is a {type(plan).__name__}, expected an AttentionPlan or a QkvPlan"
-        )
+    instance(plan, (AttentionPlan, QkvPlan), "predict_step: plan", "an AttentionPlan or a QkvPlan")
     step = _core.predict_step(plan._plan, given, transfer)
     sparse = plan.to_qkv_plan() if isinstance(plan, AttentionPlan) else plan
     return StepPrediction._wrap(step, step.transfer, sparse.num_shards, plan._plan)
@@ -391,7 +398,4 @@ def _static(
 
 
 def _degree(value: Any, who: str) -> int:
-    number = int64(value, f"{who}: degree")
-    if not 1 <= number <= 2**20:
-        raise InvalidArgument(f"{who}: degree = {number}, expected 1..2^20")
-    return number
+    return within(value, 1, 2**20, f"{who}: degree", "2^20")

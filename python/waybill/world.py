@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional, TypeVar
 
 from . import _core
-from ._arrays import choice, flag, int64
+from ._arrays import choice, flag, int64, within
 from ._graphs import explain, explain_at_exit, outside_graphs
 from ._lifetime import OfThisProcess
 from ._said_by import said_by
@@ -29,8 +29,8 @@ def agree(
     """Collective, on the host. Raises on all ranks where ranks have other facts, naming a rank and
     the fact, or where one has found something ``wrong``, which it passes: nobody waits for it.
     """
-    told = "right" if wrong is None else f"wrong ({str(wrong).removeprefix(f'{who}: ')})"
-    says = [("arguments", told), *((name, str(fact)) for name, fact in facts.items())]
+    state = "right" if wrong is None else f"wrong ({str(wrong).removeprefix(f'{who}: ')})"
+    says = [("arguments", state), *((name, str(fact)) for name, fact in facts.items())]
     try:
         world._world.require_same(who, says)
     except InvalidArgument:
@@ -65,7 +65,7 @@ def agreed_world(make: Callable[[], _W], who: str, check: Callable[[], Mapping[s
 
 _LOADING, _QUEUES = "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS"
 _ENOUGH_QUEUES = 32
-_LAZY_LOADING = 2  # of CUmoduleLoadingMode
+_LAZY_LOADING = 2  # a value of CUmoduleLoadingMode
 
 
 def load_eagerly() -> None:
@@ -123,7 +123,7 @@ _LEAVE_S = 0.5  # for ranks to end after a second interrupt
 
 
 def run_ranks(world_size: int, rank_main: Callable[[int], _T], scope: Any) -> list[_T]:
-    """Runs ``rank_main(rank)`` on one thread a rank and returns what each returned.
+    """Runs ``rank_main(rank)`` on one thread per rank and returns what each returned.
 
     Waits of the library on these threads, and of their worlds on any, end with ``scope``.
     """
@@ -172,7 +172,7 @@ def run_ranks(world_size: int, rank_main: Callable[[int], _T], scope: Any) -> li
 
 
 def _await_ended(threads: list[threading.Thread], ended: list[threading.Event]) -> None:
-    """Who interrupts this, too, leaves ranks that do not end soon. A thread that the interpreter's
+    """An interrupt of this, too, leaves ranks that do not end soon. A thread that the interpreter's
     end finds in the middle of a call of torch ends the program by std::terminate: so they are
     interrupted in what they do in Python.
     """
@@ -311,8 +311,8 @@ class World(OfThisProcess):
             _core.report_failed_start(str(error), min(seconds, _FAREWELL_S))
             raise
         with said_by(who):
-            meeting, per_node, local_rank = _core.environment_meeting(seconds)
-        return cls._wrap(make(meeting, per_node, local_rank))
+            bootstrap, per_node, local_rank = _core.environment_meeting(seconds)
+        return cls._wrap(make(bootstrap, per_node, local_rank))
 
     @classmethod
     @outside_graphs
@@ -348,7 +348,7 @@ class World(OfThisProcess):
         rank: int,
         world_size: int,
         all_gather: Callable[[bytes], Sequence[bytes]],
-        tell_failure: Optional[Callable[[str], None]],
+        report_failure: Optional[Callable[[str], None]],
         device: Any,
         nvshmem: bool,
         ranks_per_node: Optional[int],
@@ -366,8 +366,8 @@ class World(OfThisProcess):
             )
         make = _process_engine(device, nvshmem, who)
         seconds = seconds_of(timeout_s, who)
-        meeting = _core.callable_meeting(rank, world_size, all_gather, tell_failure, seconds)
-        return cls._wrap(make(meeting, per_node, rank % (per_node or world_size)))
+        bootstrap = _core.callable_meeting(rank, world_size, all_gather, report_failure, seconds)
+        return cls._wrap(make(bootstrap, per_node, rank % (per_node or world_size)))
 
     @classmethod
     @outside_graphs
@@ -425,7 +425,7 @@ class World(OfThisProcess):
 
         exchange, named, per_node = place_group(group, device, ranks_per_node, who, check)
         return cls._from_exchange(
-            who, exchange.rank, exchange.world_size, exchange.all_gather, exchange.tell_failure,
+            who, exchange.rank, exchange.world_size, exchange.all_gather, exchange.report_failure,
             named, nvshmem, per_node, timeout_s,
         )  # fmt: skip
 
@@ -469,7 +469,7 @@ class World(OfThisProcess):
         if not isinstance(links, LinkSpeeds):
             wrong = InvalidArgument(f"links is a {type(links).__name__}, expected LinkSpeeds")
             with said_by("World.use_links"):
-                agree(self, "World::use_links", {}, wrong)  # what the others compare is called so
+                agree(self, "World::use_links", {}, wrong)  # the others compare under this name
         self._world.use_links(
             float(links.nvlink_bytes_per_second),
             float(links.network_bytes_per_second),
@@ -503,7 +503,7 @@ def run_threads(
     ranks_per_node: Optional[int] = None,
     timeout_s: float = 60.0,
 ) -> list[_T]:
-    """Runs ``body(world)`` on one thread a rank and returns what each returned, by rank.
+    """Runs ``body(world)`` on one thread per rank and returns what each returned, by rank.
 
     Args:
         device: "cpu" for ranks in host memory; "cuda" for rank r on GPU r modulo their number,
@@ -520,22 +520,20 @@ def run_threads(
             else a Timeout. Unsupported without CUDA, GPUs, or access from one to another.
     """
     who = "run_threads"
-    world_size = int64(world_size, f"{who}: world_size")
-    if not 1 <= world_size <= 2**20:
-        raise InvalidArgument(f"{who}: world_size = {world_size}, expected 1..2^20")
+    world_size = within(world_size, 1, 2**20, f"{who}: world_size", "2^20")
     per_node = _per_node(ranks_per_node, world_size, who)
     gpus = _gpus_for(device, world_size, who)
     if not callable(body):
         raise InvalidArgument(f"{who}: body = {shown(body)}, expected a function")
 
     def rank_main(rank: int) -> _T:
-        meeting = meetings[rank]
+        bootstrap = bootstraps[rank]
         if gpus == 0:
-            return body(World._wrap(_core.thread_world(meeting, per_node)))
-        made = _core.gpu_thread_world(meeting, rank % gpus, per_node, world_size <= gpus)
+            return body(World._wrap(_core.thread_world(bootstrap, per_node)))
+        made = _core.gpu_thread_world(bootstrap, rank % gpus, per_node, world_size <= gpus)
         return body(World._wrap(made))
 
-    meetings, scope = _core.thread_meetings(world_size, seconds_of(timeout_s, who))
+    bootstraps, scope = _core.thread_meetings(world_size, seconds_of(timeout_s, who))
     return run_ranks(world_size, rank_main, scope)
 
 
@@ -591,9 +589,7 @@ def _require_gpus(device: str, who: str) -> int:
 
 
 def _process_engine(device: Any, nvshmem: bool, who: str) -> Callable[[Any, int, int], Any]:
-    """What makes the world of a rank that is a process, from (meeting, ranks_per_node, local
-    rank).
-    """
+    """Makes the world of a process rank from (bootstrap, ranks_per_node, local rank)."""
     is_name = isinstance(device, str) or type(device).__module__ == "torch"
     name = str(device) if is_name else shown(device)
     ordinal = _ORDINAL.fullmatch(name)
@@ -605,13 +601,13 @@ def _process_engine(device: Any, nvshmem: bool, who: str) -> Callable[[Any, int,
     if ordinal is None:
         if nvshmem:
             raise InvalidArgument(f'{who}: nvshmem with device = "cpu", expected "cuda"')
-        return lambda meeting, per_node, _: _core.process_world(meeting, per_node)
+        return lambda bootstrap, per_node, _: _core.process_world(bootstrap, per_node)
     gpus = _require_gpus(name, who)
     chosen = ordinal.group(1)
     engine = _core.nvshmem_world if nvshmem else _core.gpu_process_world
 
-    def make(meeting: Any, per_node: int, local_rank: int) -> Any:
+    def make(bootstrap: Any, per_node: int, local_rank: int) -> Any:
         explain_at_exit()
-        return engine(meeting, local_rank % gpus if chosen is None else int(chosen), per_node)
+        return engine(bootstrap, local_rank % gpus if chosen is None else int(chosen), per_node)
 
     return make

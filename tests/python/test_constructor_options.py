@@ -37,7 +37,7 @@ ATTENTION = {
     "imbalance_target": (1.2, lambda m: m.planner.facts()["imbalance_target"] == 1.2),
     "costs": (waybill.AttentionCosts(1e9, 300), lambda m: m.planner.facts()["row_pairs"] == 300),
     "latent_dim": (16, lambda m: m.planner.latent_dim == 16),
-    "overlap": (False, lambda m: not m._beside.overlaps),
+    "overlap": (False, lambda m: not m._side.overlaps),
     "num_sms": (4, lambda m: m._dispatcher.num_sms == 4),
     "device": ("cpu", lambda m: m.world.device == "cpu"),
     "timeout_s": (23.0, lambda m: m.world.timeout_s == 23.0),

@@ -159,8 +159,8 @@ def _run(found: list[Tuple[str, Check]], with_traceback: bool) -> int:
             failed.append(name)
             if with_traceback:
                 detail += "\n" + traceback.format_exc().rstrip()
-        took = time.monotonic() - begin
-        print(f"{verdict:8}{took:6.2f} s  {detail}", flush=True)
+        elapsed = time.monotonic() - begin
+        print(f"{verdict:8}{elapsed:6.2f} s  {detail}", flush=True)
     seconds = time.monotonic() - start
     if failed:
         print(f"selftest: FAILED: {', '.join(failed)} ({len(found)} checks, {seconds:.1f} s)")

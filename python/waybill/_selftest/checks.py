@@ -81,12 +81,12 @@ def payload(rank: int, rows: int, kind: int) -> AnyArray:
 
 
 def payloads(made: AttentionPlan, world_size: int, kind: int) -> list[AnyArray]:
-    """One array a rank."""
+    """One array per rank."""
     return [payload(rank, rows_of(made, rank), kind) for rank in range(world_size)]
 
 
 def expected_rows(tensors: list[AnyArray], metadata: Any) -> list[AnyArray]:
-    """What each rank receives, by the simulation."""
+    """The rows that each rank receives, by the simulation."""
     return [np.asarray(rows) for rows in simulate_communication(tensors, metadata)]
 
 
@@ -134,7 +134,7 @@ _FILE = Path(__file__).with_name("golden.jsonl")
 
 
 def records() -> list[dict[str, Any]]:
-    """One case a line: function, inputs, outputs."""
+    """One case per line: function, inputs, outputs."""
     return [json.loads(line) for line in _FILE.read_text(encoding="utf-8").splitlines()]
 
 
@@ -191,7 +191,7 @@ def _same(got: Any, want: Any) -> bool:
 
 
 def _plain(name: str, *inputs: str) -> Callable[..., Any]:
-    """Of functions with one result."""
+    """The call of a function with one result."""
 
     def call(face: Face, given: _Inputs, record: Any) -> Any:
         (want,) = record["outputs"].values()
@@ -257,7 +257,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
 
 
 def check_program() -> str:
-    """The program beside the package is of the same version."""
+    """The program that came with the package is of the same version."""
     done = subprocess.run(
         [sys.executable, "-m", "waybill", "--version"], capture_output=True, text=True, check=False
     )
@@ -355,7 +355,7 @@ def check_deadline() -> str:
         raise AssertionError("the barrier did not miss a rank")
 
     waited, _ = run_threads(2, body, timeout_s=deadline)
-    return f"told after {waited:.2f} s"
+    return f"raised after {waited:.2f} s"
 
 
 def check_experts() -> str:

@@ -73,8 +73,8 @@ def shared_layer(
 
 
 class Pieces:
-    """What all ranks hold of one batch, and the plan of each kind of layer, made when it is first
-    asked for. Keep it as long as the batch is in use: it is what a checkpoint asks again.
+    """The pieces that all ranks hold of one batch, and the plan of each kind of layer, made when it
+    is first asked for. Keep it as long as the batch is in use: it is what a checkpoint asks again.
     """
 
     def __init__(self, pieces: List[Any]) -> None:
@@ -111,8 +111,8 @@ class SharedRanks:
 
     @classmethod
     def of(cls, ranks: Any, device: Any, who: str) -> SharedRanks:
-        """Of a process group, a DeviceMesh of one dimension, or None for the default group;
-        collective the first time, which says where rows are.
+        """The ranks of a process group, a DeviceMesh of one dimension, or None for the default
+        group; collective the first time, which says where rows are.
         """
         group = group_of(ranks, who, "ranks")
         place = require_device(device, f"{who}: device")
@@ -139,7 +139,8 @@ class SharedRanks:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, who: str,
         options: Mapping[str, Any], **given: Any,
     ) -> ContextParallelAttention:  # fmt: skip
-        """Of heads, sizes and dtype of these rows; made if there is none, which is collective.
+        """The module for heads, sizes and dtype of these rows; made if there is none, which is
+        collective.
 
         :param options: more of ContextParallelAttention, by the user
         """
@@ -165,7 +166,7 @@ class SharedRanks:
         return found
 
 
-# Of rows, all but what they say themselves.
+# All but those that rows say themselves.
 _OPTIONS = [
     name
     for name, parameter in inspect.signature(ContextParallelAttention).parameters.items()

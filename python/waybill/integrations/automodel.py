@@ -27,7 +27,7 @@ from .transformers import SharedAttention
 __all__ = ["install", "sharder_of"]
 
 _WHO = "sharder_of"
-# What keys that are sharded are padded with, where a rank's rows would not be equally many.
+# Keys that are sharded are padded with these, where a rank's rows would not be equally many.
 _PADDING = {"labels": -100, "position_ids": 0}
 # How batches say where packed documents lie; here position_ids do.
 _LENGTHS = ("seq_lens", "seq_lens_padded", "cu_seqlens")
@@ -143,7 +143,7 @@ def _cuts(ends: List[int], share: int, ranks: int) -> List[List[Piece]]:
 
 
 def _check_like(name: str, value: Any, tokens: torch.Tensor) -> None:
-    """Of the batch's first two axes, or of four axes, which masks may have."""
+    """It has the batch's first two axes, or four axes, which masks may have."""
     if value is None or (isinstance(value, torch.Tensor) and value.dim() == 4):
         return
     if not isinstance(value, torch.Tensor):

@@ -99,7 +99,7 @@ def share_sequences(
 
 
 def _lengths_of(held: RankPieces, rank: int, rotary: str, who: str) -> List[int]:
-    """Of pieces whose positions are those of the rotary embeddings."""
+    """The lengths of pieces whose positions are those of the rotary embeddings."""
     if rotary not in ("by sequence", "by row"):
         raise InvalidArgument(
             f'{who}: rotary = {shown(rotary)} on rank {rank}, expected "by sequence" or "by row"'
@@ -172,7 +172,7 @@ class WaybillCoreAttention(MegatronModule):
         packed_seq_params: Optional[PackedSeqParams] = None,
     ) -> torch.Tensor:
         """Collective: [rows, heads * v_head_dim], of query [rows, heads, head_dim]."""
-        del attention_mask  # of packed sequences it says nothing
+        del attention_mask  # it says nothing about packed sequences
         params = packed_seq_params
         if params is None or params.qkv_format != "thd":
             got = None if params is None else params.qkv_format
@@ -223,7 +223,7 @@ def _attend(attention: ContextParallelAttention, *given: Any) -> torch.Tensor:
 
 
 def _check_unpadded(params: PackedSeqParams, rank: int) -> None:
-    """Causal rows look at no padding, which is behind them."""
+    """Causal rows look at no padding, which comes after them."""
     padded, ends = params.cu_seqlens_q_padded, params.cu_seqlens_q
     if padded is not None and padded is not ends and not torch.equal(padded, ends):
         raise Unsupported(
@@ -258,7 +258,7 @@ def _zigzag(params: PackedSeqParams, ends: torch.Tensor, ranks: SharedRanks) -> 
 
 class WaybillTokenDispatcher(MoETokenDispatcher):
     """Tokens to their experts by ``EPAll2AllLayer``: rows come grouped by expert, so that nothing
-    is permuted before the experts or behind them. Layers of a model share one.
+    is permuted before or after the experts. Layers of a model share one.
 
     With expert tensor parallelism a token goes to all ranks that have a part of its expert, and
     their outputs are summed.
@@ -290,7 +290,7 @@ class WaybillTokenDispatcher(MoETokenDispatcher):
         self.router_topk = config.moe_router_topk
 
     def set_shared_experts(self, shared_experts: Any) -> None:
-        """Unsupported: they are not run beside the dispatch."""
+        """Unsupported: they are not run during the dispatch."""
         del shared_experts
         raise Unsupported(
             "WaybillTokenDispatcher: moe_shared_expert_overlap = True, expected False"

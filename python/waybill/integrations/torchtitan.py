@@ -20,6 +20,7 @@ from torchtitan.models.common.token_dispatcher import (
     LocalTokenDispatcher,
 )
 
+from .._arrays import instance
 from .._graphs import outside_graphs
 from .._said_by import said_by
 from ..errors import InvalidArgument, Unsupported
@@ -147,11 +148,12 @@ class WaybillAttention(VarlenAttention):
 
 
 def _whole_documents(masks: Any, rows: int, ranks: SharedRanks) -> Pieces:
-    if not isinstance(masks, VarlenMetadata):
-        raise InvalidArgument(
-            f"{_WHO}: attention_masks on rank {ranks.rank} is a {type(masks).__name__}, expected"
-            " VarlenMetadata, or SharedDocuments, as of share_documents"
-        )
+    instance(
+        masks,
+        VarlenMetadata,
+        f"{_WHO}: attention_masks on rank {ranks.rank}",
+        "VarlenMetadata, or SharedDocuments, as of share_documents",
+    )
 
     def make() -> Pieces:
         lengths = masks.cu_seq_q.diff().tolist()
@@ -168,7 +170,7 @@ def _whole_documents(masks: Any, rows: int, ranks: SharedRanks) -> Pieces:
 
 @dataclass(frozen=True)
 class DispatchMetadata:
-    """Of a dispatch, for its combine."""
+    """Data of a dispatch for its combine."""
 
     layout: EPAllToAllLayoutDesc
     scores_R: torch.Tensor

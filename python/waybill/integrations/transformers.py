@@ -78,7 +78,7 @@ def _guarded(loss: Callable[..., Any], who: str) -> Callable[..., Any]:
 
 
 _WHO = "waybill attention"
-# Of the interface's keywords, those that would change what is computed.
+# Those of the interface's keywords that would change what is computed.
 _REFUSED = ("softcap", "position_bias", "s_aux", "cache", "block_mask")
 
 
@@ -99,7 +99,8 @@ def windows_of(config: Any) -> List[Optional[int]]:
 
 
 class SharedAttention:
-    """What all layers of a model share: a ContextParallelAttention for each window that they have.
+    """Attention that all layers of a model share: a ContextParallelAttention for each window that
+    they have.
 
     Args:
         ranks: a World, a process group, a DeviceMesh of one dimension, or None.
@@ -147,7 +148,7 @@ class SharedAttention:
         return self.batch(plans)
 
     def batch(self, plans: Mapping[Optional[int], BatchPlan]) -> PlannedBatch:
-        """Of plans that were made elsewhere, one for each of ``planners``."""
+        """The batch of plans that were made elsewhere, one for each of ``planners``."""
         if not isinstance(plans, Mapping):
             raise InvalidArgument(
                 f"SharedAttention.batch: plans = {shown(plans)} on rank {self.rank}, expected a"
@@ -217,7 +218,7 @@ class PlannedBatch:
         if given is mine or given is self._right() or not isinstance(given, torch.Tensor):
             return
         if given.shape != mine.shape:
-            return  # of several axes: not rows of documents
+            return  # it has several axes: not rows of documents
         if not torch.equal(given.to(mine.device), mine):
             raise InvalidArgument(
                 f"{who}: position_ids are not those of the documents, expected"
@@ -314,7 +315,7 @@ def _refuse(
 
 
 def no_mask(*args: Any, attention_mask: Optional[torch.Tensor] = None, **options: Any) -> None:
-    """What AttentionMaskInterface calls: the plan says it all. A mask that hides tokens would be
+    """AttentionMaskInterface calls it: the plan says it all. A mask that hides tokens would be
     dropped silently otherwise.
     """
     del args, options

@@ -1,4 +1,4 @@
-"""What all ranks of an expert-parallel layer agree on."""
+"""Sizes and dtypes that all ranks of an expert-parallel layer agree on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class EPConfig:
     max_tokens: int  #: most tokens a rank may dispatch
     hidden: int  #: elements of a token
     topk: int  #: topk slots of a token, at most 32, also more than num_experts
-    num_experts: int  #: of all ranks together, a multiple of world_size
+    num_experts: int  #: experts of all ranks together, a multiple of world_size
     rank: int
     world_size: int
     local_world_size: int  #: ranks of a node, a divisor of world_size
@@ -69,7 +69,7 @@ class EPConfig:
 
     @classmethod
     def _of_words(cls, who: str, called: Mapping[str, str], *given: Any) -> tuple[EPConfig, Any]:
-        """Of all fields in their order; what a caller gets who calls some of them otherwise."""
+        """From all fields in their order, for a caller who calls some of them otherwise."""
         config = cls.__new__(cls)
         config.__dict__.update(zip((field.name for field in fields(cls)), given))
         return config._in_use_by(who, called)

@@ -1,4 +1,4 @@
-"""What a dispatch of experts' tokens sends where, and how long its calls take; nothing is moved."""
+"""Counts what a dispatch of experts' tokens sends, and predicts its calls; nothing is moved."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, List, Optional, Sequence, Tuple
 
 from .. import _core
-from .._arrays import AnyArray, IntArray, choice, int64, numbers
+from .._arrays import AnyArray, IntArray, choice, instance, int64, numbers
 from .._lifetime import OfThisProcess
 from .._renamed import renamed
 from ..costs import LinkSpeeds, check_speed
@@ -22,8 +22,7 @@ def choices_of(
 
     :raises InvalidArgument: naming argument and rank
     """
-    if not isinstance(config, EPConfig):
-        raise InvalidArgument(f"{who}: config is a {type(config).__name__}, expected an EPConfig")
+    instance(config, EPConfig, f"{who}: config", "an EPConfig")
     compiled = config._compiled()
     dropped = None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
     choice(payload, f"{who}: payload", *_core.ep_payload_names)
@@ -45,7 +44,7 @@ class ExpertSummary(OfThisProcess):
 
     _why_not_copied = "compiled tables: summarize makes it again; its arrays can be"
     config: EPConfig
-    row_bytes: int  #: of a row that travels, its scales too
+    row_bytes: int  #: bytes of a row that travels, its scales too
     tokens: IntArray  #: [W] of each rank
     dropped: IntArray  #: [W] topk slots of its tokens that go nowhere
     computed: IntArray  #: [W] topk slots that its experts get: the rows of their products
@@ -84,7 +83,7 @@ class ExpertSummary(OfThisProcess):
         nvlink_bytes_per_second: float = LinkSpeeds.nvlink_bytes_per_second,
         network_bytes_per_second: float = LinkSpeeds.network_bytes_per_second,
     ) -> List[str]:
-        """What the figures mean, a sentence each."""
+        """Sentences that say what the figures mean."""
         return self._compiled.explain(*_speeds(nvlink_bytes_per_second, network_bytes_per_second))
 
     @_old_names
@@ -145,15 +144,15 @@ class ExpertCallPrediction:
     #: "grouped_dispatch", "cached_dispatch", "compact_combine", "summed_combine",
     #: "grouped_combine", "low_latency_dispatch" or "low_latency_combine"
     call: str
-    #: begin, the longer of network and beside + the longer of NVLink and blocks, and end
+    #: begin, the longer of network and beside_seconds + the longer of NVLink and blocks, and end
     seconds: float
     begin_seconds: float  #: before rows: launches, signals of all ranks, ids, counts
-    #: what rows to other nodes do not wait for, where they are pipelined: counting, adding sums
+    #: rows to other nodes do not wait for it, where they are pipelined: counting, adding sums
     beside_seconds: float
     network_seconds: float  #: rows between nodes
     nvlink_seconds: float  #: rows inside the node
-    block_seconds: float  #: what multiprocessors store
-    end_seconds: float  #: what the longest does not cover: forwarding, sums
+    block_seconds: float  #: bytes that multiprocessors store
+    end_seconds: float  #: the longest does not cover it: forwarding, sums
     rank: int
     nvlink_in: IntArray  #: [W] bytes of rows
     nvlink_out: IntArray

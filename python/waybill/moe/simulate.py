@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 
 from .. import _core
-from .._arrays import AnyArray, IntArray, as_numpy, flag, index_array, int64, sequence
+from .._arrays import AnyArray, IntArray, as_numpy, flag, index_array, instance, int64, sequence
 from .._lifetime import OfThisProcess
 from ..errors import InvalidArgument
 from .config import EPConfig
@@ -59,7 +59,7 @@ def payload_bits(value: Any, dtype: str, columns: int, name: str) -> Tuple[AnyAr
 def payloads(
     values: Any, dtype: str, columns: int, name: str, world_size: int
 ) -> Tuple[List[AnyArray], bool]:
-    """One payload a rank, and whether all were of the dtype already."""
+    """One payload per rank, and whether all were of the dtype already."""
     entries = per_rank(values, name, world_size)
     made = [payload_bits(v, dtype, columns, f"{name}[{r}]") for r, v in enumerate(entries)]
     return [array for array, _ in made], all(same for _, same in made)
@@ -146,7 +146,7 @@ def quantize_fp8(rows: Any) -> Tuple[AnyArray, AnyArray]:
 
 @dataclass
 class EPAllToAllLayoutDesc:
-    """What a rank must know of a dispatch to combine: int32 but for the two maps, which are int64.
+    """A rank combines by this table of a dispatch: int32 but for the two maps, which are int64.
 
     N nodes, M = max_tokens, K = topk, R rows, P experts per rank; -1 where an entry has no meaning.
     """
@@ -166,14 +166,14 @@ class EPAllToAllLayoutDesc:
     recv_topk_indices: Optional[Any] = None  #: compact rows: [R, K] local experts, -1
     compact_to_grouped: Optional[Any] = None  #: compact rows: [R, K] places in the grouped order
     grouped_to_compact: Optional[Any] = None  #: compact rows: [grouped rows] compact row, -1
-    #: of layers: [R, 4] source rank, token, topk slot and first row of the token; -1 for padding
+    #: layers only: [R, 4] source rank, token, topk slot and first row of the token; -1 for padding
     recv_tags: Optional[Any] = None
-    num_recv_tokens_per_rank: Optional[Any] = None  #: of layers: [W] rows that each rank received
-    recv_scales: Optional[Any] = None  #: of layers with a float8 payload: [R, hidden / 128]
+    num_recv_tokens_per_rank: Optional[Any] = None  #: layers only: [W] rows that each rank received
+    recv_scales: Optional[Any] = None  #: layers with a float8 payload: [R, hidden / 128]
 
 
 class ExpertDispatch(OfThisProcess):
-    """What ``simulate_dispatch`` gives: one entry per rank in every list."""
+    """The result of ``simulate_dispatch``: one entry per rank in every list."""
 
     _why_not_copied = "compiled tables: simulate_dispatch makes it again; its arrays can be"
     config: EPConfig
@@ -254,8 +254,7 @@ def simulate_dispatch(
     :raises InvalidArgument: naming argument and rank, before anything is moved
     """
     who = "simulate_dispatch"
-    if not isinstance(config, EPConfig):
-        raise InvalidArgument(f"{who}: config is a {type(config).__name__}, expected an EPConfig")
+    instance(config, EPConfig, f"{who}: config", "an EPConfig")
     config, compiled = config._in_use_by("EPConfig", {})
     world, hidden, topk = config.world_size, config.hidden, config.topk
     dropped = None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")

@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
     """Those of every call."""
 
     ranks: int
-    tokens: int  #: of each rank
+    tokens: int  #: tokens of each rank
     hidden: int  #: elements of a row, a multiple of 128
 
 
@@ -46,9 +46,9 @@ class Calls(NamedTuple):
     """One kind of call on one rank."""
 
     call: Callable[[int], Sequence[torch.Tensor]]  #: with input number 0..INPUTS-1
-    names: Tuple[str, ...]  #: of the tensors that it returns
-    wanted: List[List[torch.Tensor]]  #: of each input: those tensors, in host memory
-    inputs: List[torch.Tensor]  #: what no call may change
+    names: Tuple[str, ...]  #: names of the tensors that it returns
+    wanted: List[List[torch.Tensor]]  #: the same tensors for each input, in host memory
+    inputs: List[torch.Tensor]  #: no call may change them
     synchronize: Callable[[], None]
     close: Callable[[], None]
 
@@ -123,7 +123,7 @@ class _Batch:
         return [rows.view(torch.float8_e4m3fn), weights, scales]
 
     def answer(self, layer: _Layer) -> None:
-        """What experts say to all rows, each something else, and the sums of that."""
+        """Makes other outputs of experts for each row, and the sums of them."""
         self.answers = [_numbers(self._random, n, self._hidden) for n in self.num_rows]
         self.sums = self.arrived.combine(self.answers, layer.local_combine, weighted=layer.weighted)
 
@@ -313,7 +313,7 @@ class Difference(NamedTuple):
     rank: int
     tensor: str
     row: int
-    element: int  #: of the row
+    element: int  #: its place in the row
     got: str  #: its bits
     expected: str
     in_graph: bool
@@ -327,7 +327,7 @@ class Difference(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What one rank saw of one kind."""
+    """The result of one kind on one rank."""
 
     calls: int
     in_graphs: int
@@ -417,8 +417,8 @@ class _Rank:
         settle(world)
         self._inputs = [tensor.clone() for tensor in calls.inputs]
         self._compared = _Compared(calls.wanted, world.device)
-        # What compares is loaded now, and torch's cache gets what calls return: on a GPU that
-        # happens while nobody waits there.
+        # The kernels that compare are loaded now, and torch's cache gets what calls return: on a
+        # GPU that happens while nobody waits there.
         for number in range(INPUTS):
             self._compared.add(0, number, self._compared.references[number])
         kept = [torch.empty_like(t) for _ in range(4) for t in self._compared.references[0]]
@@ -467,7 +467,9 @@ class _Rank:
         first = self._done % INPUTS
         settle(self._world)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        if stream == torch.cuda.default_stream():  # of a rank alone on its GPU: cannot be captured
+        if (
+            stream == torch.cuda.default_stream()
+        ):  # a rank alone on its GPU has it: it cannot be captured
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="thread_local")
@@ -523,7 +525,7 @@ def repeat_kind(kind: Kind, total: int, sizes: Sizes, device: str, progress: Any
     finally:
         if enabled:
             gc.enable()
-    if device == "cuda":  # what the ranks' streams had; the next ranks have other streams
+    if device == "cuda":  # the memory of the ranks' streams; the next ranks have other streams
         torch.cuda.empty_cache()
     return found
 
@@ -593,8 +595,8 @@ def run(
             same, text = False, f"{type(error).__name__}: {error}".splitlines()[0]
         if not same:
             failed.append(kind.name)
-        took = time.monotonic() - start
-        print(f"{'ok' if same else 'FAILED':8}{took:6.2f} s  {text}", flush=True)
+        elapsed = time.monotonic() - start
+        print(f"{'ok' if same else 'FAILED':8}{elapsed:6.2f} s  {text}", flush=True)
     seconds = time.monotonic() - begin
     if failed:
         print(f"selftest: FAILED: {'; '.join(failed)} ({len(kinds)} kinds, {seconds:.1f} s)")

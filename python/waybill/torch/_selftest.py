@@ -98,7 +98,7 @@ def _step(device: str, world_size: int, per_node: int, backward: bool = True) ->
             step = AttentionStep(dispatcher, routing, *mine)
             got_q, got_k = step.dispatch_qkv(*mine)
             home = step.return_outputs(got_q)
-            if backward:  # what arrived goes home again
+            if backward:  # the rows that arrived go home again
                 torch.autograd.backward([got_k, home], [got_k.detach(), mine[0].detach()])
             dispatcher.synchronize()
             return _arrays(got_q, got_k, home, mine[1].grad, mine[0].grad)

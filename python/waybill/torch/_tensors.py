@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import sys
 import warnings
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .._arrays import AnyArray, as_numpy, library_dtype
+from .._arrays import AnyArray, as_numpy, instance, library_dtype
 from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
 
@@ -33,7 +32,7 @@ def refuse_tangent(value: torch.Tensor, name: str) -> None:
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Who differentiates the gradients again gets an error. (torch's once_differentiable does so
+    """A second derivative is an error. (torch's once_differentiable does so
     only where the gradient that comes in is differentiated, too: of a loss that is linear in the
     output, second derivatives would be left out silently.)
     """
@@ -73,7 +72,7 @@ _NOTHING = nullcontext()
 
 
 class Autocast(NamedTuple):
-    """What it does to operations on a kind of device."""
+    """The state of autocast for a kind of device."""
 
     kind: str
     enabled: bool
@@ -187,16 +186,6 @@ def host_array(value: Any, name: str = "got a tensor that") -> Any:
         ) from None
 
 
-def on_host(function: Callable[..., Any], *values: Any, **options: Any) -> Any:
-    """Calls a function of the numpy face with the values as numpy arrays."""
-    try:
-        return function(*(host_array(value) for value in values), **options)
-    except InvalidArgument:
-        for name, value in zip(inspect.signature(function).parameters, values):
-            host_array(value, f"{function.__name__}: {name}")  # raises with the name of the one
-        raise
-
-
 def tensor(array: Any, device: Optional[torch.device] = None) -> Any:
     """A tensor over an array's memory, or its copy on a device; None stays None."""
     if array is None:
@@ -249,8 +238,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def require_tensor(value: Any, name: str) -> torch.Tensor:
     """Payloads are tensors: anything else would be copied without the caller noticing."""
-    if not isinstance(value, torch.Tensor):
-        raise InvalidArgument(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
+    instance(value, torch.Tensor, f"{name}", "a torch.Tensor")
     if value.is_nested:
         raise InvalidArgument(f"{name} is a nested tensor, expected rows of one shape")
     if value.layout is not torch.strided:
@@ -287,7 +275,7 @@ def require_memory(value: Any, name: str) -> torch.Tensor:
 
 def shown_memory(bits: Any, dtype: torch.dtype) -> torch.Tensor:
     """A tensor over memory of the library, as an array or, on a device, a capsule."""
-    # Of an array torch would ask for its device and stream first.
+    # From an array torch would ask for its device and stream first.
     capsule = bits.__dlpack__() if hasattr(bits, "__dlpack__") else bits
     return from_dlpack(capsule).view(dtype)
 
@@ -346,7 +334,7 @@ def save_mark(ctx: Any, like: torch.Tensor) -> None:
     ctx.save_for_backward(like.new_empty(0))
 
 
-def meet_mark(ctx: Any, again: str = "") -> None:
+def read_mark(ctx: Any, again: str = "") -> None:
     """Before the calls of a backward: what a checkpoint computes again comes before them.
 
     :param again: what is said of a second backward, instead of torch's words

@@ -7,12 +7,13 @@ from typing import Any, Optional, Tuple
 
 import torch
 
+from .._arrays import instance
 from .._graphs import outside_graphs
 from .._lifetime import OfThisProcess
 from ..errors import InvalidArgument
 from ..plans import QkvRouting, RankAttention
 from ..sequence_dispatcher import PlanHandle, of_qkv
-from ._tensors import first_order, meet_mark, require_moved, require_rows, save_mark
+from ._tensors import first_order, read_mark, require_moved, require_rows, save_mark
 from .kernels import Sequences
 from .sequence_dispatcher import SequenceDispatcher
 
@@ -60,11 +61,12 @@ class AttentionStep(OfThisProcess):
         out: Any = None,
     ) -> None:
         who = "AttentionStep"
-        if not isinstance(dispatcher, SequenceDispatcher):
-            raise InvalidArgument(
-                f"{who}: dispatcher is a {type(dispatcher).__name__}, expected a"
-                " waybill.torch.SequenceDispatcher"
-            )
+        instance(
+            dispatcher,
+            SequenceDispatcher,
+            f"{who}: dispatcher",
+            "a waybill.torch.SequenceDispatcher",
+        )
         if len(kv) == 0:
             raise InvalidArgument(f"{who}: got no format of K and V, expected one or two")
         self.dispatcher = dispatcher
@@ -109,7 +111,7 @@ class AttentionStep(OfThisProcess):
 
     @property
     def window_bytes(self) -> int:
-        """What the windows must have for all of its calls."""
+        """Bytes that the windows must have for all of its calls."""
         return max(plan.window_bytes for plan in self._plans())
 
     @outside_graphs
@@ -152,12 +154,13 @@ class AttentionStep(OfThisProcess):
         return f"AttentionStep({self.routing!r}, rank={self.dispatcher.world.rank})"
 
     def _parts(self, routing: QkvRouting) -> Tuple[Any, ...]:
-        """Of the five plans, in the order of _plans."""
-        if not isinstance(routing, QkvRouting):
-            raise InvalidArgument(
-                f"AttentionStep: routing is a {type(routing).__name__}, expected a QkvRouting, as"
-                " of QkvPlan.to_routing()"
-            )
+        """The parts of the five plans, in the order of _plans."""
+        instance(
+            routing,
+            QkvRouting,
+            "AttentionStep: routing",
+            "a QkvRouting, as of QkvPlan.to_routing()",
+        )
         kv = (routing.fwd_kv, *self._kv)
         return (
             [(routing.fwd_q, self._q), kv],
@@ -200,7 +203,7 @@ class _QkvDispatch(torch.autograd.Function):
     @outside_graphs
     @first_order
     def backward(ctx: Any, *gradients: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
-        meet_mark(ctx, _AGAIN.format("dispatch_qkv"))
+        read_mark(ctx, _AGAIN.format("dispatch_qkv"))
         step, (q_rows, *kv_rows) = ctx.step, ctx.rows
         q, *kv = gradients[:-1]
         dq: Optional[torch.Tensor] = None
@@ -230,7 +233,7 @@ class _OutputReturn(torch.autograd.Function):
     @outside_graphs
     @first_order
     def backward(ctx: Any, gradient: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
-        meet_mark(ctx, _AGAIN.format("return_outputs"))
+        read_mark(ctx, _AGAIN.format("return_outputs"))
         step = ctx.step
         there = step._moved(step._output_gradient, gradient, ctx.rows, ctx.number)
         token = there.new_zeros(0, dtype=torch.float32) if ctx.needs_input_grad[2] else None
@@ -260,10 +263,7 @@ def recomputed_attention(
     if not callable(attend):
         raise InvalidArgument(f"{who}: attend is a {type(attend).__name__}, expected a function")
     for name, step in (("forward", forward), ("backward", backward)):
-        if not isinstance(step, AttentionStep):
-            raise InvalidArgument(
-                f"{who}: {name} is a {type(step).__name__}, expected an AttentionStep"
-            )
+        instance(step, AttentionStep, f"{who}: {name}", "an AttentionStep")
     for i, tensor in enumerate((q, *kv)):
         require_moved(tensor, f"{who}: {of_qkv(i)}")
     out: torch.Tensor = _Recomputed.apply(attend, forward, backward, q, *kv)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Optional, Sequence, Tuple, Type, TypeVar, Union
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Optional, ParamSpec, Sequence, Tuple, Type, TypeVar, Union
 
 import numpy as np
 import torch
@@ -11,12 +14,10 @@ from torch.utils.dlpack import from_dlpack
 
 from .. import _core, routing, simulate
 from .. import metadata as numpy_metadata
-from .. import routing as generators
-from .. import routing as index_ops
-from .._arrays import flag, int64, sequence
+from .._arrays import flag, instance, int64, sequence
 from .._graphs import outside_graphs
 from ..errors import InvalidArgument, ShapeMismatch
-from ..metadata import AttnLayout, PackedSeqParams, QkvMetadata, RawQkvDispatch
+from ..metadata import PackedSeqParams, QkvMetadata, RawQkvDispatch
 from ..planner import AttentionPlan
 from ..plans import QkvPlan
 from ._tensors import (
@@ -24,7 +25,6 @@ from ._tensors import (
     device_of,
     dtype_name,
     host_array,
-    on_host,
     payload,
     require_memory,
     require_tensor,
@@ -32,7 +32,6 @@ from ._tensors import (
     tensor,
     tensors,
 )
-from ._tensors import tensor as as_tensor
 
 __all__ = [
     "Metadata",
@@ -58,6 +57,8 @@ __all__ = [
 
 
 _M = TypeVar("_M", bound="Metadata")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 # torch writes pickles of tensors without a sign that it does not read: they travel as these.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
@@ -147,6 +148,78 @@ def metadata_over(fields: Tuple[Any, ...], device: Optional[torch.device]) -> Me
     return Metadata(*tables, *fields[7:])._placed(device)
 
 
+def as_torch(function: Callable[_P, _R], *places: str) -> Callable[_P, _R]:
+    """A function of ``waybill`` that takes tensors where it takes arrays, and returns tensors.
+
+    :param places: arguments; results lie where the first tensor among them lies, or on the host
+    """
+    return _adapted(
+        function, host_array, lambda made, given: _placed(made, device_of(*map(given.get, places)))
+    )
+
+
+def _like_its_tensor(function: Callable[_P, Any]) -> Callable[_P, torch.Tensor]:
+    """The same for a function whose result has the dtype and the device of its first argument."""
+
+    def like_first(made: Any, given: dict[str, Any]) -> torch.Tensor:
+        name, value = next(iter(given.items()))
+        first = require_tensor(value, f"{function.__name__}: {name}")
+        result: torch.Tensor = tensor(made, first.device)
+        return result if _has_numpy(first) else result.to(first.dtype)
+
+    return _adapted(function, _array, like_first)
+
+
+def _adapted(function: Callable[..., Any], to_host: Any, from_host: Any) -> Callable[..., Any]:
+    signature, who = inspect.signature(function), function.__name__
+
+    @outside_graphs
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        bound = signature.bind(*args, **options)
+        given = dict(bound.arguments)
+        for name, value in given.items():
+            bound.arguments[name] = to_host(value, f"{who}: {name}")
+        return from_host(function(*bound.args, **bound.kwargs), given)
+
+    return call
+
+
+def _placed(made: Any, device: Optional[torch.device]) -> Any:
+    """Results of numpy's face as those of torch's."""
+    if isinstance(made, numpy_metadata.Metadata):
+        return metadata_of(made, device)
+    if type(made) is tuple:
+        return tuple(_placed(one, device) for one in made)
+    return tensors(made, device)
+
+
+def _has_numpy(value: Any) -> bool:
+    """Not bfloat16 nor the floats of 8 bits, of which float32 holds all values."""
+    return not value.is_floating_point() or value.dtype in (
+        torch.float16,
+        torch.float32,
+        torch.float64,
+    )
+
+
+def _array(value: Any, name: str) -> Any:
+    if isinstance(value, torch.Tensor) and not _has_numpy(value):
+        value = value.float()
+    return host_array(value, name)
+
+
+compute_metadata_kv = as_torch(routing.compute_metadata_kv, "kv_to_q_mapping", "q_dispatch")
+compute_attn_layout_seqlens = as_torch(routing.compute_attn_layout_seqlens, "dispatch")
+compute_e2e_metadata = as_torch(routing.compute_e2e_metadata, "mlp_q_dispatch", "mlp_seq_len")
+create_qkv_dispatch_with_custom_mapping = as_torch(routing.create_qkv_dispatch_with_custom_mapping)
+exclusive_cumsum = _like_its_tensor(routing.exclusive_cumsum)
+prepend_zero = _like_its_tensor(routing.prepend_zero)
+prepend_zero_fn = prepend_zero
+mask_by_neg = _like_its_tensor(routing.mask_by_neg)
+index_put_with_neg_padding_1d = _like_its_tensor(routing.index_put_with_neg_padding_1d)
+
+
 @outside_graphs
 def compute_metadata(
     seq_len: torch.Tensor,
@@ -180,54 +253,6 @@ def compute_metadata(
 
 
 @outside_graphs
-def compute_metadata_kv(
-    kv_to_q_mapping: torch.Tensor,
-    kv_to_q_rank: torch.Tensor,
-    kv_context_size: torch.Tensor,
-    q_to_num_kv_seq: torch.Tensor,
-    q_to_num_kv_token: torch.Tensor,
-    seq_len: torch.Tensor,
-    num_seqs: torch.Tensor,
-    q_dispatch: torch.Tensor,
-    q_seq_to_dst: Any = None,
-    max_num_local_seqs: Any = None,
-    return_intermediate: bool = False,
-) -> Any:
-    """Routing of K and V when each query keeps a contiguous copy of its whole context."""
-    device = device_of(kv_to_q_mapping, q_dispatch)
-    tables = (
-        kv_to_q_mapping, kv_to_q_rank, kv_context_size, q_to_num_kv_seq, q_to_num_kv_token,
-        seq_len, num_seqs, q_dispatch,
-    )  # fmt: skip
-    fwd, rev, *rest = on_host(
-        routing.compute_metadata_kv, *tables,
-        q_seq_to_dst=q_seq_to_dst,
-        max_num_local_seqs=max_num_local_seqs, return_intermediate=return_intermediate,
-    )  # fmt: skip
-    forward, reverse = metadata_of(fwd, device), metadata_of(rev, device)
-    return (forward, reverse, *tensors(tuple(rest), device))
-
-
-@outside_graphs
-def compute_attn_layout_seqlens(
-    seq_shard_len: torch.Tensor,
-    seq_shard_cumsum: torch.Tensor,
-    dispatch: torch.Tensor,
-    prepend_zero: bool = True,
-    shard_to_tuple: bool = False,
-) -> AttnLayout:
-    """Sequence lengths of Q and of its KV context in the attention layout of every rank."""
-    who = "compute_attn_layout_seqlens"
-    layout = routing.compute_attn_layout_seqlens(
-        host_array(seq_shard_len, f"{who}: seq_shard_len"),
-        host_array(seq_shard_cumsum, f"{who}: seq_shard_cumsum"),
-        host_array(dispatch, f"{who}: dispatch"), prepend_zero, shard_to_tuple,
-    )  # fmt: skip
-    result: AttnLayout = tensors(layout, device_of(dispatch))
-    return result
-
-
-@outside_graphs
 def mlp_layout_packed_params(seq_lens: torch.Tensor) -> PackedSeqParams:
     """Arguments of variable-length attention in the MLP layout of one rank; seq_lens (n,) rows."""
     params = routing.mlp_layout_packed_params(
@@ -241,37 +266,9 @@ def mlp_layout_packed_params(seq_lens: torch.Tensor) -> PackedSeqParams:
 
 
 @outside_graphs
-def compute_e2e_metadata(
-    mlp_seq_len: torch.Tensor,
-    mlp_num_seqs: torch.Tensor,
-    mlp_q_dispatch: torch.Tensor,
-    kv_to_q_mapping: torch.Tensor,
-    kv_to_q_rank: torch.Tensor,
-    kv_context_size: torch.Tensor,
-    q_to_num_kv_seq: torch.Tensor,
-    q_to_num_kv_token: torch.Tensor,
-    return_intermediate: bool = False,
-) -> Tuple[Any, ...]:
-    """compute_metadata, compute_metadata_kv and compute_attn_layout_seqlens in one call."""
-    device = device_of(mlp_q_dispatch, mlp_seq_len)
-    tables = (
-        mlp_seq_len, mlp_num_seqs, mlp_q_dispatch, kv_to_q_mapping, kv_to_q_rank, kv_context_size,
-        q_to_num_kv_seq, q_to_num_kv_token,
-    )  # fmt: skip
-    fwd_q, rev_q, fwd_kv, rev_kv, *rest = on_host(
-        routing.compute_e2e_metadata, *tables, return_intermediate=return_intermediate
-    )
-    four = (metadata_of(m, device) for m in (fwd_q, rev_q, fwd_kv, rev_kv))
-    return (*four, *tensors(tuple(rest), device))
-
-
-@outside_graphs
 def plan_metadata(plan: Union[QkvPlan, AttentionPlan], device: Any = None) -> QkvMetadata:
     """``plan.to_metadata()`` with tensors, on ``device``."""
-    if not isinstance(plan, (QkvPlan, AttentionPlan)):
-        raise InvalidArgument(
-            f"plan_metadata: plan is a {type(plan).__name__}, expected a QkvPlan or AttentionPlan"
-        )
+    instance(plan, (QkvPlan, AttentionPlan), "plan_metadata: plan", "a QkvPlan or AttentionPlan")
     where = None if device is None else torch.device(device)
     *four, layout = plan.to_metadata()
     fwd_q, rev_q, fwd_kv, rev_kv = (metadata_of(m, where) for m in four)
@@ -300,11 +297,11 @@ def gen_seq_lens(
         )  # fmt: skip
         in_range = 1 <= world_size <= 2**20 and num_seqs >= 1 and 0 <= total_len < 2**31
         if not in_range or world_size * num_seqs >= 2**31:  # an error, before anything is drawn
-            generators.gen_seq_lens(world_size, num_seqs, total_len)
+            routing.gen_seq_lens(world_size, num_seqs, total_len)
         uniforms = torch.rand((world_size, num_seqs))
     draws = None if uniforms is None else host_array(uniforms, "gen_seq_lens: uniforms")
     result: torch.Tensor = tensor(
-        generators.gen_seq_lens(world_size, num_seqs, total_len, seed, draws)
+        routing.gen_seq_lens(world_size, num_seqs, total_len, seed, draws)
     )
     return result
 
@@ -322,7 +319,7 @@ def create_raw_qkv_dispatch(
     who = "create_raw_qkv_dispatch"
     sizes = (world_size, total_seq_len, num_seqs, max_cp_degree)
     if seed is not None:
-        raw = generators.create_raw_qkv_dispatch(*sizes, return_mlp_no_shard_seq_lens, seed)
+        raw = routing.create_raw_qkv_dispatch(*sizes, return_mlp_no_shard_seq_lens, seed)
     else:
         asked = flag(return_mlp_no_shard_seq_lens, f"{who}: return_mlp_no_shard_seq_lens")
         tables, seq_lens = _drawn(who, *sizes)
@@ -346,41 +343,11 @@ def create_qkv_dispatch(
     sizes = (world_size, total_seq_len, num_seqs, max_cp_degree)
     asked = (return_intermediate, return_mlp_no_shard_seq_lens)
     if seed is not None:
-        return _with_tensors(generators.create_qkv_dispatch(*sizes, *asked, seed))
-    more = generators.asked_for(who, *asked)
+        return _placed(routing.create_qkv_dispatch(*sizes, *asked, seed), None)
+    more = routing.asked_for(who, *asked)
     raw, seq_lens = _drawn(who, *sizes)
-    result = generators.dispatch_of_raw(raw, more[0])
-    return _with_tensors((*result, *((seq_lens,) if more[1] else ())))
-
-
-@outside_graphs
-def create_qkv_dispatch_with_custom_mapping(
-    world_size: int,
-    seq_lens: torch.Tensor,
-    cp_num: torch.Tensor,
-    cp_dst: torch.Tensor,
-    seq_shard_lens: torch.Tensor,
-    return_intermediate: bool = False,
-    return_mlp_no_shard_seq_lens: bool = False,
-    verbose: bool = False,
-) -> Tuple[Any, ...]:
-    """The same for given shards, which may be uneven and share destinations."""
-    result = on_host(
-        generators.create_qkv_dispatch_with_custom_mapping,
-        world_size,
-        seq_lens,
-        cp_num,
-        cp_dst,
-        seq_shard_lens,
-        return_intermediate=return_intermediate,
-        return_mlp_no_shard_seq_lens=return_mlp_no_shard_seq_lens,
-        verbose=verbose,
-    )
-    return _with_tensors(result)
-
-
-def _with_tensors(result: Tuple[Any, ...]) -> Tuple[Any, ...]:
-    return (*(metadata_of(m) for m in result[:4]), *tensors(result[4:]))
+    result = routing.dispatch_of_raw(raw, more[0])
+    return _placed((*result, *((seq_lens,) if more[1] else ())), None)
 
 
 def _drawn(
@@ -398,7 +365,7 @@ def _drawn(
         and 1 <= num_seqs < 2**31 // world_size
     )
     if not in_range or total_seq_len % max_cp_degree:  # an error, before anything is drawn
-        getattr(generators, who)(world_size, total_seq_len, num_seqs, max_cp_degree)
+        getattr(routing, who)(world_size, total_seq_len, num_seqs, max_cp_degree)
     seq_lens = gen_seq_lens(world_size, num_seqs, total_seq_len // max_cp_degree).long()
     seq_lens *= max_cp_degree
     log_degree = torch.randint(0, max_cp_degree.bit_length(), (world_size, num_seqs))
@@ -408,68 +375,6 @@ def _drawn(
         order[:, :, :max_cp_degree].contiguous().numpy(),
     )  # fmt: skip
     return raw, lens
-
-
-@outside_graphs
-def exclusive_cumsum(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Prefix sums along ``dim``, shifted by one: the first slice is 0, the last never enters.
-    int64 of integers; floats keep their dtype.
-    """
-    value = require_tensor(tensor, "exclusive_cumsum: tensor")
-    return _like(value, index_ops.exclusive_cumsum(_array(value, "exclusive_cumsum: tensor"), dim))
-
-
-@outside_graphs
-def prepend_zero(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """One slice of zeros in front along ``dim``; the dtype is kept."""
-    value = require_tensor(tensor, "prepend_zero: tensor")
-    return _like(value, index_ops.prepend_zero(_array(value, "prepend_zero: tensor"), dim))
-
-
-prepend_zero_fn = prepend_zero
-
-
-@outside_graphs
-def mask_by_neg(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``tensor`` where ``mask`` is true (not 0), -1 elsewhere; broadcast, and of the dtype of
-    ``tensor``, or int64 where that cannot hold -1.
-    """
-    value = require_tensor(tensor, "mask_by_neg: tensor")
-    given = _array(value, "mask_by_neg: tensor"), _array(mask, "mask_by_neg: mask")
-    return _like(value, index_ops.mask_by_neg(*given))
-
-
-@outside_graphs
-def index_put_with_neg_padding_1d(
-    tensor: torch.Tensor, src: torch.Tensor, index: torch.Tensor
-) -> torch.Tensor:
-    """A copy of ``tensor`` with ``tensor[index[i]] = src[i]``, in order; index -1 is dropped."""
-    who = "index_put_with_neg_padding_1d"
-    value = require_tensor(tensor, f"{who}: tensor")
-    given = (("tensor", value), ("src", src), ("index", index))
-    arrays = (_array(one, f"{who}: {name}") for name, one in given)
-    return _like(value, index_ops.index_put_with_neg_padding_1d(*arrays))
-
-
-def _has_numpy(value: Any) -> bool:
-    """Not bfloat16 nor the floats of 8 bits, of which float32 holds all values."""
-    return not value.is_floating_point() or value.dtype in (
-        torch.float16,
-        torch.float32,
-        torch.float64,
-    )
-
-
-def _array(value: Any, name: str) -> Any:
-    if isinstance(value, torch.Tensor) and not _has_numpy(value):
-        value = value.float()
-    return host_array(value, name)
-
-
-def _like(value: torch.Tensor, result: Any) -> torch.Tensor:
-    """The result on the device of the argument, in its dtype where numpy has none for it."""
-    made: torch.Tensor = as_tensor(result, value.device)
-    return made if _has_numpy(value) else made.to(value.dtype)
 
 
 _WHO = "orchestrate_simulate"

@@ -35,11 +35,11 @@ def run_threads(
     ranks_per_node: Optional[int] = None,
     timeout_s: float = 60.0,
 ) -> list[_T]:
-    """Runs ``body(world)`` on one thread a rank and returns what each returned, by rank.
+    """Runs ``body(world)`` on one thread per rank and returns what each returned, by rank.
 
     As ``waybill.run_threads``; with device="cuda" each thread's current device is its rank's GPU,
-    and where ranks share GPUs each thread's current stream is one of its own: in one queue a rank's
-    work would wait for that of another, which waits for it.
+    and where ranks share GPUs each thread's current stream is one of its own: in a common queue the
+    work of a rank would wait for that of another, which waits for it.
 
     Thread ranks share torch's global generator: what they draw depends on who comes first, unless
     each has a ``torch.Generator``. Each has its own grad mode, and begins with gradients enabled.
@@ -64,7 +64,7 @@ def run_threads(
 
 distributed: Any = _distributed  # not all that it documents is typed
 
-#: What launchers set: this rank, number of ranks, rank on the host; the first that is there.
+#: Launchers set these: this rank, number of ranks, rank on the host; the first that is there.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -178,7 +178,7 @@ class _SharedWorlds:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.node_size: Optional[int] = None  #: of hosts
+        self.node_size: Optional[int] = None  #: ranks of a host
         self.worlds: dict[tuple[bool, int], World] = {}
 
 
@@ -206,7 +206,7 @@ def world_of(
 
 
 def _refuse_other(world: World, device: Any, timeout_s: Optional[float], who: str) -> None:
-    """What is said of a World that is there, and has it."""
+    """Refuses another device or deadline than the World has."""
     known = (world.device, world.device.split(":")[0])
     is_name = isinstance(device, (str, torch.device))
     if device is not None and not (is_name and str(device) in known):

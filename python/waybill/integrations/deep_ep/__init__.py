@@ -71,7 +71,7 @@ def install(*, replace: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """What was there before ``install``."""
+    """Puts back the modules that were there before ``install``."""
     for name in list(_before):
         old = _before.pop(name)
         if old is None:

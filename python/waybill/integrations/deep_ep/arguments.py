@@ -7,7 +7,7 @@ from typing import Any, List, Optional, Tuple
 
 import torch
 
-from ..._arrays import flag, int64
+from ..._arrays import at_least, flag, instance, int64
 from ...errors import InvalidArgument, Unsupported
 from ...torch._tensors import require_known_ids
 from ...world import World
@@ -49,10 +49,7 @@ def check_table(
     device: torch.device,
 ) -> torch.Tensor:  # fmt: skip
     """A tensor of that shape and one of the dtypes, where the buffer is."""
-    if not isinstance(value, torch.Tensor):
-        raise InvalidArgument(
-            f"{name} of rank {rank} is a {type(value).__name__}, expected a tensor {shape}"
-        )
+    instance(value, torch.Tensor, f"{name} of rank {rank}", f"a tensor {shape}")
     if tuple(value.shape) != shape or value.dtype not in dtypes:
         raise InvalidArgument(
             f"{name} of rank {rank} is {tuple(value.shape)} of {value.dtype}, expected {shape} of"
@@ -72,7 +69,7 @@ def check_memory(value: torch.Tensor, name: str, rank: int, device: torch.device
 
 
 def weights_shape(weights: Any, rows: int) -> Tuple[Any, ...]:
-    """What weights must be, of any number of topk slots."""
+    """The shape that weights must have, of any number of topk slots."""
     known = isinstance(weights, torch.Tensor) and weights.ndim == 2 and weights.shape[1] > 0
     return rows, weights.shape[1] if known else "num_topk"
 
@@ -81,8 +78,7 @@ def check_network(who: str, num_qps: Any, nvlink: Any, mnnvl: Any, fabric: Any) 
     """Options of DeepEP's way between GPUs: on one host there are no queue pairs, and NVLink is
     what there is.
     """
-    if int64(num_qps, f"{who}: num_qps_per_rank") < 1:
-        raise InvalidArgument(f"{who}: num_qps_per_rank = {num_qps}, expected >= 1")
+    at_least(num_qps, 1, f"{who}: num_qps_per_rank")
     flag(mnnvl, f"{who}: allow_mnnvl")
     if not flag(nvlink, f"{who}: allow_nvlink_for_low_latency_mode"):
         raise Unsupported(
@@ -97,9 +93,7 @@ def check_timeout(value: Any, name: str, world: World) -> None:
     """Waits end at the World's deadline: what allows more time holds, less does not."""
     if value is None:
         return
-    seconds = int64(value, name)
-    if seconds < 1:
-        raise InvalidArgument(f"{name} = {seconds}, expected >= 1")
+    seconds = at_least(value, 1, name)
     if seconds < world.timeout_s:
         raise Unsupported(
             f"{name} = {seconds}, expected at least {world.timeout_s:g}, the deadline of the World:"
@@ -138,7 +132,7 @@ def set_max_tokens(num_tokens: int) -> None:
     bytes from now on; on all ranks alike. The variable WAYBILL_DEEP_EP_MAX_TOKENS does the same;
     without both it is 4096.
     """
-    _set[:] = [_positive(num_tokens, "set_max_tokens: num_tokens")]
+    _set[:] = [at_least(num_tokens, 1, "set_max_tokens: num_tokens")]
 
 
 def max_tokens() -> int:
@@ -150,7 +144,7 @@ def max_tokens() -> int:
         return _DEFAULT_TOKENS
     if not text.isdecimal():
         raise InvalidArgument(f"{_VARIABLE} = {text!r}, expected a number of tokens")
-    return _positive(int(text), _VARIABLE)
+    return at_least(int(text), 1, _VARIABLE)
 
 
 class Config:
@@ -166,7 +160,7 @@ class Config:
         num_max_rdma_chunked_send_tokens: int = 6,
         num_max_rdma_chunked_recv_tokens: int = 256,
     ) -> None:
-        self.num_sms = _positive(num_sms, "Config: num_sms")
+        self.num_sms = at_least(num_sms, 1, "Config: num_sms")
         for name, value in (
             ("num_max_nvl_chunked_send_tokens", num_max_nvl_chunked_send_tokens),
             ("num_max_nvl_chunked_recv_tokens", num_max_nvl_chunked_recv_tokens),
@@ -178,8 +172,8 @@ class Config:
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Bytes for ``max_tokens()`` tokens of each rank, if all of them come to one rank."""
         who = "get_nvl_buffer_size_hint"
-        ranks = _positive(num_ranks, f"{who}: num_ranks")
-        return _WINDOWS * ranks * max_tokens() * _positive(hidden_bytes, f"{who}: hidden_bytes")
+        ranks = at_least(num_ranks, 1, f"{who}: num_ranks")
+        return _WINDOWS * ranks * max_tokens() * at_least(hidden_bytes, 1, f"{who}: hidden_bytes")
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """0: ranks of one host need none."""
@@ -197,32 +191,25 @@ def ll_bytes(
     who: str = "get_low_latency_rdma_size_hint",
 ) -> int:  # fmt: skip
     """Bytes of low-latency calls, where a token may go to each expert of a rank."""
-    tokens = _positive(num_tokens, f"{who}: num_max_dispatch_tokens_per_rank")
-    ranks = _positive(num_ranks, f"{who}: num_ranks")
-    experts = _positive(num_experts, f"{who}: num_experts")
+    tokens = at_least(num_tokens, 1, f"{who}: num_max_dispatch_tokens_per_rank")
+    ranks = at_least(num_ranks, 1, f"{who}: num_ranks")
+    experts = at_least(num_experts, 1, f"{who}: num_experts")
     if experts % ranks != 0:
         raise InvalidArgument(
             f"{who}: num_experts = {experts}, expected a multiple of num_ranks = {ranks}"
         )
-    return _WINDOWS * 2 * _positive(hidden, f"{who}: hidden") * tokens * experts
+    return _WINDOWS * 2 * at_least(hidden, 1, f"{who}: hidden") * tokens * experts
 
 
 def elastic_bytes(num_ranks: int, num_tokens: Any, hidden: Any) -> int:
     """Bytes of an ElasticBuffer: a row for each token of all ranks."""
     who = "ElasticBuffer"
-    tokens = _positive(num_tokens, f"{who}: num_max_tokens_per_rank")
-    columns = _positive(hidden, f"{who}: hidden")
+    tokens = at_least(num_tokens, 1, f"{who}: num_max_tokens_per_rank")
+    columns = at_least(hidden, 1, f"{who}: hidden")
     return _WINDOWS * 2 * columns * num_ranks * tokens
 
 
-def _positive(value: Any, name: str) -> int:
-    number = int64(value, name)
-    if number < 1:
-        raise InvalidArgument(f"{name} = {number}, expected >= 1")
-    return number
-
-
-topk_idx_t = torch.int64  #: of expert ids; int32 is taken too
+topk_idx_t = torch.int64  #: dtype of expert ids; int32 is taken too
 
 
 def checked_ids(topk_idx: Any, who: str, rank: int, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any, List, NoReturn, Optional, Tuple, Union
 
 import torch
 
-from ..._arrays import flag, int64
+from ..._arrays import at_least, flag, instance, int64
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
 from ...errors import InvalidArgument, Unsupported
@@ -25,182 +25,20 @@ from .arguments import (
     ll_bytes,
     weights_shape,
 )
-from .events import EventHandle, EventOverlap, Queue
-from .handles import DispatchHandle, Layers, LowLatencyHandle
-from .intranode import Intranode, Received
-from .low_latency import Arrived, Format, LowLatency, refuse_masks, refuse_waits
+from .events import EventHandle, EventOverlap
+from .handles import DispatchHandle, Layers, LowLatencyHandle, Received
+from .intranode import Intranode
+from .low_latency import Format, LowLatency, refuse_masks, refuse_waits
 
 _Rows = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
 _Hook = Optional[Callable[[], None]]
-
-
-class LowLatencyCalls(OfThisProcess):
-    """A part of Buffer."""
-
-    _why_not_copied = "buffers that other ranks write to: make one on each rank's group"
-    num_sms: int
-    rank: int
-    low_latency_mode: bool
-    _layers: Optional[Layers]
-    _queue: Queue
-    _few: LowLatency
-
-    @outside_graphs
-    @torch.no_grad()
-    def low_latency_dispatch(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        num_max_dispatch_tokens_per_rank: int,
-        num_experts: int,
-        cumulative_local_expert_recv_stats: Optional[torch.Tensor] = None,
-        dispatch_wait_recv_cost_stats: Optional[torch.Tensor] = None,
-        use_fp8: bool = True,
-        round_scale: bool = False,
-        use_ue8m0: bool = False,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-    ) -> Tuple[_Rows, torch.Tensor, LowLatencyHandle, EventOverlap, _Hook]:
-        """(rows, or rows and scales; rows of each local expert [experts] int32; handle, event,
-        hook). Rows are [experts, ranks * num_max_dispatch_tokens_per_rank, hidden]: those of an
-        expert by source rank, then token, then topk slot; behind them nothing is written. The
-        results are the caller's: any number of them may be kept.
-
-        :param cumulative_local_expert_recv_stats: [experts] int32, to which the counts are added
-        :param round_scale: scales are powers of two; with use_ue8m0 their exponents, four an int32
-        :param return_recv_hook: the rows are there when the hook was called
-        """
-        who = "Buffer.low_latency_dispatch"
-        self._alive(who)
-        if not self.low_latency_mode:
-            raise InvalidArgument(
-                f"{who}: the buffer was made with low_latency_mode = False, expected True"
-            )
-        refuse_waits(dispatch_wait_recv_cost_stats, "dispatch_wait_recv_cost_stats", who)
-        form = Format(
-            flag(use_fp8, f"{who}: use_fp8"), flag(round_scale, f"{who}: round_scale"),
-            flag(use_ue8m0, f"{who}: use_ue8m0"),
-        )  # fmt: skip
-        most = int64(num_max_dispatch_tokens_per_rank, f"{who}: num_max_dispatch_tokens_per_rank")
-        experts = int64(num_experts, f"{who}: num_experts")
-        key = self._few.checked(x, topk_idx, most, experts, form, who)
-        stats, device = cumulative_local_expert_recv_stats, self._queue.device
-        check_stats(stats, experts // self._few.num_ranks, who, self.rank, device)
-
-        def body() -> Arrived:
-            got = self._few.dispatch(x, topk_idx, key, form, self.num_sms)
-            if stats is not None:
-                stats.add_(got.counts)
-            return got
-
-        given = [x, topk_idx, stats]
-        got, event, hook = self._run(
-            body, given, Arrived.tensors, async_finish, return_recv_hook, who
-        )
-        rows: _Rows = got.x if got.scales is None else (got.x, got.scales)
-        return rows, got.counts, got.handle, event, hook
-
-    @outside_graphs
-    @torch.no_grad()
-    def low_latency_combine(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        handle: LowLatencyHandle,
-        use_logfmt: bool = False,
-        zero_copy: bool = False,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-        out: Optional[torch.Tensor] = None,
-        combine_wait_recv_cost_stats: Optional[torch.Tensor] = None,
-    ) -> Tuple[torch.Tensor, EventOverlap, _Hook]:
-        """(sums of the rows of each token, each times its weight [tokens, hidden]; event; hook): in
-        float32, in the order of the topk slots, rounded once.
-
-        :param x: [experts, slots, hidden] bfloat16, as dispatch gave them
-        :param topk_idx: that of the dispatch
-        :param use_logfmt: accepted; rows travel as bfloat16, which loses less
-        :param zero_copy: the rows are those of ``get_next_low_latency_combine_buffer(handle)``
-        :param out: where the sums are written
-        """
-        del use_logfmt
-        who = "Buffer.low_latency_combine"
-        self._alive(who)
-        refuse_waits(combine_wait_recv_cost_stats, "combine_wait_recv_cost_stats", who)
-        zero_copy = flag(zero_copy, f"{who}: zero_copy")
-        self._few.check_combine(x, topk_idx, topk_weights, handle, zero_copy, out, who)
-        rows = None if zero_copy else x
-        sums, event, hook = self._run(
-            lambda: self._few.combine(rows, topk_weights, handle, out, self.num_sms),
-            [rows, topk_weights, out, handle.buffer], lambda got: [got], async_finish,
-            return_recv_hook, who,
-        )  # fmt: skip
-        return sums, event, hook
-
-    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
-        """[experts, slots, hidden] bfloat16 that a combine with ``zero_copy`` reads."""
-        who = "Buffer.get_next_low_latency_combine_buffer"
-        self._alive(who)
-        return self._few.combine_buffer(self._few.own_handle(handle, who))
-
-    def clean_low_latency_buffer(
-        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
-    ) -> None:
-        """Nothing has to be zero before a call: does nothing."""
-        self._alive("Buffer.clean_low_latency_buffer")
-        del num_max_dispatch_tokens_per_rank, hidden, num_experts
-
-    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> NoReturn:
-        """Unsupported."""
-        del rank_to_mask, mask
-        refuse_masks("Buffer.low_latency_update_mask_buffer")
-
-    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> NoReturn:
-        """Unsupported."""
-        del mask_status
-        refuse_masks("Buffer.low_latency_query_mask_buffer")
-
-    def low_latency_clean_mask_buffer(self) -> NoReturn:
-        """Unsupported."""
-        refuse_masks("Buffer.low_latency_clean_mask_buffer")
-
-    def _run(
-        self, body: Any, given: Any, tensors_of: Any, async_finish: bool, with_hook: bool, who: str
-    ) -> Tuple[Any, EventOverlap, _Hook]:
-        async_finish = flag(async_finish, f"{who}: async_finish")
-        with_hook = flag(with_hook, f"{who}: return_recv_hook")
-        if async_finish and with_hook:
-            raise InvalidArgument(
-                f"{who}: async_finish and return_recv_hook on rank {self.rank}, expected one of"
-                " them"
-            )
-        wait = async_finish or with_hook
-        got, event = self._queue.run(body, given, tensors_of, None, wait)
-        if with_hook:
-            return got, EventOverlap(), event.current_stream_wait
-        return got, event, None
-
-    def _alive(self, who: str) -> None:
-        if self._layers is None:
-            raise InvalidArgument(f"{who}: the buffer of rank {self.rank} was destroyed")
-
-    def _sms(self, config: Optional[Config]) -> int:
-        if config is None:
-            return self.num_sms
-        if not isinstance(config, Config):
-            raise InvalidArgument(
-                f"Buffer: config of rank {self.rank} is a {type(config).__name__}, expected a"
-                " Config"
-            )
-        return config.num_sms
 
 
 _Pair = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
 _Event = Optional[EventOverlap]
 
 
-class Buffer(LowLatencyCalls):
+class Buffer(OfThisProcess):
     """Takes tokens to the ranks of their experts and back, by the calls of DeepEP's class of this
     name. All calls but ``get_dispatch_layout`` are collective, and so is making one.
 
@@ -213,7 +51,9 @@ class Buffer(LowLatencyCalls):
     :param num_qps_per_rank, allow_mnnvl: of a network, of which one host has no use
     """
 
-    num_sms: int = 20  #: of calls without a Config, of all buffers
+    _why_not_copied = "buffers that other ranks write to: make one on each rank's group"
+    rank: int
+    num_sms: int = 20  #: for calls without a Config, of all buffers
 
     @outside_graphs
     def __init__(
@@ -246,8 +86,8 @@ class Buffer(LowLatencyCalls):
                 allow_mnnvl,
                 use_fabric,
             )
-            self.num_nvl_bytes = _bytes(num_nvl_bytes, "Buffer: num_nvl_bytes")
-            self.num_rdma_bytes = _bytes(num_rdma_bytes, "Buffer: num_rdma_bytes")
+            self.num_nvl_bytes = at_least(num_nvl_bytes, 0, "Buffer: num_nvl_bytes")
+            self.num_rdma_bytes = at_least(num_rdma_bytes, 0, "Buffer: num_rdma_bytes")
             self.low_latency_mode = flag(low_latency_mode, "Buffer: low_latency_mode")
             self.explicitly_destroy = flag(explicitly_destroy, "Buffer: explicitly_destroy")
             return {
@@ -291,7 +131,7 @@ class Buffer(LowLatencyCalls):
     @staticmethod
     @outside_graphs
     def capture() -> EventOverlap:
-        """An event behind what torch's current stream has."""
+        """An event after the work that torch's current stream has."""
         return EventOverlap(EventHandle())
 
     @staticmethod
@@ -343,7 +183,7 @@ class Buffer(LowLatencyCalls):
         if self._queue.device.type == "cpu":
             first_wrong(ids, experts, who, self.rank)
         (tokens, choices, inside), event = self._queue.run(
-            lambda: counts_of(ids, experts, self.group_size), [ids], list, previous_event,
+            lambda: counts_of(ids, experts, self.group_size), [ids], previous_event,
             async_finish, allocate_on_comm_stream,
         )  # fmt: skip
         return tokens, None, choices, inside, event
@@ -374,7 +214,7 @@ class Buffer(LowLatencyCalls):
         :param x: [tokens, hidden] bfloat16, or (float8_e4m3fn, scales [tokens, hidden / 128])
         :param expert_alignment: the counts in the list are rounded up to a multiple
         :param num_worst_tokens: rows of the results, the same on all ranks; the host waits for
-            nothing, the list is empty, and what lies behind the rows that came has ids -1
+            nothing, the list is empty, and rows after those that came have ids -1
         """
         del num_tokens_per_rdma_rank
         who = "Buffer.dispatch"
@@ -384,10 +224,10 @@ class Buffer(LowLatencyCalls):
         if handle is not None:
             self._check_again(handle, rows, topk_idx, topk_weights)
             (out, out_scales), event = self._queue.run(
-                lambda: self._many.again(rows, scales, handle, sms), [rows, scales], list,
+                lambda: self._many.again(rows, scales, handle, sms), [rows, scales],
                 previous_event, async_finish, allocate_on_comm_stream,
             )  # fmt: skip
-            return _pair(out, out_scales), None, None, None, None, event
+            return out if out_scales is None else (out, out_scales), None, None, None, None, event
         if num_tokens_per_rank is not None:
             name, shape = f"{who}: num_tokens_per_rank", (self.group_size,)
             kinds = (torch.int32, torch.int64)
@@ -398,11 +238,10 @@ class Buffer(LowLatencyCalls):
         )
         got, event = self._queue.run(
             lambda: self._many.dispatch(rows, scales, route, alignment, worst, sms),
-            [rows, scales, *route], Received.tensors, previous_event, async_finish,
+            [rows, scales, *route], previous_event, async_finish,
             allocate_on_comm_stream,
         )  # fmt: skip
-        found = _pair(got.x, got.scales), got.topk_idx, got.topk_weights
-        return (*found, got.counts, got.handle, event)
+        return got.rows, got.topk_idx, got.topk_weights, got.counts, got.handle, event
 
     def _check_again(
         self, handle: Any, rows: torch.Tensor, topk_idx: Any, topk_weights: Any
@@ -470,10 +309,153 @@ class Buffer(LowLatencyCalls):
         sms = self._sms(config)
         (sums, weights), event = self._queue.run(
             lambda: self._many.combine(x, handle, topk_weights, biases, sms),
-            [x, topk_weights, *biases], list, previous_event, async_finish,
+            [x, topk_weights, *biases], previous_event, async_finish,
             allocate_on_comm_stream,
         )  # fmt: skip
         return sums, weights, event
+
+    @outside_graphs
+    @torch.no_grad()
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Optional[torch.Tensor] = None,
+        dispatch_wait_recv_cost_stats: Optional[torch.Tensor] = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> Tuple[_Rows, torch.Tensor, LowLatencyHandle, EventOverlap, _Hook]:
+        """(rows, or rows and scales; rows of each local expert [experts] int32; handle, event,
+        hook). Rows are [experts, ranks * num_max_dispatch_tokens_per_rank, hidden]: those of an
+        expert by source rank, then token, then topk slot; after them nothing is written. The
+        results are the caller's: any number of them may be kept.
+
+        :param cumulative_local_expert_recv_stats: [experts] int32, to which the counts are added
+        :param round_scale: scales are powers of two; with use_ue8m0 their exponents, four an int32
+        :param return_recv_hook: the rows are there when the hook was called
+        """
+        who = "Buffer.low_latency_dispatch"
+        self._alive(who)
+        if not self.low_latency_mode:
+            raise InvalidArgument(
+                f"{who}: the buffer was made with low_latency_mode = False, expected True"
+            )
+        refuse_waits(dispatch_wait_recv_cost_stats, "dispatch_wait_recv_cost_stats", who)
+        form = Format(
+            flag(use_fp8, f"{who}: use_fp8"), flag(round_scale, f"{who}: round_scale"),
+            flag(use_ue8m0, f"{who}: use_ue8m0"),
+        )  # fmt: skip
+        most = int64(num_max_dispatch_tokens_per_rank, f"{who}: num_max_dispatch_tokens_per_rank")
+        experts = int64(num_experts, f"{who}: num_experts")
+        key = self._few.checked(x, topk_idx, most, experts, form, who)
+        stats, device = cumulative_local_expert_recv_stats, self._queue.device
+        check_stats(stats, experts // self._few.num_ranks, who, self.rank, device)
+
+        def body() -> Received:
+            got = self._few.dispatch(x, topk_idx, key, form, self.num_sms)
+            if stats is not None:
+                stats.add_(got.counts)
+            return got
+
+        given = [x, topk_idx, stats]
+        got, event, hook = self._run(body, given, async_finish, return_recv_hook, who)
+        return got.rows, got.counts, got.handle, event, hook
+
+    @outside_graphs
+    @torch.no_grad()
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Optional[torch.Tensor] = None,
+        combine_wait_recv_cost_stats: Optional[torch.Tensor] = None,
+    ) -> Tuple[torch.Tensor, EventOverlap, _Hook]:
+        """(sums of the rows of each token, each times its weight [tokens, hidden]; event; hook): in
+        float32, in the order of the topk slots, rounded once.
+
+        :param x: [experts, slots, hidden] bfloat16, as dispatch gave them
+        :param topk_idx: that of the dispatch
+        :param use_logfmt: accepted; rows travel as bfloat16, which loses less
+        :param zero_copy: the rows are those of ``get_next_low_latency_combine_buffer(handle)``
+        :param out: where the sums are written
+        """
+        del use_logfmt
+        who = "Buffer.low_latency_combine"
+        self._alive(who)
+        refuse_waits(combine_wait_recv_cost_stats, "combine_wait_recv_cost_stats", who)
+        zero_copy = flag(zero_copy, f"{who}: zero_copy")
+        self._few.check_combine(x, topk_idx, topk_weights, handle, zero_copy, out, who)
+        rows = None if zero_copy else x
+        sums, event, hook = self._run(
+            lambda: self._few.combine(rows, topk_weights, handle, out, self.num_sms),
+            [rows, topk_weights, out, handle.buffer], async_finish,
+            return_recv_hook, who,
+        )  # fmt: skip
+        return sums, event, hook
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """[experts, slots, hidden] bfloat16 that a combine with ``zero_copy`` reads."""
+        who = "Buffer.get_next_low_latency_combine_buffer"
+        self._alive(who)
+        return self._few.combine_buffer(self._few.own_handle(handle, who))
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Nothing has to be zero before a call: does nothing."""
+        self._alive("Buffer.clean_low_latency_buffer")
+        del num_max_dispatch_tokens_per_rank, hidden, num_experts
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> NoReturn:
+        """Unsupported."""
+        del rank_to_mask, mask
+        refuse_masks("Buffer.low_latency_update_mask_buffer")
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> NoReturn:
+        """Unsupported."""
+        del mask_status
+        refuse_masks("Buffer.low_latency_query_mask_buffer")
+
+    def low_latency_clean_mask_buffer(self) -> NoReturn:
+        """Unsupported."""
+        refuse_masks("Buffer.low_latency_clean_mask_buffer")
+
+    def _run(
+        self, body: Any, given: Any, async_finish: bool, with_hook: bool, who: str
+    ) -> Tuple[Any, EventOverlap, _Hook]:
+        async_finish = flag(async_finish, f"{who}: async_finish")
+        with_hook = flag(with_hook, f"{who}: return_recv_hook")
+        if async_finish and with_hook:
+            raise InvalidArgument(
+                f"{who}: async_finish and return_recv_hook on rank {self.rank}, expected one of"
+                " them"
+            )
+        wait = async_finish or with_hook
+        got, event = self._queue.run(body, given, None, wait)
+        if with_hook:
+            return got, EventOverlap(), event.current_stream_wait
+        return got, event, None
+
+    def _alive(self, who: str) -> None:
+        if self._layers is None:
+            raise InvalidArgument(f"{who}: the buffer of rank {self.rank} was destroyed")
+
+    def _sms(self, config: Optional[Config]) -> int:
+        if config is None:
+            return self.num_sms
+        instance(config, Config, f"Buffer: config of rank {self.rank}", "a Config")
+        return config.num_sms
 
     def internode_dispatch(self, *_: Any, **__: Any) -> NoReturn:
         """Several nodes are not served."""
@@ -493,14 +475,3 @@ class Buffer(LowLatencyCalls):
                 f"{who}: handle of rank {self.rank} is of another buffer, or none, expected one"
                 " that dispatch of this buffer gave"
             )
-
-
-def _pair(x: torch.Tensor, scales: Optional[torch.Tensor]) -> _Pair:
-    return x if scales is None else (x, scales)
-
-
-def _bytes(value: Any, name: str) -> int:
-    number = int64(value, name)
-    if number < 0:
-        raise InvalidArgument(f"{name} = {number}, expected >= 0")
-    return number

@@ -6,7 +6,7 @@ from typing import Any, Dict, List, NoReturn, Optional, Tuple, Union
 
 import torch
 
-from ..._arrays import flag, int64
+from ..._arrays import at_least, flag, int64
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
 from ...errors import InvalidArgument, Unsupported
@@ -23,9 +23,9 @@ from .arguments import (
     payload_of,
 )
 from .buffer import Buffer
-from .elastic_rows import Compact, EPHandle, Expanded, Got, Order
+from .elastic_rows import Compact, EPHandle, Expanded, Order
 from .events import EventHandle, EventOverlap, handle_of
-from .handles import Layers
+from .handles import Layers, Received
 
 __all__ = ["EPHandle", "ElasticBuffer"]
 
@@ -44,7 +44,7 @@ class ElasticBuffer(OfThisProcess):
     name; what that has beyond experts is ``Unsupported``. One host. Two runs give the same bits.
 
     :param group: a process group, a DeviceMesh of one dimension or a ``waybill.World``
-    :param num_bytes: of windows; None: what ``get_buffer_size_hint`` says for the sizes behind it
+    :param num_bytes: of windows; None: what ``get_buffer_size_hint`` says for the sizes that follow
     :param num_max_tokens_per_rank: of calls that say none
     :param num_cpu_timeout_secs, num_gpu_timeout_secs: None, or at least the World's deadline, which
         holds
@@ -96,8 +96,7 @@ class ElasticBuffer(OfThisProcess):
                 ("sl_idx", sl_idx),
                 ("num_allocated_qps", num_allocated_qps),
             ):
-                if int64(value, f"{who}: {name}") < 0:
-                    raise InvalidArgument(f"{who}: {name} = {value}, expected >= 0")
+                at_least(value, 0, f"{who}: {name}")
             for name, value in (
                 ("use_fp8_dispatch", use_fp8_dispatch),
                 ("deterministic", deterministic),
@@ -110,9 +109,7 @@ class ElasticBuffer(OfThisProcess):
                 sizes = (self.num_max_tokens_per_rank, int64(hidden, f"{who}: hidden"))
                 self.num_bytes = elastic_bytes(world.world_size, *sizes)
             else:
-                self.num_bytes = int64(num_bytes, f"{who}: num_bytes")
-            if self.num_bytes < 0:
-                raise InvalidArgument(f"{who}: num_bytes = {self.num_bytes}, expected >= 0")
+                self.num_bytes = at_least(num_bytes, 0, f"{who}: num_bytes")
             return {
                 "num_bytes": self.num_bytes,
                 "num_max_tokens_per_rank": self.num_max_tokens_per_rank,
@@ -168,7 +165,7 @@ class ElasticBuffer(OfThisProcess):
     @staticmethod
     @outside_graphs
     def capture() -> EventHandle:
-        """An event behind what torch's current stream has."""
+        """An event after the work that torch's current stream has."""
         return EventHandle()
 
     def get_comm_stream(self) -> Any:
@@ -197,7 +194,7 @@ class ElasticBuffer(OfThisProcess):
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
-        """Collective: returns when all ranks have called, behind what their streams had."""
+        """Collective: returns when all ranks have called and the work of their streams is done."""
         del use_comm_stream, with_cpu_sync, sequential
         if self._queue.device.type == "cuda":
             torch.cuda.synchronize(self._queue.device)
@@ -251,9 +248,9 @@ class ElasticBuffer(OfThisProcess):
             self._wait(previous_event_before_epilogue, who)
             got, event = self._queue.run(
                 lambda: handle.part.again(rows, scales, handle, topk_weights),
-                [rows, scales, topk_weights, handle.topk_idx], Got.tensors, previous_event, waits,
+                [rows, scales, topk_weights, handle.topk_idx], previous_event, waits,
             )  # fmt: skip
-            return got.rows(), got.ids, got.weights, handle, event
+            return got.rows, got.topk_idx, got.topk_weights, handle, event
         order = self._order(num_experts, num_max_tokens_per_rank, expert_alignment, do_expand, who)
         ids = self._check_ids(rows, topk_idx, topk_weights, order, who)
         part = self._part(order)
@@ -264,16 +261,16 @@ class ElasticBuffer(OfThisProcess):
         exact = do_cpu_sync is None or do_cpu_sync
         self._wait(previous_event_before_epilogue, who)
 
-        def body() -> Got:
+        def body() -> Received:
             kept = ids.clone() if copies else ids
-            made: Got = part.dispatch(rows, scales, kept, topk_weights, exact, sms)
+            made: Received = part.dispatch(rows, scales, kept, topk_weights, exact, sms)
             if stats is not None:
                 stats.add_(made.handle.num_unaligned_recv_tokens_per_expert.to(stats.dtype))
             return made
 
         given: List[Any] = [rows, scales, ids, topk_weights, stats]
-        got, event = self._queue.run(body, given, Got.tensors, previous_event, waits)
-        return got.rows(), got.ids, got.weights, got.handle, event
+        got, event = self._queue.run(body, given, previous_event, waits)
+        return got.rows, got.topk_idx, got.topk_weights, got.handle, event
 
     @outside_graphs
     @torch.no_grad()
@@ -305,7 +302,7 @@ class ElasticBuffer(OfThisProcess):
         self._wait(previous_event_before_epilogue, who)
         (sums, weights), event = self._queue.run(
             lambda: handle.part.combine(x, handle, topk_weights, biases),
-            [x, topk_weights, *biases], list, previous_event, waits,
+            [x, topk_weights, *biases], previous_event, waits,
         )  # fmt: skip
         return sums, weights, event
 

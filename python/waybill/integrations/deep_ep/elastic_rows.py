@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -11,14 +11,14 @@ from ...errors import InvalidArgument, Unsupported
 from ...world import World
 from .arguments import check_table, counts_of, too_many
 from .events import Queue
-from .handles import DispatchHandle, LayerKey, Layers, reads_handle
+from .handles import DispatchHandle, LayerKey, Layers, Received, reads_handle
 from .intranode import Intranode, Route
 
-__all__ = ["Compact", "EPHandle", "Expanded", "Got", "Order"]
+__all__ = ["Compact", "EPHandle", "Expanded", "Order"]
 
 
 class Order(NamedTuple):
-    """What a dispatch is asked for."""
+    """The order of rows that a dispatch is asked for."""
 
     do_expand: bool
     num_experts: int
@@ -27,7 +27,7 @@ class Order(NamedTuple):
 
 
 class EPHandle(OfThisProcess):
-    """Of ``ElasticBuffer.dispatch``, for combines and other dispatches by it."""
+    """The result of ``ElasticBuffer.dispatch`` for combines and other dispatches by it."""
 
     _why_not_copied = "what one rank's buffer knows of a dispatch: each dispatch gives one"
 
@@ -38,14 +38,14 @@ class EPHandle(OfThisProcess):
         self.expert_alignment = order.alignment
         self.num_max_tokens_per_rank = order.max_tokens
         self.num_sms, self.topk_idx = num_sms, topk_idx
-        self.rows_out = 0  #: of the results
+        self.rows_out = 0  #: rows of the results
         self.num_recv_tokens_per_expert_list: List[int] = []  #: rounded up; empty: not waited for
         self.found: Optional[torch.Tensor] = None  #: compact: ids among this rank's experts
         self._metadata: Optional[torch.Tensor] = None
 
     @property
     def queue(self) -> Queue:
-        """Of its buffer."""
+        """The queue of its buffer."""
         queue: Queue = self.part.queue
         return queue
 
@@ -79,7 +79,7 @@ class EPHandle(OfThisProcess):
     @reads_handle
     def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
         """[local experts] int32: the end of each expert's rows. Compact: of counts rounded up;
-        expanded: without the padding behind its own.
+        expanded: without the padding after its own.
         """
         counts, step = self.num_unaligned_recv_tokens_per_expert, self.expert_alignment
         aligned = (counts + (step - 1)) // step * step
@@ -130,24 +130,6 @@ class EPHandle(OfThisProcess):
         return found
 
 
-class Got(NamedTuple):
-    """What a dispatch gives on one rank."""
-
-    x: torch.Tensor
-    scales: Optional[torch.Tensor]
-    ids: Optional[torch.Tensor]
-    weights: Optional[torch.Tensor]
-    handle: EPHandle
-
-    def tensors(self) -> List[Any]:
-        """Those that the caller gets."""
-        return list(self[:4])
-
-    def rows(self) -> Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]:
-        """With their scales, if they have some."""
-        return self.x if self.scales is None else (self.x, self.scales)
-
-
 class Compact:
     """A row for each token that has an expert here, by source rank and token."""
 
@@ -164,7 +146,7 @@ class Compact:
     def dispatch(
         self, x: torch.Tensor, scales: Optional[torch.Tensor], ids: torch.Tensor,
         weights: Optional[torch.Tensor], exact: bool, num_sms: int,
-    ) -> Got:  # fmt: skip
+    ) -> Received:  # fmt: skip
         """Collective."""
         _, choices, inside = counts_of(ids, self.order.num_experts, self._ranks)
         worst = 0 if exact else self._ranks * self.order.max_tokens
@@ -175,20 +157,20 @@ class Compact:
         handle.num_recv_tokens_per_expert_list = got.counts or []
         assert got.topk_idx is not None
         handle.found = got.topk_idx.clone()  # the caller may change the other
-        return Got(got.x, got.scales, got.topk_idx, got.topk_weights, handle)
+        return got._replace(handle=handle)
 
     def again(
         self, x: torch.Tensor, scales: Optional[torch.Tensor], handle: EPHandle, weights: Any
-    ) -> Got:
+    ) -> Received:
         """Collective: other rows, and perhaps weights, by the same routing."""
         inner, route = handle.inner
         out, out_scales = self._rows.again(x, scales, inner, handle.num_sms)
         found = None if handle.found is None else handle.found.clone()
         if weights is None:
-            return Got(out, out_scales, found, None, handle)
+            return Received(out, out_scales, found, None, None, handle)
         route = route._replace(topk_weights=weights)
         ids, arrived = self._rows.choices_again(route, inner, handle.num_sms)
-        return Got(out, out_scales, ids, arrived, handle)
+        return Received(out, out_scales, ids, arrived, None, handle)
 
     def check_combine(
         self, x: Any, handle: EPHandle, weights: Any, biases: Sequence[Any], who: str
@@ -219,7 +201,7 @@ class Compact:
         return torch.where(inside.gather(1, order), order.int(), -1)
 
     def layout_of(self, handle: EPHandle) -> Any:
-        """Of the layer that moved the rows."""
+        """The layout of the layer that moved the rows."""
         inner: DispatchHandle = handle.inner[0]
         return inner.layout()
 
@@ -270,7 +252,7 @@ class Expanded:
     def dispatch(
         self, x: torch.Tensor, scales: Optional[torch.Tensor], ids: torch.Tensor,
         weights: Optional[torch.Tensor], exact: bool, num_sms: int,
-    ) -> Got:  # fmt: skip
+    ) -> Received:  # fmt: skip
         """Collective."""
         key = self._key("plain" if scales is None else "scaled", x.shape[1], ids.shape[1])
         layer = self._layers.get(key, num_sms)
@@ -287,7 +269,7 @@ class Expanded:
 
     def again(
         self, x: torch.Tensor, scales: Optional[torch.Tensor], handle: EPHandle, weights: Any
-    ) -> Got:
+    ) -> Received:
         """Collective: other rows, and perhaps weights, by the same routing."""
         key, layout = handle.inner
         layer = self._layers.get(key, handle.num_sms)
@@ -331,7 +313,7 @@ class Expanded:
         return counts.scatter_add_(0, source, ones)[: self._ranks]
 
     def layout_of(self, handle: EPHandle) -> Any:
-        """Of the layer that moved the rows."""
+        """The layout of the layer that moved the rows."""
         return handle.inner[1]
 
     def choices_of(self, handle: EPHandle) -> torch.Tensor:
@@ -339,11 +321,11 @@ class Expanded:
         counts: torch.Tensor = handle.inner[1].recv_expert_counts.clone()
         return counts
 
-    def _taken(self, rows: torch.Tensor, weights: Any, scales: Any, handle: EPHandle) -> Got:
+    def _taken(self, rows: torch.Tensor, weights: Any, scales: Any, handle: EPHandle) -> Received:
         taken = [
             None if one is None else one[: handle.rows_out].clone() for one in (scales, weights)
         ]
-        return Got(rows[: handle.rows_out].clone(), taken[0], None, taken[1], handle)
+        return Received(rows[: handle.rows_out].clone(), taken[0], None, taken[1], None, handle)
 
 
 def _check_rows(

@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class EventHandle:
-    """A point in the work of torch's current stream. Where torch has no GPU it is always behind:
+    """A point in the work of torch's current stream. Where torch has no GPU it has always passed:
     calls of ranks in host memory are done when they return.
     """
 
@@ -29,7 +29,7 @@ class EventHandle:
 
     @classmethod
     def on(cls, stream: Any) -> EventHandle:
-        """Of a stream; None is host memory's, which has none."""
+        """An event of a stream; None is host memory's, which has none."""
         self = cls.__new__(cls)
         self._event, self.device = None, None
         if stream is not None:
@@ -43,7 +43,7 @@ class EventHandle:
         self.device = stream.device
 
     def current_stream_wait(self) -> None:
-        """What torch's current stream gets from now on begins behind the event."""
+        """Work that torch's current stream gets from now on begins after the event."""
         if self._event is not None:
             torch.cuda.current_stream(self.device).wait_event(self._event)
 
@@ -63,7 +63,7 @@ class EventHandle:
 
 
 class EventOverlap:
-    """What a call gives to be waited for, and takes as ``previous_event``.
+    """A call gives it to be waited for, and takes it as ``previous_event``.
 
     As a context manager it waits when the context is left.
 
@@ -82,7 +82,7 @@ class EventOverlap:
         self._release = False
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
-        """What torch's current stream gets from now on begins behind the event."""
+        """Work that torch's current stream gets from now on begins after the event."""
         if self.event is None:
             raise InvalidArgument(
                 "EventOverlap: there is no event to wait for: the call had async_finish = False, or"
@@ -96,7 +96,7 @@ class EventOverlap:
             self.event = None
 
     def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
-        """Called once, behind the next ``current_stream_wait``."""
+        """Called once, after the next ``current_stream_wait``."""
         if self.hook_after_wait is not None:
             raise InvalidArgument("EventOverlap: there is a hook already, expected one at most")
         self.hook_after_wait = hook_after_wait
@@ -136,7 +136,7 @@ class Queue:
 
     def note_reads(self) -> None:
         """The current stream has read memory of the buffer's stream, which may now be used again:
-        the next call begins behind that, also one whose ``previous_event`` is older.
+        the next call begins after that, also one whose ``previous_event`` is older.
         """
         if self._stream is None:
             return
@@ -148,17 +148,15 @@ class Queue:
         self,
         body: Callable[[], _T],
         given: Iterable[Any],
-        tensors_of: Callable[[_T], Iterable[Any]],
         previous_event: Union[EventOverlap, EventHandle, None],
         async_finish: bool,
         allocate_on_comm_stream: bool = False,
     ) -> Tuple[_T, EventOverlap]:
-        """What body returns, and the event behind it (an empty one unless async_finish).
+        """The result of body, and the event after it (an empty one unless async_finish).
 
         :param body: all work on the device that the call needs: what runs before it, on the
             caller's stream, comes too late for a ``previous_event``
         :param given: tensors that body reads
-        :param tensors_of: those of its result that the caller gets
         """
         async_finish = flag(async_finish, f"{self._who}: async_finish")
         allocate_on_comm_stream = flag(
@@ -180,7 +178,7 @@ class Queue:
             event.stream_wait(stream)
         with torch.cuda.stream(stream):
             result = body()
-        for tensor in tensors_of(result):
+        for tensor in result if isinstance(result, tuple) else (result,):
             if isinstance(tensor, torch.Tensor):
                 tensor.record_stream(current)
         if not async_finish:

@@ -19,12 +19,12 @@ _MOST_RANKS = 32  # topk slots of a token in a layer
 
 
 class LayerKey(NamedTuple):
-    """What a layer is for. Two with the same key are the same layer."""
+    """The key of a layer. Two with the same key are the same layer."""
 
-    kind: str  #: of payload: "plain", "scaled", "quantized"; "floats": columns of float32
+    kind: str  #: payload: "plain", "scaled", "quantized"; "floats": columns of float32
     hidden: int
     max_tokens: int
-    num_experts: int  #: of all ranks; the number of ranks where only those matter
+    num_experts: int  #: experts of all ranks; the number of ranks where only those matter
     topk: int
     fixed_rows: int
     alignment: int = 1  #: rows of an expert are padded to a multiple
@@ -91,8 +91,8 @@ _T = TypeVar("_T")
 
 
 def reads_handle(function: Callable[..., _T]) -> Callable[..., _T]:
-    """Of a handle: the function reads, on the caller's stream, memory that the buffer's stream may
-    use again once the handle is gone.
+    """For methods of a handle: the function reads, on the caller's stream, memory that the buffer's
+    stream may use again once the handle is gone.
     """
 
     @functools.wraps(function)
@@ -123,7 +123,7 @@ class _Handle(OfThisProcess, Sequence[Any]):
 
     @property
     def queue(self) -> Queue:
-        """Of its buffer."""
+        """The queue of its buffer."""
         queue: Queue = self._owner.queue
         return queue
 
@@ -137,11 +137,27 @@ class _Handle(OfThisProcess, Sequence[Any]):
         return self._entries[place]
 
 
+class Received(NamedTuple):
+    """Results of a dispatch on one rank; the caller gets the tensors among them."""
+
+    x: torch.Tensor  #: [rows, hidden]; low latency [local experts, slots, hidden]
+    scales: Optional[torch.Tensor]
+    topk_idx: Optional[torch.Tensor]
+    topk_weights: Optional[torch.Tensor]
+    counts: Any  #: rows of each local expert: a list, or low latency a tensor of int32
+    handle: Any
+
+    @property
+    def rows(self) -> Any:
+        """Rows, with their scales if they have some."""
+        return self.x if self.scales is None else (self.x, self.scales)
+
+
 class DispatchHandle(_Handle):
-    """Of ``Buffer.dispatch``: rank_prefix_matrix [ranks, ranks] (tokens of ranks 0..i that rank j
-    gets), channel_prefix_matrix and recv_channel_prefix_matrix [ranks, 1] (there is one channel),
-    recv_src_idx [rows] (the row's token at its source), is_token_in_rank [tokens, ranks], send_head
-    [tokens, ranks] (the token's place among those for a rank, -1).
+    """The handle of ``Buffer.dispatch``: rank_prefix_matrix [ranks, ranks] (tokens of ranks 0..i
+    that rank j gets), channel_prefix_matrix and recv_channel_prefix_matrix [ranks, 1] (there is one
+    channel), recv_src_idx [rows] (the row's token at its source), is_token_in_rank [tokens, ranks],
+    send_head [tokens, ranks] (the token's place among those for a rank, -1).
     """
 
     def __init__(
@@ -150,8 +166,8 @@ class DispatchHandle(_Handle):
         self.is_token_in_rank = is_token_in_rank
         self.ids = ids  #: [tokens, ranks]: the rank, or -1
         self.num_rows = num_rows  #: that arrived; None: only the device knows
-        self.rows_out = 0  #: of the tensors that the caller got
-        self.layouts: Dict[LayerKey, Any] = {}  #: of the layers that have seen this routing
+        self.rows_out = 0  #: rows of the tensors that the caller got
+        self.layouts: Dict[LayerKey, Any] = {}  #: the layouts of layers that have seen this routing
         super().__init__(owner)
 
     def layout(self) -> Any:
@@ -183,14 +199,14 @@ class DispatchHandle(_Handle):
 
 
 class LowLatencyHandle(_Handle):
-    """Of ``Buffer.low_latency_dispatch``: src_info [local experts, slots] int32 (the row's token at
-    its source, -1), layout_range [local experts, ranks] int64 (first slot << 32 | count of the rows
-    of a rank), num_max_dispatch_tokens_per_rank, hidden, num_experts.
+    """The handle of ``Buffer.low_latency_dispatch``: src_info [local experts, slots] int32 (the
+    row's token at its source, -1), layout_range [local experts, ranks] int64 (first slot << 32 |
+    count of the rows of a rank), num_max_dispatch_tokens_per_rank, hidden, num_experts.
     """
 
     def __init__(self, owner: Any, layout: Any, slots: torch.Tensor, key: LayerKey) -> None:
         self.layout, self.key = layout, key
-        self.slots = slots  #: [rows of the layer]: place among [experts * slots], or behind them
+        self.slots = slots  #: [rows of the layer]: place among [experts * slots], or after them
         self.buffer: Optional[torch.Tensor] = None  #: get_next_low_latency_combine_buffer
         self.ids: Optional[torch.Tensor] = None  #: in host memory, where combine compares them
         self.num_local = key.num_experts // owner.num_ranks
@@ -198,7 +214,7 @@ class LowLatencyHandle(_Handle):
         super().__init__(owner)
 
     def _tags(self) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Tags and slots of the rows that came, and perhaps of others behind them."""
+        """Tags and slots of the rows that came, and perhaps of others after them."""
         tags = self.layout.recv_tags
         return tags[: self.slots.shape[0]], self.slots[: tags.shape[0]]
 

@@ -11,24 +11,9 @@ from ..._wrong_call import shown
 from ...errors import Disagreement, InvalidArgument
 from ...world import World
 from .arguments import check_table, checked_ids, counts_of, first_wrong, payload_of, rows_that_fit
-from .handles import DispatchHandle, LayerKey, Layers
+from .handles import DispatchHandle, LayerKey, Layers, Received
 
-__all__ = ["Intranode", "Received"]
-
-
-class Received(NamedTuple):
-    """What a dispatch gives on one rank."""
-
-    x: torch.Tensor
-    scales: Optional[torch.Tensor]
-    topk_idx: Optional[torch.Tensor]
-    topk_weights: Optional[torch.Tensor]
-    counts: Optional[List[int]]
-    handle: DispatchHandle
-
-    def tensors(self) -> List[Any]:
-        """Those that the caller gets."""
-        return [self.x, self.scales, self.topk_idx, self.topk_weights]
+__all__ = ["Intranode", "Route"]
 
 
 class Route(NamedTuple):
@@ -41,7 +26,7 @@ class Route(NamedTuple):
     ranks: Optional[torch.Tensor] = None  #: [tokens, ranks] in the order of sums, -1; None: 0..
 
     def said(self, num_worst_tokens: Optional[int]) -> str:
-        """What all ranks must say alike, as what arrives is read by it."""
+        """Arguments that all ranks must give alike, as arriving rows are read by them."""
         topk = None if self.topk_idx is None else self.topk_idx.shape[1]
         worst = "" if num_worst_tokens is None else f", num_worst_tokens = {num_worst_tokens}"
         return (
@@ -255,7 +240,7 @@ class Intranode:
         rows = _rows(choices, handle.rows_out)
         ids = rows[:, :topk].to(route.topk_idx.dtype) - self.rank * num_local
         here = (ids >= 0) & (ids < num_local)
-        if handle.num_rows is None:  # what lies behind the rows that came is of other dispatches
+        if handle.num_rows is None:  # rows after those that came are of other dispatches
             places = torch.arange(handle.rows_out, dtype=torch.int32, device=self.device)
             here &= (places < handle.prefix()[-1, self.rank])[:, None]
         ids = torch.where(here, ids, -1)
@@ -295,7 +280,7 @@ def _count(ids: torch.Tensor, num_local: int) -> List[int]:
 
 
 def _on_host(numbers: torch.Tensor) -> List[int]:
-    """Nothing copies to pageable memory behind a kernel that waits for ranks."""
+    """Nothing copies to pageable memory after a kernel that waits for ranks."""
     if numbers.is_cuda:
         torch.cuda.current_stream(numbers.device).synchronize()
     found: List[int] = numbers.tolist()

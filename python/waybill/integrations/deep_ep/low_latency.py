@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, List, NamedTuple, NoReturn, Optional, Tuple
+from typing import Any, NamedTuple, NoReturn, Optional, Tuple
 
 import torch
 
 from ...errors import InvalidArgument, Unsupported
 from ...world import World
 from .arguments import check_table, checked_ids, first_wrong, ll_bytes, too_many
-from .handles import LayerKey, Layers, LowLatencyHandle
+from .handles import LayerKey, Layers, LowLatencyHandle, Received
 
 _GROUP, _LARGEST = 128, 448.0
-_LEAST = 1e-4  # of what a group's largest element counts as
+_LEAST = 1e-4  # the smallest value that a group's largest element counts as
 
 
 def rows_as_float8(x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -40,28 +40,15 @@ def packed_exponents(scales: torch.Tensor) -> torch.Tensor:
 
 
 class Format(NamedTuple):
-    """Of the rows that a dispatch gives."""
+    """The format of the rows that a dispatch gives."""
 
     use_fp8: bool
     round_scale: bool
     use_ue8m0: bool
 
     def kind(self) -> str:
-        """Of payload."""
+        """The kind of payload."""
         return "plain" if not self.use_fp8 else "scaled" if self.round_scale else "quantized"
-
-
-class Arrived(NamedTuple):
-    """What a dispatch gives on one rank."""
-
-    x: torch.Tensor  #: [local experts, slots, hidden]
-    scales: Optional[torch.Tensor]  #: [local experts, slots, hidden / 128], columns first
-    counts: torch.Tensor  #: [local experts] int32
-    handle: LowLatencyHandle
-
-    def tensors(self) -> List[Any]:
-        """Those that the caller gets."""
-        return [self.x, self.scales, self.counts]
 
 
 class LowLatency:
@@ -118,7 +105,7 @@ class LowLatency:
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, key: LayerKey, form: Format, num_sms: int
-    ) -> Arrived:
+    ) -> Received:
         """Collective. The host waits for nothing."""
         rows, scales = (x, None) if key.kind != "scaled" else rows_as_float8(x)
         # Combine brings the weights, which take this place.
@@ -136,10 +123,11 @@ class LowLatency:
             recv_scales = _columns_first(_spread(layout.recv_scales, handle))
             if form.use_ue8m0:
                 recv_scales = _columns_first(packed_exponents(recv_scales))
-        return Arrived(out, recv_scales, layout.recv_expert_counts.clone(), handle)
+        counts = layout.recv_expert_counts.clone()
+        return Received(out, recv_scales, None, None, counts, handle)
 
     def _slots(self, layout: Any, key: LayerKey, num_rows: int) -> torch.Tensor:
-        """Each row's place in [local experts * slots]; behind them for what is no row."""
+        """Each row's place in [local experts * slots]; after them for what is no row."""
         offsets = layout.recv_expert_offsets.to(torch.int64)
         num_local, size = offsets.shape[0] - 1, self.num_ranks * key.max_tokens
         rows = torch.arange(num_rows, dtype=torch.int64, device=self.device)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Tuple
 import numpy as np
 import torch
 
-from ..._arrays import int64, number
+from ..._arrays import number, within
 from ..._wrong_call import shown
 from ...errors import InvalidArgument
 from ...plans import SparseMetadata
@@ -16,8 +16,8 @@ from ...routing import compute_metadata
 from .._tensors import require_rows
 from ..kernels import AttentionKernel, AttentionShape, Sequences
 from ..sequence_dispatcher import SequenceDispatcher
-from .moves import WHO, Beside, HomeCall, Moves, Uploads, put_rows, with_gaps
-from .plan import BatchPlan, BatchPlanner
+from .moves import WHO, HomeCall, Moves, SideStream, put_rows, with_gaps
+from .plan import BatchPlan
 from .step import RankStep
 
 _CHUNK_BYTES = 8192  # as the dispatcher cuts rows
@@ -30,14 +30,14 @@ class Capacities(NamedTuple):
 
     max_rows: int  #: that a rank holds: q, k and v have so many
     max_seqlen: int  #: queries or keys of a sequence
-    max_sequences: int  #: of a call of the kernel, and the gaps between them
-    max_q_rows: int  #: of Q that a rank sends to others, or gets from them
-    max_kv_rows: int  #: of K and V that a rank gets
-    max_copies: int  #: of pieces of rows that a rank sends
+    max_sequences: int  #: sequences of a call of the kernel, and the gaps between them
+    max_q_rows: int  #: rows of Q that a rank sends to others, or gets from them
+    max_kv_rows: int  #: rows of K and V that a rank gets
+    max_copies: int  #: copies of pieces of rows that a rank sends
 
     @classmethod
     def of(cls, *plans: BatchPlan) -> Capacities:
-        """What these plans need, the largest of each."""
+        """The needs of these plans, the largest of each."""
         if not plans:
             raise InvalidArgument("Capacities.of: got no plans, expected one or more")
         for i, plan in enumerate(plans):
@@ -56,7 +56,7 @@ class Capacities(NamedTuple):
 
 
 def _needs(plan: BatchPlan) -> Capacities:
-    """Of one plan, on the rank that needs most of it: the same on all ranks."""
+    """The needs of one plan, on the rank that needs most of it: the same on all ranks."""
     routing = plan.routing()
     tables = [tuple(t.reshape(-1, n) for t, n in zip(routing.rank(rank), (4, 4, 2, 2)))
               for rank in range(plan.world_size)]  # fmt: skip
@@ -76,7 +76,7 @@ def _needs(plan: BatchPlan) -> Capacities:
 
 
 def _copies(table: Any) -> Any:
-    """Of each rank: what it sends, once for each destination."""
+    """Copies that each rank sends, one per destination."""
     begins = table.rank_offsets
     if len(table.copy_offsets):
         begins = table.copy_offsets[begins]
@@ -84,17 +84,14 @@ def _copies(table: Any) -> Any:
 
 
 def checked_capacities(capacities: Any, who: str) -> Capacities:
-    """Of numbers that make sense."""
+    """Capacities whose numbers make sense."""
     if not isinstance(capacities, (tuple, list)) or len(capacities) != len(Capacities._fields):
         raise InvalidArgument(
             f"{who}: capacities is a {type(capacities).__name__}, expected Capacities, as of"
             " Capacities.of(plan, ...)"
         )
-    numbers = [int64(n, f"{who}: {name}") for n, name in zip(capacities, Capacities._fields)]
-    for name, room in zip(Capacities._fields, numbers):
-        if not 1 <= room < 2**31:
-            raise InvalidArgument(f"{who}: {name} = {room}, expected 1..2^31 - 1")
-    return Capacities(*numbers)
+    named = zip(capacities, Capacities._fields)
+    return Capacities(*(within(n, 1, 2**31 - 1, f"{who}: {k}", "2^31 - 1") for n, k in named))
 
 
 class FixedRows:
@@ -134,7 +131,7 @@ class FixedRows:
 
 
 class FixedSequences:
-    """Sequences in tables of one size: behind those of a plan are what covers the other rows,
+    """Sequences in tables of one size: after those of a plan come some that cover the other rows,
     queries without keys and keys without queries, and then sequences of no rows.
     """
 
@@ -215,29 +212,19 @@ class FixedStep(RankStep):
 
     def __init__(
         self, plan: BatchPlan, dispatcher: SequenceDispatcher, kernel: AttentionKernel,
-        beside: Beside, capacities: Capacities,
+        side: SideStream, capacities: Capacities,
     ) -> None:  # fmt: skip
         check_fits(plan, capacities)
-        self._begin(plan.planner, dispatcher, kernel, beside, capacities)
+        self._begin(plan, dispatcher, kernel, side, None)  # uploads go on the stream of the calls
         fits, device = capacities, self.device
+        self.rows, self.capacities = fits.max_rows, fits
+        self.q_rows: Any = FixedRows(self.rows, fits.max_q_rows, device)
+        self.kv_rows: Any = FixedRows(self.rows, self.rows, device)
+        self.moves = True  # in some plan, perhaps: also one rank sends itself rows
         self._home = FixedSequences(fits.max_rows, fits.max_rows, fits, device)
         self._came = FixedSequences(fits.max_q_rows, fits.max_kv_rows, fits, device)
         self._moves = FixedMoves(plan.routing(), dispatcher, self.shape, fits)
         self.replace(plan)
-
-    def _begin(
-        self, planner: BatchPlanner, dispatcher: SequenceDispatcher, kernel: AttentionKernel,
-        beside: Beside, capacities: Capacities,
-    ) -> None:  # fmt: skip
-        self.dispatcher, self.kernel, self.beside = dispatcher, kernel, beside
-        self.shape, self.latent_dim = planner.shape, 0
-        self.device = torch.device(dispatcher.world.device)
-        self.rows, self.capacities = capacities.max_rows, capacities
-        self.at = f"on rank {dispatcher.world.rank}"
-        self.uploads = Uploads(self.device, None)  # on the stream of the calls
-        self.q_rows: Any = FixedRows(self.rows, capacities.max_q_rows, self.device)
-        self.kv_rows: Any = FixedRows(self.rows, self.rows, self.device)
-        self.moves = True  # in some plan, perhaps: also one rank sends itself rows
 
     def replace(self, plan: BatchPlan) -> None:
         check_fits(plan, self.capacities)
@@ -272,7 +259,7 @@ class FixedPlan:
 
     @property
     def capacities(self) -> Capacities:
-        """What it has room for."""
+        """The capacities that it has room for."""
         return self._step.capacities
 
     def replace(self, plan: BatchPlan) -> None:
@@ -287,7 +274,7 @@ class FixedPlan:
         self.plan = plan
 
     def padded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy with zeros behind its rows, up to max_rows."""
+        """A copy with zeros after its rows, up to max_rows."""
         require_rows(tensor, "FixedPlan.padded: tensor")
         missing = self.capacities.max_rows - tensor.shape[0]
         if missing < 0:
@@ -309,7 +296,7 @@ def check_fits(plan: BatchPlan, capacities: Capacities) -> None:
 
 
 def _copy(table: torch.Tensor, values: Sequence[int] | Any) -> None:
-    """Into a table that stays where it is, behind what is queued on the current stream."""
+    """Writes into a table that stays where it is, after the work queued on the current stream."""
     given = torch.from_numpy(np.ascontiguousarray(values)).to(table.dtype)
     if table.device.type == "cpu":
         table.copy_(given)

@@ -12,7 +12,7 @@ from typing import Any, Optional, Tuple, Union
 import torch
 from torch import nn
 
-from ..._arrays import flag, int64
+from ..._arrays import at_least, flag, instance
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
 from ..._said_by import said_by
@@ -25,26 +25,32 @@ from ..kernels import Sequences, choose_kernel
 from ..sequence_dispatcher import SequenceDispatcher
 from ..world import world_of
 from .fixed import Capacities, FixedPlan, FixedStep, check_fits, checked_capacities
-from .moves import Beside, PieceExchange
+from .moves import PieceExchange, SideStream
 from .operations import PlanTicket, attend, ticket_of
 from .plan import BatchPlan, BatchPlanner, InPlaceRule, RankPieces
-from .step import Latent, Project, Projector, RankStep, Saved, StepMemory
+from .step import Project, Projector, RankStep, Saved, StepMemory, latent_of
 
 
 class Attention(torch.autograd.Function):
-    """What is saved are tensors alone, the same number on all ranks: a checkpoint that computes
-    the forward again, and its calls, does so on all of them at the same place.
+    """Attention with the tables of a RankStep, for autograd.
+
+    Tensors alone are saved, the same number on all ranks: a checkpoint that computes the forward
+    again, and its calls, does so on all of them at the same place. Where latent rows travel, k and
+    v are of the rows that stay, and ``latent`` are the rows and the weights, so that each weight
+    has one gradient, of all rows.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, step: RankStep, keep: bool, want_lse: bool,
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        ctx: Any, step: RankStep, keep: bool, want_lse: bool, project: Optional[Projector],
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *latent: torch.Tensor,
     ) -> Any:  # fmt: skip
-        out, lse, saved, ctx.number = step.forward(q, k, v, keep, want_lse)
-        ctx.step, ctx.generation = step, step.generation
+        out, lse, saved, ctx.number = step.forward(
+            q, k, v, keep, want_lse, latent_of(project, latent)
+        )
+        ctx.step, ctx.generation, ctx.project = step, step.generation, project
         if keep:
-            ctx.save_for_backward(q, k, v, out, *saved)
+            ctx.save_for_backward(q, k, v, out, *saved, *latent)
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         return out, lse
@@ -53,44 +59,11 @@ class Attention(torch.autograd.Function):
     @outside_graphs
     @first_order
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
-        q, k, v, out, *saved = ctx.saved_tensors  # first: a checkpoint makes its calls here
-        needs = ctx.needs_input_grad
+        q, k, v, out, *rest = ctx.saved_tensors  # first: a checkpoint makes its calls here
+        saved, latent = Saved(*rest[:6]), latent_of(ctx.project, rest[6:])
+        needs = ctx.needs_input_grad[4:]
         ctx.step.check_generation(ctx.generation)
         with without_autocast(grad.device.type):  # as forward was
-            found = ctx.step.backward(
-                grad, q, k, v, out, Saved(*saved), ctx.number, (needs[3], needs[4] or needs[5])
-            )
-        return (None, None, None, *(t if n else None for t, n in zip(found, needs[3:])))
-
-
-class LatentAttention(torch.autograd.Function):
-    """The same where latent rows travel: k and v are of those that stay. Weights are inputs, so
-    that each has one gradient, of all rows.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, step: RankStep, keep: bool, want_lse: bool, project: Projector, q: torch.Tensor,
-        k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, *weights: torch.Tensor,
-    ) -> Any:  # fmt: skip
-        latent = Latent(rows, project, weights)
-        out, lse, saved, ctx.number = step.forward(q, k, v, keep, want_lse, latent)
-        ctx.step, ctx.project = step, project  # there are no fixed plans of latent rows
-        if keep:
-            ctx.save_for_backward(q, k, v, out, *saved, rows, *weights)
-        if lse is not None:
-            ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    @outside_graphs
-    @first_order
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
-        q, k, v, out, *rest = ctx.saved_tensors
-        saved, (rows, *weights) = Saved(*rest[:6]), rest[6:]
-        needs = ctx.needs_input_grad[4:]
-        latent = Latent(rows, ctx.project, tuple(weights))
-        with without_autocast(grad.device.type):
             found = ctx.step.backward(
                 grad, q, k, v, out, saved, ctx.number, (needs[0], any(needs[1:])), latent
             )
@@ -99,7 +72,7 @@ class LatentAttention(torch.autograd.Function):
 
 
 _WHO = "ContextParallelAttention"
-_numbers = itertools.count(1)  # of modules
+_numbers = itertools.count(1)  # numbers of modules
 
 
 class ContextParallelAttention(OfThisProcess, nn.Module):
@@ -107,7 +80,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
 
     Each rank holds some rows, pieces of documents back to back. Every batch gets a plan, which says
     which rank attends to which queries; rows that stay on their rank are attended to where they
-    are, the others travel beside that. All layers of a model share one module and the batch's plan:
+    are, the others travel meanwhile. All layers of a model share one module and the batch's plan:
 
         pieces = attention.gather(lengths)      # collective: what all ranks hold
         plan = attention.plan(pieces)           # the same on all ranks
@@ -176,8 +149,8 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         )  # fmt: skip
         self._choose(planner, kernel, overlap, num_sms)
         self._dispatcher = SequenceDispatcher(self.world, num_sms=num_sms, relay="never")
-        self._beside = Beside(self.device, bool(overlap))
-        # What compiled programs read.
+        self._side = SideStream(self.device, bool(overlap))
+        # Compiled programs read these.
         self._dtype, self._kind = self.planner.shape.dtype, self.device.type
         self._number = next(_numbers)
         self._needs_lse = self.kernel.needs_lse
@@ -195,8 +168,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             self.kernel = choose_kernel(kernel, self.device, _WHO)
             self.kernel.check(self.planner.shape, self.device, _WHO)
             flag(overlap, f"{_WHO}: overlap")
-            if not 0 <= int64(num_sms, f"{_WHO}: num_sms") < 2**31:
-                raise InvalidArgument(f"{_WHO}: num_sms = {num_sms}, expected >= 0")
+            at_least(num_sms, 0, f"{_WHO}: num_sms", 2**31)
             facts = self.planner.facts()
         except Error as error:
             wrong = error
@@ -232,7 +204,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
     def fixed_plan(self, plan: BatchPlan, capacities: Capacities) -> FixedPlan:
         """Collective: a plan in tables of one size, in which ``replace`` puts others of up to these
         capacities. Calls take it in place of a BatchPlan, with q, k and v of max_rows rows; those
-        behind the batch's are not looked at, and their outputs and gradients are 0. What is
+        after the batch's are not looked at, and their outputs and gradients are 0. What is
         captured in a CUDA graph replays the plan that is there.
         """
         who = f"{_WHO}.fixed_plan"
@@ -248,12 +220,12 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         agree(self.world, who, {} if wrong else fits._asdict(), wrong)
         with said_by(who):
             if self._fixed_dispatcher is None:
-                # What copy engines do is in a graph for ever.
+                # A graph holds copies by copy engine for ever.
                 self._fixed_dispatcher = SequenceDispatcher(
                     self.world, num_sms=self._dispatcher.num_sms, relay="never",
                     local_by_copy_engine=False,
                 )  # fmt: skip
-            step = FixedStep(plan, self._fixed_dispatcher, self.kernel, self._beside, fits)
+            step = FixedStep(plan, self._fixed_dispatcher, self.kernel, self._side, fits)
         return FixedPlan(self, step, plan)
 
     def _check_fixed(self, who: str) -> None:
@@ -277,10 +249,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             raise TransportError(f"{_WHO}: the module was closed on rank {self.world.rank}")
 
     def _check_planner(self, plan: Any) -> None:
-        if not isinstance(plan, BatchPlan):
-            raise InvalidArgument(
-                f"{_WHO}: plan is a {type(plan).__name__}, expected a BatchPlan, as of plan(pieces)"
-            )
+        instance(plan, BatchPlan, f"{_WHO}: plan", "a BatchPlan, as of plan(pieces)")
         its, mine = plan.planner, self.planner
         if (its.shape, its.latent_dim) != (mine.shape, mine.latent_dim):
             raise InvalidArgument(
@@ -301,14 +270,14 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         step = self._steps.get(plan) if isinstance(plan, BatchPlan) else None
         if step is None:
             self._check_planner(plan)
-            step = self._steps[plan] = RankStep(plan, self._dispatcher, self.kernel, self._beside)
+            step = self._steps[plan] = RankStep(plan, self._dispatcher, self.kernel, self._side)
             step.owner = self._number
         return step
 
     def varlen(
         self, plan: Union[BatchPlan, FixedPlan]
     ) -> Tuple[Optional[Sequences], Optional[Sequences]]:
-        """What the kernel is called with, on the device: (rows in place, rows that came)."""
+        """The kernel's sequences on the device: (of rows in place, of rows that came)."""
         step = self._step(plan)
         if self.device.type == "cuda":
             step.uploads.ready(torch.cuda.current_stream(self.device))
@@ -316,7 +285,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         return home, step.arrived
 
     def memory(self, plan: Union[BatchPlan, FixedPlan]) -> StepMemory:
-        """Bytes that a call takes on this rank beside its arguments, output and their gradients: a
+        """Bytes that a call takes on this rank besides its arguments, output and their gradients: a
         model keeps ``kept`` for each layer, the others once.
         """
         step = self._step(plan)
@@ -385,7 +354,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         return results[0] if len(results) == 1 else results
 
     def _check_tensor(self, tensor: Any, name: str) -> None:
-        """Of what a compiled program may look at, and the operation would call by other names."""
+        """Checks what a compiled program may look at, under the names that callers use."""
         require_moved(tensor, f"{_WHO}: {name}")
         if name == "token":
             if tensor.dtype != torch.float32 or tensor.numel() != 0 or tensor.ndim != 1:
@@ -405,7 +374,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         q, k, v = step.checked(q, k, v, self._casts)
         keep = self._keeps(q, k, v)
         with without_autocast(self._kind):
-            out, lse = Attention.apply(step, keep, return_lse, q, k, v)
+            out, lse = Attention.apply(step, keep, return_lse, None, q, k, v)
         return (out, lse) if return_lse else out
 
     @outside_graphs
@@ -429,9 +398,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         q, k, v = step.checked(q, k, v, self._casts, latent=True)
         keep = self._keeps(q, rows, *weights)
         with without_autocast(self._kind):
-            out, lse = LatentAttention.apply(
-                step, keep, return_lse, projector, q, k, v, rows, *weights
-            )
+            out, lse = Attention.apply(step, keep, return_lse, projector, q, k, v, rows, *weights)
         return (out, lse) if return_lse else out
 
     @said_by(f"{_WHO}.close")

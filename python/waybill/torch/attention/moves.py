@@ -49,7 +49,7 @@ class Rows:
 
     @property
     def tables(self) -> list[torch.Tensor]:
-        """What lies on the device."""
+        """The tensors on the device."""
         return [] if self._numbers is None else [self._numbers]
 
     def write(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -82,13 +82,8 @@ class HomeCall(NamedTuple):
     sequences: Sequences
 
 
-class HomeLens(NamedTuple):
-    """What a HomeCall is made of."""
-
-    q: slice
-    kv: slice
-    q_lens: list[int]
-    k_lens: list[int]
+#: Rows of queries, rows of keys, and the lengths of a call's sequences of both.
+HomeLens = Tuple[slice, slice, list[int], list[int]]
 
 
 def home_lens(table: Any, rows: int, takes_gaps: bool) -> list[HomeLens]:
@@ -99,7 +94,7 @@ def home_lens(table: Any, rows: int, takes_gaps: bool) -> list[HomeLens]:
     if takes_gaps and sequences:
         most = max(max(q_len, kv_len) for _, q_len, _, kv_len in sequences)
         lens = with_gaps(sequences, rows, rows, most)
-        return [HomeLens(slice(0, rows), slice(0, rows), *lens)]
+        return [(slice(0, rows), slice(0, rows), *lens)]
     runs: list[Any] = []
     for q, q_len, kv, kv_len in sequences:
         if runs and runs[-1][-1][0] + runs[-1][-1][1] == q and sum(runs[-1][-1][2:]) == kv:
@@ -111,7 +106,7 @@ def home_lens(table: Any, rows: int, takes_gaps: bool) -> list[HomeLens]:
         q, kv = run[0][0], run[0][2]
         q_end, kv_end = run[-1][0] + run[-1][1], run[-1][2] + run[-1][3]
         lens = ([s[1] for s in run], [s[3] for s in run])
-        calls.append(HomeLens(slice(q, q_end), slice(kv, kv_end), *lens))
+        calls.append((slice(q, q_end), slice(kv, kv_end), *lens))
     return calls
 
 
@@ -119,7 +114,7 @@ def with_gaps(
     sequences: Sequence[Any], q_end: int, kv_end: int, most: int
 ) -> Tuple[list[int], list[int]]:
     """Lengths of queries and keys of sequences (first query, queries, first key, keys), and of
-    what lies between them and behind the last, in parts of at most ``most`` rows: no longer than
+    what lies between them and after the last, in parts of at most ``most`` rows: no longer than
     what is attended to, as kernels launch blocks for the longest sequence.
     """
     q_lens: list[int] = []
@@ -149,17 +144,17 @@ def calls_of(
     """
     home = home_lens(in_place.reshape(-1, 4), rows, takes_gaps)
     arrived = dispatched.reshape(-1, 4)
-    lens = [(call.q_lens, call.k_lens) for call in home]
+    lens = [(q_lens, k_lens) for _, _, q_lens, k_lens in home]
     if len(arrived):
         lens.append((arrived[:, 1].tolist(), arrived[:, 3].tolist()))
     sequences = Sequences.several(lens, device) if lens else []
-    calls = [HomeCall(call.q, call.kv, s) for call, s in zip(home, sequences)]
+    calls = [HomeCall(q, kv, s) for (q, kv, *_), s in zip(home, sequences)]
     table = sequences[0].cu_seqlens_q if sequences else torch.empty(0, device=device)
     return calls, sequences[-1] if len(arrived) else None, table
 
 
 def formats_of(shape: AttentionShape) -> Tuple[TensorFormat, ...]:
-    """Of q, k, v and the output."""
+    """The formats of q, k, v and the output."""
     return (
         TensorFormat(shape.dtype, (shape.heads, shape.head_dim)),
         TensorFormat(shape.dtype, (shape.kv_heads, shape.head_dim)),
@@ -179,8 +174,8 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Uploads:
-    """Tables of one plan on their way to the device, on a stream of their own: behind nothing of a
-    step that runs, so that they are there when the next begins.
+    """Tables of one plan on their way to the device, on a stream of their own: they wait for
+    nothing of a step that runs, so that they are there when the next begins.
     """
 
     def __init__(self, device: torch.device, stream: Any) -> None:
@@ -191,7 +186,7 @@ class Uploads:
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """What is uploaded under it is there for whoever called ``ready`` after."""
+        """Tables that are uploaded under it are there for streams that called ``ready`` after."""
         if self._stream is None:
             yield
             return
@@ -207,7 +202,7 @@ class Uploads:
         self._tensors += [] if self._stream is None else tensors
 
     def ready(self, *streams: Any) -> None:
-        """Streams wait for what was uploaded, each once. A graph is captured behind a
+        """Streams wait for what was uploaded, each once. A graph is captured after a
         synchronization, and must not wait for what is outside of it.
         """
         if self._done is None:
@@ -223,12 +218,12 @@ class Uploads:
                 tensor.record_stream(stream)
 
 
-class Beside:
-    """A second stream of a GPU: what is done under ``run`` begins behind what was queued before
+class SideStream:
+    """A second stream of a GPU: what is done under ``run`` begins after what was queued before
     ``fork``, and ends before what is queued after ``join``. On the CPU all is done in order.
 
     Memory needs no record: what one stream leaves is taken again by the same stream, whose later
-    work comes behind the other's, by the next fork or by join.
+    work comes after the other's, by the next fork or by join.
     """
 
     def __init__(self, device: torch.device, overlap: bool) -> None:
@@ -258,7 +253,7 @@ class Beside:
             self._forked = current.record_event()
 
     def run(self) -> AbstractContextManager[Any]:
-        """The second stream, behind the fork."""
+        """The second stream, after the fork."""
         if self._stream is not None:
             self._stream.wait_event(self._forked)
         return self.only()
@@ -281,8 +276,8 @@ def _name(t: int) -> str:
 
 
 class Moves:
-    """Calls of the dispatcher. Their tables are made ahead, or when they are first used, on the
-    stream that is current then. Collective where the windows must grow.
+    """Calls of the dispatcher. Their tables are made in advance, or when they are first used, on
+    the stream that is current then. Collective where the windows must grow.
     """
 
     def __init__(
@@ -304,21 +299,16 @@ class Moves:
         shown = self._send(self._plan("qkv"), (q, *kv))
         return shown, self._dispatcher.last_dispatch
 
-    def out_home(self, out: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-        return self._call(self._plan("out"), (out,))
-
-    def out_and_lse_home(self, out: torch.Tensor, lse: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-        return self._call(self._plan("out and lse"), (out, lse))
+    def home(self, name: str, *tensors: torch.Tensor, number: int = 0) -> Tuple[torch.Tensor, ...]:
+        """Views of the output ("out", "out and lse"), or of the gradient of Q ("dq"), at home."""
+        return self._dispatcher._dispatch(WHO, _name, self._plan(name), tensors, number)
 
     def grad_there(self, grad: torch.Tensor, number: int) -> Callable[[], Tuple[torch.Tensor, ...]]:
         return self._send(self._plan("grad"), (grad,), number)
 
-    def dq_home(self, dq: torch.Tensor, number: int) -> torch.Tensor:
-        return self._call(self._plan("dq"), (dq,), number)[0]
-
     def sums(self, number: int, *gradients: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-        """Of the copies of own rows of K and V. Those of 16-bit rows are in float32, to be rounded
-        once with what stayed.
+        """Sums of the copies of own rows of K and V. Those of 16-bit rows are in float32, to be
+        rounded once with what stayed.
         """
         dtype = gradients[0].dtype
         dtype = torch.float32 if dtype.itemsize == 2 else dtype
@@ -333,7 +323,7 @@ class Moves:
 
     def prepare(self, upload: AbstractContextManager[None]) -> None:
         """Tables of all calls but those with a log-sum-exp, uploaded as ``upload`` says. Windows
-        grow behind the calls of the stream that is current.
+        grow after the calls of the stream that is current.
         """
         with upload:
             for name in ("qkv", "out", *_BACKWARD):
@@ -346,15 +336,10 @@ class Moves:
             return
         self._dispatcher.reserve(*(self._find(name) for name in _BACKWARD))
 
-    def _call(
-        self, plan: PlanHandle, tensors: Sequence[torch.Tensor], of_dispatch: int = 0
-    ) -> Tuple[torch.Tensor, ...]:
-        return self._dispatcher._dispatch(WHO, _name, plan, tensors, of_dispatch)
-
     def _send(
         self, plan: PlanHandle, tensors: Sequence[torch.Tensor], of_dispatch: int = 0
     ) -> Callable[[], Tuple[torch.Tensor, ...]]:
-        """Views are made when they are asked for, behind what else is to be queued."""
+        """Views are made when they are asked for, after other work is queued."""
         views = self._dispatcher._send(WHO, _name, plan, tensors, of_dispatch)
         return lambda: self._dispatcher._shown(plan, views)
 
@@ -369,15 +354,12 @@ class Moves:
         """Made once. (functools.cached_property of Python 3.11 has one lock for all objects, which
         ranks that are threads would wait for each other with.)
         """
-        ready = self._plans.get(name)
-        if ready is None:
-            ready = self._plans[name] = self._make(name)
-        return ready
-
-    def _make(self, name: str) -> PlanHandle:
-        if name == "dq" and self._q == self._out:
-            return self._find("out")
-        return self._plan_of(name, self._parts(name))
+        if name not in self._plans:
+            same = name == "dq" and self._q == self._out
+            self._plans[name] = (
+                self._find("out") if same else self._plan_of(name, self._parts(name))
+            )
+        return self._plans[name]
 
     def _plan_of(self, name: str, parts: Sequence[Tuple[Any, ...]]) -> PlanHandle:
         if name == "sums":
@@ -391,7 +373,7 @@ class Moves:
         return SparseMetadata._wrap(getattr(self._routing, name))
 
     def _formats(self, name: str) -> list[Tuple[str, list[TensorFormat]]]:
-        """Of each part: which table of the routing, and what goes that way."""
+        """For each part: which table of the routing, and what goes that way."""
         return {
             "qkv": [("fwd_q", [self._q]), ("fwd_kv", self._kv)],
             "out": [("rev_q", [self._out])],
@@ -461,7 +443,7 @@ class PieceExchange:
     def gather(
         self, held: RankPieces, who: str = _WHO, wrong: Optional[Error] = None
     ) -> list[IntArray]:
-        """What is wrong with a rank's pieces, or else with its arguments, is raised on all."""
+        """Collective. Errors of one rank's pieces, or else of its arguments, are raised on all."""
         table: IntArray = np.zeros((0, 3), np.int64)
         try:
             table = piece_table(held, self._world.rank, f"{who}: held")

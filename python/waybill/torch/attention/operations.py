@@ -20,8 +20,8 @@ from .._tensors import first_order, has_operations, operation, without_autocast
 from .step import RankStep, Saved
 
 _KEPT = 256  # tickets; with more in flight than that, backward would not find its plan
-# What the sizes of a ticket have beside the number of rows. Sizes of 0 and 1, and those that happen
-# to be equal in the first batch, would be facts of the graph: these are like no other.
+# The sizes of a ticket have this added to the number of rows. Sizes of 0 and 1, and those that
+# happen to be equal in the first batch, would be facts of the graph: these are like no other.
 _Q_SPARE, _KV_SPARE = 2**24, 2**23
 _LEAST = 2  # rows of what is kept for backward, for the same reason
 
@@ -34,7 +34,7 @@ class PlanTicket(NamedTuple):
 
     number: torch.Tensor  #: (1,) int64, on the host
     q_rows: torch.Tensor  #: (rows of Q that come from elsewhere + 2^24, 0)
-    kv_rows: torch.Tensor  #: of K and V, + 2^23
+    kv_rows: torch.Tensor  #: the same of K and V, + 2^23
 
 
 def ticket_of(step: RankStep, kept: OrderedDict[int, RankStep]) -> PlanTicket:
@@ -131,7 +131,7 @@ def _(
 
 
 def _kept(step: RankStep, saved: Saved) -> Tuple[torch.Tensor, ...]:
-    """What backward needs, each in memory of its own and of the shape that the graph knows."""
+    """Tensors that backward needs, each in its own memory and of the shape in the graph."""
     shape, needs_lse = step.shape, step.kernel.needs_lse
     q_rows, kv_rows = step.arrived_rows
     kept = [saved.home_lse if needs_lse else saved.lse.new_empty(0)]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ... import _core
-from ..._arrays import IntArray, choice, int64, number, sequence
+from ..._arrays import IntArray, at_least, choice, instance, int64, number, sequence, within
 from ..._graphs import outside_graphs
 from ..._lifetime import Unchanging, WrittenOnce
 from ..._said_by import said_by
@@ -31,7 +31,7 @@ class InPlaceRule(NamedTuple):
 
     #: rows per rank: with fewer, one call of the kernel costs less than two without copies
     min_rows: int = 2048
-    #: of the work, that stays: where it is less, there is little to gain
+    #: share of the work that stays: where it is less, there is little to gain
     min_share: float = 0.5
 
 
@@ -43,25 +43,25 @@ class Piece(NamedTuple):
     length: int
 
 
-#: What a rank holds: whole documents of its own by their lengths, pieces of documents, or both.
+#: A rank holds whole documents of its own by their lengths, pieces of documents, or both.
 RankPieces = Sequence[Union[int, Piece, Tuple[int, int, int]]]
 
 
 class BatchPlanner(WrittenOnce, Unchanging):
     """Makes plans of one module's shape and mask. Needs no ranks and no device: it can be pickled,
-    and a worker of a DataLoader may plan ahead of time.
+    and a worker of a DataLoader may plan in advance.
 
     Args:
         world_size: ranks that plan together.
         heads, kv_heads, head_dim, v_head_dim, dtype, mask, window: as of ContextParallelAttention.
-        in_place: whether rows that stay are attended to where they are, beside the others, or all
-            rows travel through the window and one call of the kernel serves them. "auto" is
+        in_place: whether rows that stay are attended to where they are while the others travel, or
+            all rows travel through the window and one call of the kernel serves them. "auto" is
             InPlaceRule(): True but for batches of few rows, or where more than half of the
             work travels. Another InPlaceRule draws these lines elsewhere.
         block_tokens: documents are cut at multiples of it.
         imbalance_target: largest work of a rank over the mean that is aimed at, > 1.
         latent_dim: of rows of which K and V are projected where they arrive; None: K and V travel.
-        costs: what the kernel takes beside (query, key) pairs, as calibrate_attention measures it;
+        costs: what the kernel takes besides (query, key) pairs, as calibrate_attention measures it;
             the same on all ranks.
     """
 
@@ -97,10 +97,10 @@ class BatchPlanner(WrittenOnce, Unchanging):
     ) -> None:
         self._called = f"{who}.plan"
         self.shape = _shape(heads, kv_heads, head_dim, v_head_dim, dtype, mask, window, scale, who)
-        self.world_size = _least(world_size, 1, "world_size", who)
+        self.world_size = at_least(world_size, 1, f"{who}: world_size")
         self.in_place = _in_place(in_place, who)
         self.costs = costs
-        self.latent_dim = 0 if latent_dim is None else _least(latent_dim, 1, "latent_dim", who)
+        self.latent_dim = 0 if latent_dim is None else at_least(latent_dim, 1, f"{who}: latent_dim")
         self._given = (heads, kv_heads, head_dim, v_head_dim)
         shape = self.shape
         kv_row = shape.kv_heads * (shape.head_dim + shape.v_head_dim)
@@ -110,7 +110,7 @@ class BatchPlanner(WrittenOnce, Unchanging):
             "kv_hidden": max(1, (self.latent_dim or kv_row) // 2),
             "dtype": dtype_name(shape.dtype), "mask": mask, "window": window or 0,
             "max_tokens_per_rank": 0, "relay": False, "kv_layout": "per_query",
-            "block_tokens": _least(block_tokens, 1, "block_tokens", who),
+            "block_tokens": at_least(block_tokens, 1, f"{who}: block_tokens"),
             "ranks_per_node": max(8, self.world_size),
             "imbalance_target": number(imbalance_target, f"{who}: imbalance_target"),
             "byte_weight": 0.0, "message_seconds": 0.4e-6, "pairs_per_second": 0.0,
@@ -233,7 +233,7 @@ class BatchPlan(WrittenOnce):
         return [int(table[:, 2].sum()) for table in self._pieces]
 
     def pieces(self, rank: int) -> list[Piece]:
-        """What a rank holds, in the order of its rows. Documents without a number are negative."""
+        """A rank's pieces, in the order of its rows. Documents without a number are negative."""
         return [Piece(*row) for row in self._table(rank, "pieces").tolist()]
 
     def positions(self, rank: int, device: Any = None) -> torch.Tensor:
@@ -279,12 +279,7 @@ class BatchPlan(WrittenOnce):
         return self._routings[0]
 
     def _table(self, rank: int, who: str) -> IntArray:
-        number = int64(rank, f"BatchPlan.{who}: rank")
-        if not 0 <= number < self.world_size:
-            raise InvalidArgument(
-                f"BatchPlan.{who}: rank = {number}, expected 0..{self.world_size - 1}"
-            )
-        return self._pieces[number]
+        return self._pieces[within(rank, 0, self.world_size - 1, f"BatchPlan.{who}: rank")]
 
     def __reduce__(self) -> Tuple[Any, ...]:
         return BatchPlan._make, (self.planner, self._pieces, self.qkv_plan)
@@ -347,14 +342,14 @@ def _shape(
     heads: Any, kv_heads: Any, head_dim: Any, v_head_dim: Any, dtype: Any, mask: Any, window: Any,
     scale: Any, who: str,
 ) -> AttentionShape:  # fmt: skip
-    heads = _least(heads, 1, "heads", who)
-    kv_heads = heads if kv_heads is None else _least(kv_heads, 1, "kv_heads", who)
+    heads = at_least(heads, 1, f"{who}: heads")
+    kv_heads = heads if kv_heads is None else at_least(kv_heads, 1, f"{who}: kv_heads")
     if heads % kv_heads != 0:
         raise InvalidArgument(
             f"{who}: kv_heads = {kv_heads}, expected a divisor of heads ({heads})"
         )
-    head_dim = _least(head_dim, 1, "head_dim", who)
-    v_head_dim = head_dim if v_head_dim is None else _least(v_head_dim, 1, "v_head_dim", who)
+    head_dim = at_least(head_dim, 1, f"{who}: head_dim")
+    v_head_dim = head_dim if v_head_dim is None else at_least(v_head_dim, 1, f"{who}: v_head_dim")
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
         got = found if isinstance(found, torch.dtype) else shown(dtype)
@@ -363,7 +358,7 @@ def _shape(
         )
     choice(mask, f"{who}: mask", *MASKS)
     if window is not None:
-        window = _least(window, 1, "window", who)
+        window = at_least(window, 1, f"{who}: window")
         if mask == "full":
             raise InvalidArgument(f'{who}: window = {window}, expected None with mask = "full"')
     scale = head_dim**-0.5 if scale is None else number(scale, f"{who}: scale")
@@ -374,7 +369,7 @@ def _shape(
 
 def _in_place(value: Any, who: str) -> Union[str, bool, InPlaceRule]:
     if isinstance(value, InPlaceRule):
-        rows = _least(value.min_rows, 0, "in_place.min_rows", who)
+        rows = at_least(value.min_rows, 0, f"{who}: in_place.min_rows")
         share = number(value.min_share, f"{who}: in_place.min_share")
         if not 0 <= share <= 1:
             raise InvalidArgument(f"{who}: in_place.min_share = {share}, expected 0 to 1")
@@ -386,13 +381,6 @@ def _in_place(value: Any, who: str) -> Union[str, bool, InPlaceRule]:
             f'{who}: in_place = {shown(value)}, expected "auto", True, False or an InPlaceRule'
         )
     return bool(value)
-
-
-def _least(value: Any, least: int, name: str, who: str) -> int:
-    number = int64(value, f"{who}: {name}")
-    if number < least:
-        raise InvalidArgument(f"{who}: {name} = {number}, expected >= {least}")
-    return number
 
 
 class PackedBatch(NamedTuple):
@@ -470,9 +458,7 @@ def pack(
     positions = torch.cat([torch.arange(len(d), device=tokens.device) for d in kept])
     pieces: list[Union[int, Piece]] = [len(document) for document in kept]
     if first_document is not None:
-        first = int64(first_document, "pack: first_document")
-        if first < 0:
-            raise InvalidArgument(f"pack: first_document = {first}, expected >= 0")
+        first = at_least(first_document, 0, "pack: first_document")
         pieces = [Piece(first + i, 0, len(document)) for i, document in enumerate(kept)]
     return PackedBatch(tokens, labels, positions, pieces)
 
@@ -495,8 +481,7 @@ def _check_alike(documents: list[torch.Tensor]) -> None:
 def unpack(rows: torch.Tensor, pieces: Sequence[Union[int, Piece]]) -> list[torch.Tensor]:
     """The rows of each piece, views: the inverse of pack for whatever was computed from it."""
     require_rows(rows, "unpack: rows")
-    if not isinstance(pieces, Sequence):
-        raise InvalidArgument(f"unpack: pieces is a {type(pieces).__name__}, expected a list")
+    instance(pieces, Sequence, "unpack: pieces", "a list")
     lengths = [
         int64(
             piece[2] if isinstance(piece, tuple) and len(piece) == 3 else piece,

@@ -15,7 +15,7 @@ from .._tensors import Autocast, named, require_moved
 from ..kernels import AttentionKernel, AttentionShape
 from ..kernels.seam import attention, gradients
 from ..sequence_dispatcher import SequenceDispatcher
-from .moves import WHO, Beside, Moves, Rows, Uploads, calls_of, first_difference
+from .moves import WHO, Moves, Rows, SideStream, Uploads, calls_of, first_difference
 from .plan import BatchPlan
 
 Project = Callable[..., Tuple[torch.Tensor, torch.Tensor]]
@@ -80,6 +80,11 @@ class Latent(NamedTuple):
         return Projection(inputs, k, v)
 
 
+def latent_of(project: Optional[Projector], given: Sequence[torch.Tensor]) -> Optional[Latent]:
+    """Latent rows and weights as they are given to autograd; None where K and V travel."""
+    return None if project is None else Latent(given[0], project, tuple(given[1:]))
+
+
 class Projection(NamedTuple):
     """K and V of some rows, known to autograd."""
 
@@ -93,7 +98,7 @@ class Projection(NamedTuple):
         return self.k.detach().contiguous(), self.v.detach().contiguous()
 
     def gradients(self, dk: torch.Tensor, dv: torch.Tensor) -> Tuple[Any, ...]:
-        """Of the rows and of each weight; zeros where nothing depends on it."""
+        """Gradients of the rows and of each weight; zeros where nothing depends on it."""
         pairs = [(t, g) for t, g in ((self.k, dk), (self.v, dv)) if t.requires_grad]
         wanted = [t for t in self.inputs if t.requires_grad]
         found: Any = [torch.zeros_like(t) for t in wanted]
@@ -106,13 +111,13 @@ class Projection(NamedTuple):
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# What ranks must have in common, as errors say it.
+# Ranks must have this in common, as errors say it.
 ORDER = "calls are for the same plans in the same order"
 GRADIENTS = f"{ORDER}, and q, as well as k or v, require gradients on all ranks or on none"
 
 
 class Saved(NamedTuple):
-    """What backward needs beside q, k, v and out. Without rows where nothing came."""
+    """Tensors that backward needs besides q, k, v and out. Without rows where nothing came."""
 
     home_lse: torch.Tensor
     q: torch.Tensor  #: dispatched to this rank, as the next four
@@ -123,11 +128,11 @@ class Saved(NamedTuple):
 
 
 class StepMemory(NamedTuple):
-    """Bytes of one call on one rank, beside q, k, v, the output and their gradients."""
+    """Bytes of one call on one rank, besides q, k, v, the output and their gradients."""
 
     kept: int  #: from forward to backward: what came from elsewhere, and log-sum-exps
     backward: int  #: while it runs: gradients of what came, sums of copies; not the kernel's own
-    windows: int  #: of the module, for all layers and plans
+    windows: int  #: windows of the module, for all layers and plans
 
 
 def names_difference(call: _F) -> _F:
@@ -136,18 +141,18 @@ def names_difference(call: _F) -> _F:
     """
 
     @functools.wraps(call)
-    def told(self: Any, *args: Any, **options: Any) -> Any:
+    def call_and_name(self: Any, *args: Any, **options: Any) -> Any:
         try:
             return call(self, *args, **options)
         except Disagreement as error:
             if self.device.type == "cpu" and "ranks disagree in call " in str(error):
                 found = first_difference(self.dispatcher.world, self.pieces, self.planner.facts())
                 if found:
-                    told_by = f"{WHO}.gather tells all ranks what each holds"
-                    error.args = (f"{error}: {found} ({told_by})", *error.args[1:])
+                    hint = f"{WHO}.gather tells all ranks what each holds"
+                    error.args = (f"{error}: {found} ({hint})", *error.args[1:])
             raise
 
-    return cast(_F, told)
+    return cast(_F, call_and_name)
 
 
 class RankStep:
@@ -161,28 +166,33 @@ class RankStep:
 
     def __init__(
         self, plan: BatchPlan, dispatcher: SequenceDispatcher, kernel: AttentionKernel,
-        beside: Beside,
+        side: SideStream,
     ) -> None:  # fmt: skip
-        self.dispatcher, self.kernel, self.beside = dispatcher, kernel, beside
-        self.shape = shape = plan.planner.shape
-        self.latent_dim = plan.planner.latent_dim
-        self.planner, self.pieces = plan.planner, plan._pieces
-        rank = dispatcher.world.rank
-        self.device = torch.device(dispatcher.world.device)
-        routing = plan.routing()
+        self._begin(plan, dispatcher, kernel, side, side.uploads)
+        rank, routing = dispatcher.world.rank, plan.routing()
         in_place, dispatched, q_rows, kv_rows = routing.rank(rank)
         self.rows = plan.home_tokens[rank]
-        self.uploads = Uploads(self.device, beside.uploads)
         with self.uploads.run():
             self.home, self.arrived, table = calls_of(
                 in_place, dispatched, self.rows, kernel.takes_gaps, self.device
             )
             self.q_rows, self.kv_rows = Rows(q_rows, self.device), Rows(kv_rows, self.device)
-        self.at = f"on rank {rank}"  #: as errors say it
         self.uploads.keep((table, *self.q_rows.tables, *self.kv_rows.tables))
         #: Whether any rank dispatches anything: else there is nothing collective.
         self.moves = bool(len(routing.fwd_q.dst_rank))
-        self._moves = Moves(routing, dispatcher, shape, plan.planner.latent_dim)
+        self._moves = Moves(routing, dispatcher, self.shape, self.latent_dim)
+
+    def _begin(
+        self, plan: BatchPlan, dispatcher: SequenceDispatcher, kernel: AttentionKernel,
+        side: SideStream, uploads: Any,
+    ) -> None:  # fmt: skip
+        """Sets what another plan of the module leaves as it is."""
+        self.dispatcher, self.kernel, self.side = dispatcher, kernel, side
+        self.planner, self.pieces = plan.planner, plan._pieces
+        self.shape, self.latent_dim = plan.planner.shape, plan.planner.latent_dim
+        self.device = torch.device(dispatcher.world.device)
+        self.at = f"on rank {dispatcher.world.rank}"  #: as errors say it
+        self.uploads = Uploads(self.device, uploads)
 
     def check_generation(self, generation: int) -> None:
         """A backward pass needs the plan that its forward had."""
@@ -205,7 +215,7 @@ class RankStep:
         """Makes what calls would make."""
         self.check_open()
         if self.moves:
-            with self.beside.only():
+            with self.side.only():
                 self._moves.prepare(self.uploads.run())
 
     def checked(
@@ -309,24 +319,24 @@ class RankStep:
         back: Tuple[torch.Tensor, ...] = ()
         lse: Optional[torch.Tensor]
         views: Callable[[], Tuple[torch.Tensor, ...]] = tuple
-        self.beside.fork(self.uploads)
+        self.side.fork(self.uploads)
         # Others wait for what is sent; but the first time its tables are made while the device is
         # busy with what stays.
-        at_once = self.moves and (self._moves.is_ready or not self.beside.overlaps)
+        at_once = self.moves and (self._moves.is_ready or not self.side.overlaps)
         if at_once:
-            with self.beside.run(), named("dispatch", self.device):
+            with self.side.run(), named("dispatch", self.device):
                 views, number = self._moves.there(*sent)
         with named("forward in place", self.device):
             out, home_lse = self._attend_home(q, k, v, want_lse)
         if self.moves:
-            with self.beside.run(), named("forward of rows that travel", self.device):
+            with self.side.run(), named("forward of rows that travel", self.device):
                 if not at_once:
                     views, number = self._moves.there(*sent)
                 there, lse = self._attend_there(views(), keep, want_lse, latent)
                 back = self._send_back(there.out, lse, want_lse)
                 if keep:
                     self._moves.prepare_backward()
-            self.beside.join()
+            self.side.join()
             self.q_rows.write(out, back[0])
         lse = None
         if want_lse:
@@ -363,8 +373,8 @@ class RankStep:
         self, out: torch.Tensor, lse: torch.Tensor, want_lse: bool
     ) -> Tuple[torch.Tensor, ...]:
         if not want_lse:
-            return self._moves.out_home(out)
-        return self._moves.out_and_lse_home(out, lse.t().contiguous())
+            return self._moves.home("out", out)
+        return self._moves.home("out and lse", out, lse.t().contiguous())
 
     @property
     def _is_whole(self) -> bool:
@@ -417,20 +427,22 @@ class RankStep:
         grad = grad.contiguous()
         sums: Tuple[torch.Tensor, ...] = ()
         of_weights: Tuple[Optional[torch.Tensor], ...] = ()
-        self.beside.fork(self.uploads)
+        self.side.fork(self.uploads)
         if self.moves:
-            with self.beside.run(), named("dispatch of gradients", self.device):
+            with self.side.run(), named("dispatch of gradients", self.device):
                 there = self._moves.grad_there(grad, number)
         with named("backward in place", self.device):
             dq, dk, dv = self._gradients_home(grad, q, k, v, out, saved.home_lse)
         if self.moves:
-            with self.beside.run(), named("backward of rows that travel", self.device):
+            with self.side.run(), named("backward of rows that travel", self.device):
                 found, of_weights = self._gradients_there(there()[0], saved, latent)
                 if needs[1]:
                     sums = self._moves.sums(number, *found[1:])
                 # Last: its view holds until the dispatcher's next call.
-                back = self._moves.dq_home(found[0], number) if needs[0] else grad
-            self.beside.join()
+                back = grad
+                if needs[0]:
+                    (back,) = self._moves.home("dq", found[0], number=number)
+            self.side.join()
             if needs[0]:
                 self.q_rows.write(dq, back)
         targets = [dk, dv] if latent is None else [self._begun(latent.rows)]

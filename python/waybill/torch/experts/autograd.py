@@ -9,10 +9,10 @@ import torch
 
 from ..._graphs import outside_graphs
 from ..._said_by import said_by
-from .._tensors import first_order, meet_mark, save_mark
+from .._tensors import first_order, read_mark, save_mark
 
 _Gradients = Tuple[Optional[torch.Tensor], ...]
-# What leads to nothing that gradients are asked of is not run: of experts' parameters, perhaps.
+# Autograd does not run what leads to nothing that gradients are asked of, such as parameters.
 _ALIKE = "the outputs of all ranks must depend on what torch.autograd.grad asks of: docs/moe.md"
 
 
@@ -52,7 +52,7 @@ class Dispatch(torch.autograd.Function):
     @outside_graphs
     @first_order
     def backward(ctx: Any, rows: Any, weights: Any, _token: Any) -> _Gradients:
-        meet_mark(ctx)
+        read_mark(ctx)
         layer, tokens_gradient, weight_gradient = ctx.layer, None, None
         with said_by("backward of EPAll2AllLayer.dispatch"):
             layer._check_not_replaced()
@@ -110,7 +110,9 @@ class Combine(torch.autograd.Function):
     @outside_graphs
     @first_order
     def backward(ctx: Any, sums: torch.Tensor) -> _Gradients:
-        _, kept, weights = ctx.saved_tensors  # what a checkpoint computes again comes before calls
+        _, kept, weights = (
+            ctx.saved_tensors
+        )  # a checkpoint computes its part again before the calls
         rows, of_weights = None, None
         # Also where this rank's rows need none, perhaps as it has none: others wait for the call.
         if ctx.needs:

@@ -7,7 +7,7 @@ from typing import Any, Tuple
 import torch
 
 from ... import _core
-from ..._arrays import flag, int64
+from ..._arrays import flag, instance, int64
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess, Unwinding
 from ...errors import InvalidArgument
@@ -40,10 +40,7 @@ class DispatchCombineContext(OfThisProcess):
         :param world: a World, or a group of torch.distributed; None is the default group
         """
         who = "DispatchCombineContext"
-        if not isinstance(ep_config, EPConfig):
-            raise InvalidArgument(
-                f"{who}: ep_config is a {type(ep_config).__name__}, expected an EPConfig"
-            )
+        instance(ep_config, EPConfig, f"{who}: ep_config", "an EPConfig")
         ep_config, compiled = ep_config._in_use_by("EPConfig", {})
         rank = world_of(world, ep_config.local_world_size, None, who, "world")
         self = cls.__new__(cls)

@@ -8,7 +8,7 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from ..._arrays import choice, flag, int64
+from ..._arrays import at_least, choice, flag, int64
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
 from ..._said_by import said_by
@@ -38,14 +38,14 @@ from .presets import PRESETS, preset_options
 
 
 class Lane:
-    """A stream beside the current one on a GPU; in host memory calls run as they come."""
+    """A second stream on a GPU; in host memory calls run as they come."""
 
     def __init__(self) -> None:
         self._stream: Any = None
-        self._events: Dict[int, Any] = {}  #: behind each call that is not joined, by its result
+        self._events: Dict[int, Any] = {}  #: after each call that is not joined, by its result
 
     def run(self, call: Callable[..., Any], *given: Any) -> Any:
-        """Begins behind what the current stream has."""
+        """Runs the call after the work that the current stream has."""
         if not given[0].is_cuda:
             return call(*given)
         cuda: Any = torch.cuda
@@ -64,7 +64,7 @@ class Lane:
         return result
 
     def join(self, result: Any) -> Any:
-        """The current stream goes on behind the call that gave it."""
+        """The current stream goes on after the call that gave it."""
         first = first_of(result)
         if first.is_cuda:
             current = torch.cuda.current_stream(first.device)
@@ -117,10 +117,7 @@ class LayerBox:
             raise InvalidArgument(
                 "ExpertParallel.resize: the layer was given, expected one that the module made"
             )
-        if fixed_rows < 1:
-            raise InvalidArgument(
-                f"ExpertParallel.resize: fixed_rows = {fixed_rows}, expected >= 1"
-            )
+        at_least(fixed_rows, 1, "ExpertParallel.resize: fixed_rows")
 
     def resize(self, fixed_rows: int) -> None:
         """Collective: another layer in its place. Nothing of the old one is in flight."""
@@ -154,7 +151,7 @@ def shared_box(world: Any, key: Tuple[Any, ...], make: Make) -> LayerBox:
 
 
 _WHO = "ExpertParallel"
-_FIRST_OPTION = "num_sm"  # of the layer's arguments: those before it are the module's
+_FIRST_OPTION = "num_sm"  # an argument of the layer: those before it are the module's
 
 
 def check_options(
@@ -188,7 +185,7 @@ def check_options(
 
 
 def check_operations(fixed_rows: Any, chunks: int, windows: str, options: Dict[str, Any]) -> None:
-    """What operations of torch.library need, which give copies of sizes that are known before."""
+    """Checks for operations of torch.library, which give copies of sizes known before."""
     if fixed_rows is None or chunks > 1:
         raise InvalidArgument(
             f"{_WHO}: operations = True with fixed_rows = {fixed_rows} and chunks = {chunks},"
@@ -328,7 +325,7 @@ def _wrong(got: str, expected: str, rank: int) -> InvalidArgument:
 
 
 def check_outputs(outputs: Any, rows: torch.Tensor, rank: int) -> torch.Tensor:
-    """What the experts made of rows."""
+    """The outputs that the experts made of rows."""
     name = f"{_WHO}: what the experts of rank {rank} gave"
     require_moved(outputs, name)
     if outputs.shape != rows.shape or not outputs.is_floating_point():
@@ -342,7 +339,7 @@ def check_outputs(outputs: Any, rows: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def check_shared(outputs: Any, tokens: torch.Tensor, rank: int) -> None:
-    """What the shared experts made of tokens: another shape would be spread over them."""
+    """The outputs of shared experts for tokens: another shape would be spread over them."""
     name = f"{_WHO}: what shared gave on rank {rank}"
     require_tensor(outputs, name)
     if outputs.shape != tokens.shape:
@@ -372,7 +369,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         ``waybill.World``
     :param device: of ranks from a process group, as of ``EPAll2AllLayer``
     :param shared: experts that each token has: a module or function of [T, hidden]; on a GPU it
-        runs beside the dispatch, on a stream of its own
+        runs during the dispatch, on a stream of its own
     :param gradients: of the experts, to be given: "sum": of the sum of the ranks' losses, where the
         gradients of the other parameters are added over the ranks, as those of
         ``ContextParallelAttention`` are; "mean": of the mean of the ranks' losses, where they are
@@ -432,9 +429,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             num_experts = int64(num_experts, f"{who}: num_experts")
             topk, hidden = int64(topk, f"{who}: topk"), int64(hidden, f"{who}: hidden")
             operations = None if operations is None else flag(operations, f"{who}: operations")
-            chunks = int64(chunks, f"{who}: chunks")
-            if chunks < 1:
-                raise InvalidArgument(f"{who}: chunks = {chunks}, expected >= 1")
+            chunks = at_least(chunks, 1, f"{who}: chunks")
             most = max_tokens = int64(max_tokens, f"{who}: max_tokens")
             if max_tokens > 0:
                 max_tokens = -(-max_tokens // chunks)
@@ -476,7 +471,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         self.experts, self.shared = experts, shared
         self.gradients, self.weights, self.windows = gradients, weights, windows
         self.operations = operations
-        self._beside = Lane()
+        self._side = Lane()
         self._moving = Lane()
 
     @property
@@ -497,17 +492,17 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         # and autograd gathers a leaf's gradients on the stream that used the leaf first.
         x = tokens.reshape(-1, tokens.shape[-1])
         weights, chosen = flat_rows(scores), flat_rows(ids)
-        beside = None if self.shared is None else self._beside.run(self.shared, x)
+        added = None if self.shared is None else self._side.run(self.shared, x)
         if self.shared is not None:
-            check_shared(beside, x, self.layer.rank)
-        # What is between here and home has the gradients of the mean.
+            check_shared(added, x, self.layer.rank)
+        # Everything between here and home has the gradients of the mean.
         ranks = self.layer.world_size if self.gradients == "mean" else 1
         x = scaled_gradient(x, ranks)
         weights = scaled_gradient(weights.to(self.layer.weight_dtype), ranks)
         sums = scaled_gradient(self._all_chunks(x, weights, chosen), 1 / ranks)
-        if beside is not None:
-            self._beside.join(beside)
-            sums = sums + beside
+        if added is not None:
+            self._side.join(added)
+            sums = sums + added
         return sums if tokens.ndim == 2 else sums.reshape(tokens.shape)
 
     def uses_operations(self) -> bool:
@@ -604,7 +599,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             return self.layer.dispatch(x, ids, weights, copy_out=self.layer.copy_out and kept)
 
     def _computed(self, rows: torch.Tensor, row_weights: torch.Tensor, layout: Any) -> Any:
-        """What the experts make of rows, and the descriptor."""
+        """The outputs that the experts make of rows, and the descriptor."""
         given = (rows, ends_within(layout.recv_expert_offsets, self.layer.fixed_rows))
         outputs = self.experts(*given, *([row_weights] if self.weights == "experts" else []))
         outputs = check_outputs(outputs, rows, self.layer.rank).to(self.layer.dtype)

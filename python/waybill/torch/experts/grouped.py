@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 import torch
 
-from ..._arrays import int64
+from ..._arrays import at_least
 from ...errors import InvalidArgument, Unsupported
 from .._tensors import holds, is_autocast, require_device, torch_dtype
 
@@ -15,7 +15,7 @@ def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor)
     """[R, out]: each row times the matrix of its group, by ``torch._grouped_mm``; also of no rows.
     float64 in host memory, which torch has not, is a product for each group.
 
-    :param rows: [R, in], group after group; what lies behind the last group gives anything
+    :param rows: [R, in], group after group; what lies after the last group gives anything
     :param weights: [groups, in, out]; rows of both of a multiple of 16 bytes, as torch wants
     :param offsets: [groups] int32, the end of each group
     """
@@ -43,16 +43,9 @@ def _one_by_one(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor
 
 def ends_within(offsets: torch.Tensor, fixed_rows: Optional[int]) -> torch.Tensor:
     """[experts]: the ends of groups that lie in so many rows. Those of an overflow, counted, lie
-    behind, where a grouped product would read, and write, what is somebody else's.
+    after them, where a grouped product would read, and write, what is somebody else's.
     """
     return offsets[1:] if fixed_rows is None else offsets[1:].clamp(max=fixed_rows)
-
-
-def _positive(value: Any, name: str) -> int:
-    number = int64(value, name)
-    if number < 1:
-        raise InvalidArgument(f"{name} = {number}, expected >= 1")
-    return number
 
 
 class SwiGLUExperts(torch.nn.Module):
@@ -73,8 +66,8 @@ class SwiGLUExperts(torch.nn.Module):
     ) -> None:
         super().__init__()
         who = "SwiGLUExperts"
-        num_experts = _positive(num_experts, f"{who}: num_experts")
-        hidden, inner = _positive(hidden, f"{who}: hidden"), _positive(inner, f"{who}: inner")
+        num_experts = at_least(num_experts, 1, f"{who}: num_experts")
+        hidden, inner = at_least(hidden, 1, f"{who}: hidden"), at_least(inner, 1, f"{who}: inner")
         if dtype is not None:
             dtype = torch_dtype(dtype, f"{who}: dtype")
             if not dtype.is_floating_point:

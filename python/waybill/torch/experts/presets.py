@@ -1,4 +1,4 @@
-"""What layers are made with, for training and for decoding, on the device of a world."""
+"""Options that layers are made with, for training and for decoding, on the device of a world."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Dict, Optional, Tuple, Union
 
 import torch
 
-from ..._arrays import choice, int64
+from ..._arrays import at_least, choice, int64
 from ...errors import InvalidArgument, WrongType
 from ...world import World
 
 PRESETS = ("training", "decoding")
 _HOST_SMS = 20  # ranks in host memory ignore it
-_FEW_TOKENS = 128  # of a rank: a call is then bound by latency, not by links
+_FEW_TOKENS = 128  # tokens of a rank: a call is then bound by latency, not by links
 
 
 def suggested_sms(world: World, max_tokens: int) -> int:
@@ -41,10 +41,7 @@ def number_of_rows(
             return None
         if isinstance(fixed_rows, bool):  # which would be one row
             raise WrongType(f"{who}: fixed_rows = {fixed_rows}, expected a number of rows")
-        number = int64(fixed_rows, f"{who}: fixed_rows")
-        if number < 1:
-            raise InvalidArgument(f"{who}: fixed_rows = {number}, expected >= 1")
-        return number
+        return at_least(fixed_rows, 1, f"{who}: fixed_rows")
     if not 0 < fixed_rows <= 1:
         raise InvalidArgument(
             f"{who}: fixed_rows = {fixed_rows}, expected a number of rows, or a share of the worst"
@@ -85,7 +82,6 @@ def room_of(
             f"{who}: capacity = {factor}, expected none: fixed_rows = {fixed_rows} says how many"
             " rows the buffers have"
         )
-    most = 0 if max_per_expert is None else int64(max_per_expert, f"{who}: max_per_expert")
-    if most < 1 and max_per_expert is not None:
-        raise InvalidArgument(f"{who}: max_per_expert = {most}, expected >= 1")
-    return factor, most
+    if max_per_expert is None:
+        return factor, 0
+    return factor, at_least(max_per_expert, 1, f"{who}: max_per_expert")

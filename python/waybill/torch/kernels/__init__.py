@@ -1,4 +1,4 @@
-"""Attention kernels for sequences of any lengths, behind one small seam."""
+"""Attention kernels for sequences of any lengths, with one small interface."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "choose_kernel",
 ]
 
-#: What ``ContextParallelAttention(kernel=...)`` takes.
+#: ``ContextParallelAttention(kernel=...)`` takes these.
 Kernel = Union[str, AttentionKernel, Callable[..., Any]]
 
 _BY_NAME: dict[str, Callable[[], AttentionKernel]] = {

@@ -75,9 +75,9 @@ def _log_sum_exp(
 
 
 class VarlenKernel(AttentionKernel):
-    """What varlen_attn calls on a GPU, forward and backward: FlashAttention 2, or the one that
-    ``torch.nn.attention.activate_flash_attention_impl`` has made torch's (it is left as it is).
-    ``torch.use_deterministic_algorithms`` makes gradients of Q the same bit for bit.
+    """The operations that varlen_attn calls on a GPU, forward and backward: FlashAttention 2, or
+    the one that ``torch.nn.attention.activate_flash_attention_impl`` has made torch's (it is left
+    as it is). ``torch.use_deterministic_algorithms`` makes gradients of Q the same bit for bit.
 
     Its operations are called and not varlen_attn itself, which drops what it saved for backward
     with its graph. Smaller heads of V are padded to those of Q.
@@ -115,7 +115,7 @@ class VarlenKernel(AttentionKernel):
     ) -> Gradients:  # fmt: skip
         left, right = window_of(shape)
         operation: Any = torch.ops.aten._flash_attention_backward
-        # Of dropout, which there is none.
+        # It is for dropout, which there is none of.
         random = torch.empty(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = operation(
             widened(grad, shape.head_dim).contiguous(), q, k, widened(v, shape.head_dim),
@@ -128,15 +128,15 @@ class VarlenKernel(AttentionKernel):
 
 
 class _PackageKernel(AttentionKernel):
-    """Forward is the package's public function. Backward is the function behind its autograd, with
-    the arguments by name that the installed version has; a version in which some are missing
+    """Forward is the package's public function. Backward is the function that its autograd calls,
+    with the arguments by name that the installed version has; a version in which some are missing
     computes attention again instead.
     """
 
     takes_gaps = True
     needs_lse = True
     suits_graphs = True
-    most_head_dim = 256
+    max_head_dim = 256
     pads_v = True  #: heads of V must be as wide as those of Q
     module_name: str
     backward_name: str
@@ -153,7 +153,7 @@ class _PackageKernel(AttentionKernel):
         self._backward: Optional[Callable[..., Any]] = getattr(module, self.backward_name, None)
 
     def check(self, shape: AttentionShape, device: torch.device, who: str) -> None:
-        refuse_wide_heads(shape, self.most_head_dim, f'kernel "{self.name}"', who)
+        refuse_wide_heads(shape, self.max_head_dim, f'kernel "{self.name}"', who)
 
     def _v(self, v: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
         return widened(v, shape.head_dim) if self.pads_v else v
@@ -325,7 +325,7 @@ def block_mask(
 def _key_ranges(
     q_begin: Any, q_len: Any, k_begin: Any, k_len: Any, num_q: int, shape: AttentionShape
 ) -> Tuple[Any, Any]:
-    """The first key of each query, and the one behind its last."""
+    """The first key of each query, and the one after its last."""
     low, high = np.zeros(num_q, np.int64), np.zeros(num_q, np.int64)
     for qb, ql, kb, kl in zip(q_begin, q_len, k_begin, k_len):
         if ql == 0 or kl == 0:

@@ -1,4 +1,4 @@
-"""What a kernel is asked, what it answers, and checks of the answer."""
+"""The interface of kernels: what one is asked and answers, and checks of the answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Gradients = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class AttentionShape(NamedTuple):
-    """What does not change from batch to batch."""
+    """Sizes and options that do not change from batch to batch."""
 
     heads: int
     kv_heads: int  #: each serves heads / kv_heads heads of queries
@@ -47,7 +47,7 @@ class Sequences:
 
     @classmethod
     def of(cls, q_lens: Sequence[int], k_lens: Sequence[int], device: Any = "cpu") -> Sequences:
-        """Of lengths on the host; one copy to the device."""
+        """From lengths on the host; one copy to the device."""
         who = "Sequences.of"
         place = require_device(device, f"{who}: device") or torch.device("cpu")
         lens = [_lengths(q_lens, f"{who}: q_lens"), _lengths(k_lens, f"{who}: k_lens")]
@@ -59,7 +59,7 @@ class Sequences:
 
     @classmethod
     def several(cls, lens: Sequence[Tuple[Any, Any]], device: Any = "cpu") -> list[Sequences]:
-        """Of (lengths of queries, lengths of keys) each, in one copy to the device, for which
+        """From (lengths of queries, lengths of keys) each, in one copy to the device, for which
         nothing waits.
         """
         table = np.zeros(sum(2 * (len(q_lens) + 1) for q_lens, _ in lens), np.int32)
@@ -110,7 +110,7 @@ class AttentionKernel:
     takes_gaps = False
     #: backward reads the log-sum-exp that forward returned.
     needs_lse = False
-    #: Of the sequences it looks at the tensors and the longest lengths alone, not at the lengths on
+    #: It looks at the tensors and the longest lengths of sequences alone, not at the lengths on
     #: the host: a CUDA graph replays it with other sequences.
     suits_graphs = False
 
@@ -216,7 +216,7 @@ def _known_to_autograd() -> contextlib.AbstractContextManager[Any]:
 
 
 def refuse_wide_heads(shape: AttentionShape, most: int, kernel: str, who: str) -> None:
-    """What FlashAttention's kernels take: heads of multiples of 8, 16-bit rows."""
+    """Refuses what FlashAttention's kernels do not take: heads of multiples of 8, 16-bit rows."""
     for name, size in (("head_dim", shape.head_dim), ("v_head_dim", shape.v_head_dim)):
         if size % 8 != 0 or not 8 <= size <= most:
             raise Unsupported(f"{who}: {name} = {size}, {kernel} takes multiples of 8 up to {most}")
@@ -237,12 +237,12 @@ def window_of(shape: AttentionShape) -> Tuple[int, int]:
 
 
 def narrowed(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Without what ``widened`` put behind each head."""
+    """Without what ``widened`` put after each head."""
     return tensor if tensor.shape[-1] == head_dim else tensor[..., :head_dim]
 
 
 def widened(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """With zeros behind each head, where a kernel takes heads of one size only."""
+    """With zeros after each head, where a kernel takes heads of one size only."""
     missing = head_dim - tensor.shape[-1]
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
@@ -278,7 +278,7 @@ def gradients(
     out: torch.Tensor, lse: Optional[torch.Tensor], sequences: Sequences, shape: AttentionShape,
     at: str,
 ) -> Gradients:  # fmt: skip
-    """Of q, k and v, each in memory of its own."""
+    """Gradients of q, k and v, each in memory of its own."""
     found: Any = kernel.backward(grad, q, k, v, out, lse, sequences, shape)
     if not isinstance(found, (tuple, list)) or len(found) != 3:
         got = f"{len(found)} results" if isinstance(found, (tuple, list)) else shown(found)
