@@ -19,6 +19,7 @@ def test_the_files_that_kernels_include(project):
         "trace_call",
         {
             "src/cuda/experts/rows.cu": '#include "../device/signal.cuh"\n#include <vector>\n',
+            "src/cuda/device/signal.cuh": '#include "fault.h"\n',
             "src/cuda/device/fault.h": '#include "waybill/core/rank.h"\n',
             "src/cuda/device/other.h": "",
             "include/waybill/core/rank.h": "",

@@ -1,6 +1,10 @@
-"""Golden records of metadata and layouts, called as a user of DistCA calls them."""
+"""Golden records: metadata, layouts, small helpers, the simulation; and that none goes untested."""
 
+import hashlib
+
+import numpy as np
 import pytest
+import records as golden
 from records import (
     KV_TABLES,
     array,
@@ -10,6 +14,7 @@ from records import (
     expect_metadata,
     given,
     metadata,
+    records,
 )
 
 import waybill
@@ -172,3 +177,158 @@ def expect_empty_ranks_are_empty(face, layout, dispatch):
         if count == 0:
             assert layout.cu_seqlens_q[rank].tolist() == layout.cu_seqlens_kv[rank].tolist() == [0]
             assert int(layout.max_seqlen_q[rank]) == int(layout.max_seqlen_kv[rank]) == 0
+
+
+@every_record("exclusive_cumsum")
+def test_exclusive_cumsum(face, record):
+    tensor, dim = given(face, record["inputs"], "tensor", "dim")
+    got = face.module.exclusive_cumsum(tensor, dim=dim)
+    expect_array(face, "result", got, record["outputs"]["result"])
+    if dim == 0:
+        got = face.module.exclusive_cumsum(tensor)
+        expect_array(face, "result", got, record["outputs"]["result"])
+
+
+@every_record("prepend_zero_fn")
+@pytest.mark.parametrize("name", ["prepend_zero", "prepend_zero_fn"])
+def test_prepend_zero(face, record, name):
+    tensor, dim = given(face, record["inputs"], "tensor", "dim")
+    got = getattr(face.module, name)(tensor, dim)
+    expect_array(face, "result", got, record["outputs"]["result"])
+
+
+@every_record("mask_by_neg")
+def test_mask_by_neg(face, record):
+    got = face.module.mask_by_neg(*given(face, record["inputs"], "tensor", "mask"))
+    expect_array(face, "result", got, record["outputs"]["result"])
+
+
+@every_record("index_put_with_neg_padding_1d")
+def test_index_put_with_neg_padding_1d(face, record):
+    arguments = given(face, record["inputs"], "tensor", "src", "index")
+    got = face.module.index_put_with_neg_padding_1d(*arguments)
+    expect_array(face, "result", got, record["outputs"]["result"])
+    expect_array(face, "the argument", arguments[0], record["inputs"]["tensor"])
+
+
+@every_record("gen_seq_lens")
+def test_gen_seq_lens(face, record):
+    inputs = record["inputs"]
+    arguments = given(face, inputs, "world_size", "num_seqs", "total_len")
+    (uniforms,) = given(face, inputs, "uniforms")
+    got = face.module.gen_seq_lens(*arguments, uniforms=uniforms)
+    expect_array(face, "seq_len", got, record["outputs"]["seq_len"])
+
+
+@every_record("gen_seq_lens")
+def test_gen_seq_lens_draws_what_the_original_drew(record):
+    torch = pytest.importorskip("torch")
+    from faces import torch_face
+
+    face, inputs = torch_face(), record["inputs"]
+    world_size, num_seqs, total_len = given(face, inputs, "world_size", "num_seqs", "total_len")
+    torch.manual_seed(record["seed"])
+    drawn = torch.rand(world_size, num_seqs).numpy()
+    assert (drawn == array(inputs["uniforms"])).all(), "torch's generator is another than then"
+    torch.manual_seed(record["seed"])
+    got = face.module.gen_seq_lens(world_size, num_seqs, total_len)
+    expect_array(face, "seq_len", got, record["outputs"]["seq_len"])
+
+
+_ERRORS = {
+    "RuntimeError": (RuntimeError, waybill.ShapeMismatch),
+    "IndexError": (IndexError, waybill.RankOutOfRange),
+    "AssertionError": (AssertionError, waybill.NotThreeAxes),
+}
+
+
+@every_record("orchestrate_simulate")
+def test_orchestrate_simulate(face, record):
+    tensor, output = given(face, record["inputs"], "tensor", "output_tensor")
+    table = metadata(face, record["inputs"]["metadata"])
+    error = record["outputs"].get("error")
+    if error is None:
+        got = face.module.orchestrate_simulate(tensor, output, table)
+        assert got is output
+        expect_array(face, "output", output, record["outputs"]["output_tensor"])
+    else:
+        recorded, ours = _ERRORS[error]
+        with pytest.raises(recorded) as caught:
+            face.module.orchestrate_simulate(tensor, output, table)
+        assert type(caught.value) is ours and isinstance(caught.value, waybill.InvalidArgument)
+        assert str(caught.value).startswith("orchestrate_simulate: ")
+        expect_array(face, "output", output, record["inputs"]["output_tensor"])
+    expect_array(face, "tensor", tensor, record["inputs"]["tensor"])
+
+
+def test_the_records_have_every_kind_of_error():
+    seen = {record["outputs"].get("error") for record in records("orchestrate_simulate")}
+    assert seen == {None, *_ERRORS}
+
+
+def test_overlapping_writers_can_be_refused(face):
+    (record,) = [
+        r for r in records("orchestrate_simulate") if r["case"] == "ok-overlap-last-writer-wins"
+    ]
+    tensor, output = given(face, record["inputs"], "tensor", "output_tensor")
+    table = metadata(face, record["inputs"]["metadata"])
+    with pytest.raises(waybill.ShapeMismatch, match="also written by source rank"):
+        face.module.orchestrate_simulate(tensor, output, table, overlap="reject")
+    expect_array(face, "output", output, record["inputs"]["output_tensor"])
+
+
+@every_record("simulate_communication")
+def test_simulate_communication(face, record):
+    tensors = [face.array(array(entry)) for entry in record["inputs"]["tensors"]["ragged"]]
+    table = metadata(face, record["inputs"]["metadata"])
+    got = face.module.simulate_communication(tensors, table)
+    want = record["outputs"]["tensors"]["ragged"]
+    assert isinstance(got, list) and len(got) == len(want)
+    for rank, (rows, entry) in enumerate(zip(got, want)):
+        expect_array(face, f"rank {rank}", rows, entry)
+
+
+@every_record("simulate_communication")
+def test_source_rows_is_the_same_as_a_gather(record):
+    tensors = [array(entry) for entry in record["inputs"]["tensors"]["ragged"]]
+    from faces import NumpyFace
+
+    table = metadata(NumpyFace(), record["inputs"]["metadata"])
+    most, hidden = max(map(len, tensors)), tensors[0].shape[1]
+    padded = np.zeros((len(tensors), most, hidden), np.float32)
+    for row, tensor in zip(padded, tensors):
+        row[: len(tensor)] = tensor
+    received = int(table.num_recv_tokens.max())
+    rows = waybill.source_rows(padded.shape, (len(tensors), received, hidden), table)
+    gathered = np.where(rows[..., None] >= 0, padded.reshape(-1, hidden)[rows], 0)
+    for rank, entry in enumerate(record["outputs"]["tensors"]["ragged"]):
+        want = array(entry)
+        np.testing.assert_array_equal(gathered[rank, : len(want)], want)
+        assert (rows[rank, len(want) :] == -1).all()
+
+
+def test_every_function_of_the_index_has_a_test():
+    assert golden.functions_with_tests == set(golden.index())
+
+
+def test_files_are_what_the_index_says():
+    for function, entry in golden.index().items():
+        content = (golden.FOLDER / entry["file"]).read_bytes()
+        assert len(golden.records(function)) == entry["cases"] > 0, function
+        assert len(content) == entry["bytes"], function
+        assert hashlib.sha256(content).hexdigest() == entry["sha256"], function
+
+
+def test_no_file_is_outside_the_index():
+    in_index = {entry["file"] for entry in golden.index().values()}
+    assert {path.name for path in golden.FOLDER.glob("*.jsonl")} == in_index
+
+
+def test_records_belong_to_the_function_of_their_file():
+    for function in golden.index():
+        assert {record["fn"] for record in golden.records(function)} == {function}
+
+
+def test_every_field_of_metadata_is_compared():
+    (record, *_) = golden.records("compute_metadata")
+    assert set(record["outputs"]["fwd"]) == set(golden.METADATA_FIELDS)
