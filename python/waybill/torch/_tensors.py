@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .._arrays import AnyArray, as_numpy, instance, library_dtype
+from .._arrays import AnyArray, as_numpy, library_dtype
 from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
 
@@ -238,7 +238,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def require_tensor(value: Any, name: str) -> torch.Tensor:
     """Payloads are tensors: anything else would be copied without the caller noticing."""
-    instance(value, torch.Tensor, f"{name}", "a torch.Tensor")
+    if not isinstance(value, torch.Tensor):
+        raise InvalidArgument(f"{name} is a {type(value).__name__}, expected a torch.Tensor")
     if value.is_nested:
         raise InvalidArgument(f"{name} is a nested tensor, expected rows of one shape")
     if value.layout is not torch.strided:

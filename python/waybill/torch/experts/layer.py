@@ -126,7 +126,8 @@ def names_rank(call: _Call) -> _Call:
 
 
 def checked_layout(layout: Any, name: str) -> Any:
-    instance(layout, LayerLayout, f"{name}: the descriptor", "one that dispatch gave")
+    if not isinstance(layout, LayerLayout):
+        instance(layout, LayerLayout, f"{name}: the descriptor", "one that dispatch gave")
     return layout
 
 
