@@ -167,6 +167,11 @@ def is_private(name):
     return name in INNER or (name.startswith("_") and not name.endswith("__"))
 
 
+def is_forwarded(value):
+    """A property that gives an attribute of what the object holds."""
+    return isinstance(value, ast.Call) and ast.unparse(value.func) == "forwarded"
+
+
 def members_of(node):
     """{name: text} of what a class itself has."""
     found = {}
@@ -184,6 +189,8 @@ def members_of(node):
                 found[child.name] = signature(child) + "".join(f"  # {kind}" for kind in kinds)
             if child.name == "__init__":
                 found |= attributes_of(child)
+        elif isinstance(child, ast.AnnAssign) and is_forwarded(child.value):
+            found[child.target.id] = f": property {ast.unparse(child.annotation)}"
         elif isinstance(child, ast.AnnAssign) and isinstance(child.target, ast.Name):
             default = f" = {ast.unparse(child.value)}" if child.value else ""
             found[child.target.id] = f": {ast.unparse(child.annotation)}{default}"

@@ -1,7 +1,8 @@
-"""Objects that cannot be copied, objects that never change, and cleaning up after an error."""
+"""Objects that cannot be copied or never change, what they forward, cleaning up after errors."""
 
 from __future__ import annotations
 
+import operator
 import sys
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -34,6 +35,11 @@ class WrittenOnce:
 
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"{type(self).__name__}: {name} is read-only: make another one")
+
+
+def forwarded(path: str, doc: str) -> Any:
+    """A read-only attribute of what an object holds, such as ``_plan.shard_len``."""
+    return property(operator.attrgetter(path), doc=doc)
 
 
 class OfThisProcess:

@@ -19,7 +19,7 @@ from ._arrays import (
     sequence,
     within,
 )
-from ._lifetime import Unchanging
+from ._lifetime import Unchanging, forwarded
 from .costs import AttentionCosts, LinkSpeeds, check_speeds, planned
 from .errors import InvalidArgument
 from .metadata import QkvMetadata
@@ -71,28 +71,17 @@ class AttentionPlan(Unchanging):
         """The text of format ``waybill.attention_plan``; also written to ``path`` when given."""
         return kept(self._plan.to_json(compact), path)
 
-    @property
-    def work(self) -> IntArray:
-        """(W,): what is balanced: (query, key) pairs of the mask that each rank attends to, exact,
-        and with ``costs`` what its rows and shards take besides them, in pairs.
-        ``to_qkv_plan().work`` is pairs alone.
-        """
-        return self._plan.work
-
-    @property
-    def home_tokens(self) -> IntArray:
-        """(W,): rows in the MLP layout."""
-        return self._plan.home_tokens
-
-    @property
-    def attention_tokens(self) -> IntArray:
-        """(W,): rows of Q in the attention layout."""
-        return self._plan.attention_tokens
-
-    @property
-    def kv_tokens(self) -> IntArray:
-        """(W,): rows of KV in the attention layout."""
-        return self._plan.kv_tokens
+    work: IntArray = forwarded(
+        "_plan.work",
+        "(W,): what is balanced: (query, key) pairs of the mask that each rank attends to, exact, "
+        "and with ``costs`` what its rows and shards take besides them, in pairs. "
+        "``to_qkv_plan().work`` is pairs alone.",
+    )
+    home_tokens: IntArray = forwarded("_plan.home_tokens", "(W,): rows in the MLP layout.")
+    attention_tokens: IntArray = forwarded(
+        "_plan.attention_tokens", "(W,): rows of Q in the attention layout."
+    )
+    kv_tokens: IntArray = forwarded("_plan.kv_tokens", "(W,): rows of KV in the attention layout.")
 
     @property
     def bytes_in(self) -> IntArray:

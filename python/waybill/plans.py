@@ -19,7 +19,7 @@ from ._arrays import (
     kept,
     within,
 )
-from ._lifetime import Unchanging
+from ._lifetime import Unchanging, forwarded
 from .errors import InvalidArgument
 from .metadata import (
     AttnLayout,
@@ -84,40 +84,21 @@ class SparseMetadata(Unchanging):
         """The dense form, without the mask of copies that come back: QkvPlan.to_metadata has it."""
         return Metadata._from_fields(_core.to_dense(self._table))
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks, W."""
-        return self._table.world_size
-
-    @property
-    def rank_offsets(self) -> IntArray:
-        """(W + 1,): rank w sends lines [o[w], o[w + 1])."""
-        return self._table.rank_offsets
-
-    @property
-    def seq_len(self) -> IntArray:
-        """(lines,): rows of the shard."""
-        return self._table.seq_len
-
-    @property
-    def copy_offsets(self) -> IntArray:
-        """(lines + 1,): copies of a line, or (0,) where every line has one."""
-        return self._table.copy_offsets
-
-    @property
-    def dst_rank(self) -> IntArray:
-        """(copies,): where the copy goes."""
-        return self._table.dst_rank
-
-    @property
-    def dst_offset(self) -> IntArray:
-        """(copies,): first row in the destination's buffer."""
-        return self._table.dst_offset
-
-    @property
-    def num_total_recv_tokens(self) -> IntArray:
-        """(W,): rows that each rank receives, its own included."""
-        return self._table.recv_total
+    world_size: int = forwarded("_table.world_size", "Number of ranks, W.")
+    rank_offsets: IntArray = forwarded(
+        "_table.rank_offsets", "(W + 1,): rank w sends lines [o[w], o[w + 1])."
+    )
+    seq_len: IntArray = forwarded("_table.seq_len", "(lines,): rows of the shard.")
+    copy_offsets: IntArray = forwarded(
+        "_table.copy_offsets", "(lines + 1,): copies of a line, or (0,) where every line has one."
+    )
+    dst_rank: IntArray = forwarded("_table.dst_rank", "(copies,): where the copy goes.")
+    dst_offset: IntArray = forwarded(
+        "_table.dst_offset", "(copies,): first row in the destination's buffer."
+    )
+    num_total_recv_tokens: IntArray = forwarded(
+        "_table.recv_total", "(W,): rows that each rank receives, its own included."
+    )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SparseMetadata):
@@ -301,50 +282,22 @@ class QkvPlan(Unchanging):
         """The text of format ``waybill.plan``; also written to ``path`` when one is given."""
         return kept(self._plan.to_json(compact), path)
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks, W."""
-        return self._plan.world_size
-
-    @property
-    def kv_layout(self) -> str:
-        """ "per_rank" or "per_query"."""
-        return self._plan.kv_layout
-
-    @property
-    def mask(self) -> str:
-        """ "causal" or "full"."""
-        return self._plan.mask
-
-    @property
-    def rank_shard_offsets(self) -> IntArray:
-        """(W + 1,): rank w has shards [o[w], o[w + 1]). Read-only, as all tables."""
-        return self._plan.rank_shard_offsets
-
-    @property
-    def shard_len(self) -> IntArray:
-        """(N,): tokens."""
-        return self._plan.shard_len
-
-    @property
-    def q_dst(self) -> IntArray:
-        """(N,): the rank that attends to the shard's queries."""
-        return self._plan.q_dst
-
-    @property
-    def doc_shard_offsets(self) -> IntArray:
-        """(D + 1,): into doc_shards."""
-        return self._plan.doc_shard_offsets
-
-    @property
-    def doc_shards(self) -> IntArray:
-        """(N,): shards, document by document."""
-        return self._plan.doc_shards
-
-    @property
-    def kv_begin(self) -> IntArray:
-        """(N,) first KV position that each shard needs, or (0,) for all 0."""
-        return self._plan.kv_begin
+    world_size: int = forwarded("_plan.world_size", "Number of ranks, W.")
+    kv_layout: str = forwarded("_plan.kv_layout", '"per_rank" or "per_query".')
+    mask: str = forwarded("_plan.mask", '"causal" or "full".')
+    rank_shard_offsets: IntArray = forwarded(
+        "_plan.rank_shard_offsets",
+        "(W + 1,): rank w has shards [o[w], o[w + 1]). Read-only, as all tables.",
+    )
+    shard_len: IntArray = forwarded("_plan.shard_len", "(N,): tokens.")
+    q_dst: IntArray = forwarded(
+        "_plan.q_dst", "(N,): the rank that attends to the shard's queries."
+    )
+    doc_shard_offsets: IntArray = forwarded("_plan.doc_shard_offsets", "(D + 1,): into doc_shards.")
+    doc_shards: IntArray = forwarded("_plan.doc_shards", "(N,): shards, document by document.")
+    kv_begin: IntArray = forwarded(
+        "_plan.kv_begin", "(N,) first KV position that each shard needs, or (0,) for all 0."
+    )
 
     @property
     def num_shards(self) -> int:

@@ -34,7 +34,7 @@ from ._arrays import (
     library_dtype,
 )
 from ._graphs import outside_graphs
-from ._lifetime import OfThisProcess, Unwinding
+from ._lifetime import OfThisProcess, Unwinding, forwarded
 from ._wrong_call import shown
 from .errors import Error, InvalidArgument, Unsupported
 from .plans import relay_of, room_of, sparse_table
@@ -239,32 +239,24 @@ class PlanHandle(OfThisProcess):
         self.formats = tuple(formats)
         return self
 
-    @property
-    def own_rows(self) -> list[int]:
-        """Rows of this rank's tensor, one number per tensor."""
-        return self._plan.own_rows
-
-    @property
-    def window_rows(self) -> list[int]:
-        """Rows of this rank's tensor in the attention layout, one number per tensor."""
-        return self._plan.window_rows
-
-    @property
-    def window_bytes(self) -> int:
-        """Bytes that the windows must have, the largest of all ranks."""
-        return self._plan.window_bytes
-
-    @property
-    def way(self) -> str:
-        """How rows reach the ranks: "direct"; "once_per_node", once to each other node, where a
-        rank forwards them; or "relay", as the AttentionPlan's schedule says.
-        """
-        return self._plan.way
-
-    @property
-    def wire_bytes(self) -> list[int]:
-        """(W,): bytes to (or from) each rank; the own one is what stays."""
-        return self._plan.wire_bytes
+    own_rows: list[int] = forwarded(
+        "_plan.own_rows", "Rows of this rank's tensor, one number per tensor."
+    )
+    window_rows: list[int] = forwarded(
+        "_plan.window_rows",
+        "Rows of this rank's tensor in the attention layout, one number per tensor.",
+    )
+    window_bytes: int = forwarded(
+        "_plan.window_bytes", "Bytes that the windows must have, the largest of all ranks."
+    )
+    way: str = forwarded(
+        "_plan.way",
+        'How rows reach the ranks: "direct"; "once_per_node", once to each other node, where a '
+        'rank forwards them; or "relay", as the schedule of the AttentionPlan says.',
+    )
+    wire_bytes: list[int] = forwarded(
+        "_plan.wire_bytes", "(W,): bytes to (or from) each rank; the own one is what stays."
+    )
 
     def __repr__(self) -> str:
         return (
@@ -443,15 +435,13 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         self._dispatcher.close()
         self._closed = True
 
-    @property
-    def last_dispatch(self) -> int:
-        """The number of this rank's last dispatch, from 1 on: what calls that belong to it say."""
-        return self._dispatcher.last_dispatch
-
-    @property
-    def window_bytes(self) -> int:
-        """Bytes of each of this rank's two windows."""
-        return self._dispatcher.window_bytes
+    last_dispatch: int = forwarded(
+        "_dispatcher.last_dispatch",
+        "The number of this rank's last dispatch, from 1 on: what calls that belong to it say.",
+    )
+    window_bytes: int = forwarded(
+        "_dispatcher.window_bytes", "Bytes of each of this rank's two windows."
+    )
 
     def __enter__(self: _D) -> _D:
         return self

@@ -17,7 +17,7 @@ from ._arrays import (
     numbers,
     within,
 )
-from ._lifetime import OfThisProcess
+from ._lifetime import OfThisProcess, forwarded
 from .costs import AttentionCosts, LinkSpeeds, check_speeds, predicted
 from .errors import InvalidArgument
 from .planner import AttentionPlan, _limit, _mask, _world
@@ -94,30 +94,15 @@ class StepPrediction(OfThisProcess):
         self._step, self._name, self._num_shards, self._plan = step, name, num_shards, plan
         return self
 
-    @property
-    def seconds(self) -> float:
-        """When the last rank has ended."""
-        return self._step.seconds
-
-    @property
-    def forward_seconds(self) -> float:
-        """When the last rank has the output of its queries."""
-        return self._step.forward_seconds
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks, W."""
-        return self._step.world_size
-
-    @property
-    def transfer(self) -> str:
-        """How K and V travel: "direct", "once_per_node" or "relay"."""
-        return self._step.transfer
-
-    @property
-    def work(self) -> IntArray:
-        """(W,): (query, key) pairs."""
-        return self._step.work
+    seconds: float = forwarded("_step.seconds", "When the last rank has ended.")
+    forward_seconds: float = forwarded(
+        "_step.forward_seconds", "When the last rank has the output of its queries."
+    )
+    world_size: int = forwarded("_step.world_size", "Number of ranks, W.")
+    transfer: str = forwarded(
+        "_step.transfer", 'How K and V travel: "direct", "once_per_node" or "relay".'
+    )
+    work: IntArray = forwarded("_step.work", "(W,): (query, key) pairs.")
 
     @property
     def phases(self) -> list[PhasePrediction]:

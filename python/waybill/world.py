@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Optional, TypeVar
 from . import _core
 from ._arrays import choice, flag, int64, within
 from ._graphs import explain, explain_at_exit, outside_graphs
-from ._lifetime import OfThisProcess
+from ._lifetime import OfThisProcess, forwarded
 from ._said_by import said_by
 from ._wrong_call import shown
 from .costs import LinkSpeeds
@@ -429,25 +429,17 @@ class World(OfThisProcess):
             named, nvshmem, per_node, timeout_s,
         )  # fmt: skip
 
-    @property
-    def rank(self) -> int:
-        """This rank, 0..world_size-1."""
-        return self._world.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._world.world_size
+    rank: int = forwarded("_world.rank", "This rank, 0..world_size-1.")
+    world_size: int = forwarded("_world.world_size", "Number of ranks.")
 
     @property
     def topology(self) -> Topology:
         """How the ranks lie on nodes."""
         return Topology(self._world.world_size, self._world.ranks_per_node)
 
-    @property
-    def timeout_s(self) -> float:
-        """Seconds that a wait for another rank may last."""
-        return self._world.timeout_s
+    timeout_s: float = forwarded(
+        "_world.timeout_s", "Seconds that a wait for another rank may last."
+    )
 
     @property
     def device(self) -> str:
