@@ -59,20 +59,16 @@ class AbortState {
       end_after("a failure", Timeout(missed).what());
       throw Timeout(std::move(missed));
     } catch (const Interrupted& error) {
-      end_after("an interrupt", error.what());
-      tell(error.what());
+      end_all("an interrupt", error.what());
       throw;
     } catch (const std::bad_alloc&) {
-      end_after("a failure", "out of memory");
-      tell("out of memory");
+      end_all("a failure", "out of memory");
       throw;
     } catch (const std::exception& error) {
-      end_after("a failure", error.what());
-      tell(error.what());
+      end_all("a failure", error.what());
       throw;
     } catch (...) {
-      end_after("a failure", "an error without a text");
-      tell("an error without a text");
+      end_all("a failure", "an error without a text");
       throw;
     }
   }
@@ -88,7 +84,9 @@ class AbortState {
     }
   }
 
-  void tell(const char* why) noexcept {
+  /// Ends the other ranks, too.
+  void end_all(const char* what, const char* why) noexcept {
+    end_after(what, why);
     if (transport_ != nullptr) transport_->fail(why);
   }
 

@@ -9,7 +9,7 @@
 #include "schedule/sequence_plan.h"
 #include "transport/transport.h"
 #include "waybill/core/tensor_view.h"
-#include "waybill/runtime/stream.h"
+#include "waybill/runtime/world.h"
 
 namespace waybill {
 

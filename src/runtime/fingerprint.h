@@ -11,6 +11,9 @@
 
 namespace waybill {
 
+class Transport;
+struct SignalPad;
+
 /// What a rank does in one collective call.
 enum class CollectiveCall : std::uint8_t {
   none,
@@ -94,4 +97,40 @@ using FingerprintWords = std::array<std::uint64_t, fingerprint_words>;
                                                 Rank me, const FingerprintWords& mine, Rank peer,
                                                 const FingerprintWords& theirs);
 
+namespace detail {
+
+/// Compares one call of ranks in host memory, of a dispatcher or of a layer: each rank sends its
+/// words first, and compares before it believes what others brought.
+class FingerprintExchange {
+ public:
+  /// @param pad with_fingerprints(num_signals, W) counters: the words lie behind the signals
+  /// @param operation in errors
+  FingerprintExchange(Transport& transport, const SignalPad& pad, std::int64_t num_signals,
+                      std::string_view operation, std::uint64_t epoch,
+                      const CallFingerprint& fingerprint);
+
+  /// To all other ranks, before whatever else they are told.
+  void send() const;
+
+  /// With a rank that has come to this call. @throws Disagreement
+  void compare(Rank peer) const;
+
+  /// With all ranks that have sent their words of this call so far, beginning with `first`.
+  /// @throws Disagreement
+  void compare_all(Rank first) const;
+
+ private:
+  /// @return whether the peer has sent its words of this call. @throws Disagreement
+  bool compare_if_sent(Rank peer) const;
+  [[nodiscard]] std::int64_t slot_of(Rank rank) const;
+
+  Transport& transport_;
+  const SignalPad& pad_;
+  std::int64_t num_signals_;
+  std::string_view operation_;
+  std::uint64_t epoch_;
+  FingerprintWords mine_;
+};
+
+}  // namespace detail
 }  // namespace waybill

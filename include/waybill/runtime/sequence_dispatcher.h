@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "waybill/core/tensor_view.h"
-#include "waybill/runtime/stream.h"
 #include "waybill/runtime/world.h"
 #include "waybill/schedule/sequence_part.h"
 
@@ -18,7 +17,7 @@ class UploadedPlan;
 class PlanHandle;
 
 namespace detail {
-class DispatcherState;
+/// The tables of a plan, for tests and the programs of the library; empty ones for an empty handle.
 [[nodiscard]] const SequencePlan& compiled_plan(const PlanHandle& handle) noexcept;
 }  // namespace detail
 
@@ -63,7 +62,7 @@ class PlanHandle {
   [[nodiscard]] const PlanLimits& limits() const noexcept;
 
  private:
-  friend class detail::DispatcherState;
+  friend class SequenceDispatcher;
   friend const SequencePlan& detail::compiled_plan(const PlanHandle& handle) noexcept;
   std::unique_ptr<SequencePlan> plan_;
   std::unique_ptr<UploadedPlan> uploaded_;
@@ -168,7 +167,8 @@ class SequenceDispatcher {
   [[nodiscard]] const SequenceDispatcherOptions& options() const noexcept;
 
  private:
-  std::unique_ptr<detail::DispatcherState> state_;  ///< null: moved from
+  struct State;
+  std::unique_ptr<State> state_;  ///< null: moved from
 };
 
 }  // namespace waybill
