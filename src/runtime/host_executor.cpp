@@ -189,8 +189,8 @@ class HostExecutor final : public Executor {
   }
 
   /// Until the own counter `idx` of the pad is at least the call's epoch; `peer` raises it. A rank
-  /// that has waited for half of the deadline tells all others for whom, so that who waits for a
-  /// rank that only waits itself names the one that is silent.
+  /// that has waited for half of the deadline notes for whom at all ranks, so that a rank that waits
+  /// for one that only waits itself names the silent one.
   /// @throws Disagreement when a rank has told that it means another call; Timeout naming the rank
   ///   at the end of the notes that begin with `peer`
   void await(const SequenceCall& call, const FingerprintExchange& exchange, const SignalPad& pad,
@@ -293,7 +293,7 @@ class HostExecutor final : public Executor {
     }
   }
 
-  std::uint64_t num_notes_ = 0;  ///< of the call
+  std::uint64_t num_notes_ = 0;  ///< in this call
   std::vector<detail::SumAddend> addends_;
   bool streaming_ = false;  ///< rows that are sent by this call
   Transport& transport_;

@@ -100,7 +100,7 @@ SequenceDispatcherOptions with_links(SequenceDispatcherOptions options, const Wo
   return options;
 }
 
-/// What the executor of the world can do, and what its plans are compiled for.
+/// Plans are compiled for what the executor of the world can do.
 CompileOptions options_of_plans(const SequenceDispatcherOptions& options, const World& world) {
   const Executor& executor = world.executor();
   const bool batches = executor.runs_batches();
@@ -117,49 +117,45 @@ CompileOptions options_of_plans(const SequenceDispatcherOptions& options, const 
   return compile;
 }
 
-void check_number(const char* who, const char* name, std::size_t got, std::size_t expected) {
-  require(got == expected, who, ": ", name, " has ", got, " tensors, expected ", expected,
-          ", as many as the plan");
-}
-
 template <class Byte>
-void check_rows(const char* who, const char* name, std::size_t t, const BasicTensorView<Byte>& view,
-                std::int64_t hidden) {
-  require(
-      view.ndim() == 2 && view.strides.size() == 2 && view.shape[0] >= 0 && view.shape[1] == hidden,
-      who, ": ", name, "[", t, "] has shape ", to_string(view.shape), ", expected [rows, ", hidden,
-      "]");
-  require(view.strides[1] == 1 || hidden <= 1, who, ": ", name, "[", t, "] has strides ",
-          to_string(view.strides), ", expected adjacent elements in a row");
-  require(view.data != nullptr || view.shape[0] == 0 || hidden == 0, who, ": ", name, "[", t,
-          "] is null");
+void check_rows(const char* who, const char* name, std::span<const BasicTensorView<Byte>> views,
+                const SequencePlan& plan, std::span<const std::int64_t> rows) {
+  require(views.size() == plan.tensors.size(), who, ": got ", views.size(), " ", name,
+          ", expected ", plan.tensors.size(), ", as many as the plan");
+  for (std::size_t t = 0; t < views.size(); ++t) {
+    const BasicTensorView<Byte>& view = views[t];
+    const std::int64_t hidden = plan.tensors[t].hidden;
+    require(view.ndim() == 2 && view.strides.size() == 2 && view.shape[0] >= 0 &&
+                view.shape[1] == hidden,
+            who, ": ", name, "[", t, "] has shape ", to_string(view.shape), ", expected [rows, ",
+            hidden, "], as in the plan");
+    require(view.strides[1] == 1 || hidden <= 1, who, ": ", name, "[", t, "] has strides ",
+            to_string(view.strides), ", expected adjacent elements in a row");
+    require(view.data != nullptr || view.shape[0] == 0 || hidden == 0, who, ": ", name, "[", t,
+            "] is null");
+    require(view.shape[0] >= rows[t], who, ": ", name, "[", t, "] has shape ",
+            to_string(view.shape), ", expected at least ", rows[t], " rows");
+  }
 }
 
 void check_inputs(const char* who, const char* name, const SequencePlan& plan,
                   std::span<const ConstTensorView> inputs) {
-  check_number(who, name, inputs.size(), plan.tensors.size());
   const bool sends = plan.operation == SequenceOperation::dispatch;
+  check_rows(who, name, inputs, plan, sends ? plan.own_rows : plan.window_rows);
   for (std::size_t t = 0; t < inputs.size(); ++t) {
-    check_rows(who, name, t, inputs[t], plan.tensors[t].hidden);
-    require(inputs[t].dtype == plan.tensors[t].dtype, who, ": ", name, "[", t, "] is ",
+    require(inputs[t].dtype == plan.tensors[t].dtype, who, ": ", name, "[", t, "] has dtype ",
             inputs[t].dtype, ", expected ", plan.tensors[t].dtype, ", as in the plan");
-    const std::int64_t rows = sends ? plan.own_rows[t] : plan.window_rows[t];
-    require(inputs[t].shape[0] >= rows, who, ": ", name, "[", t, "] has ", inputs[t].shape[0],
-            " rows, expected at least ", rows);
   }
 }
 
 void check_outputs(const char* who, const SequencePlan& plan, std::span<const TensorView> outputs) {
-  check_number(who, "outputs", outputs.size(), plan.tensors.size());
+  check_rows(who, "out", outputs, plan, plan.own_rows);
   for (std::size_t t = 0; t < outputs.size(); ++t) {
-    check_rows(who, "outputs", t, outputs[t], plan.tensors[t].hidden);
-    require(outputs[t].shape[0] >= plan.own_rows[t], who, ": outputs[", t, "] has ",
-            outputs[t].shape[0], " rows, expected at least ", plan.own_rows[t]);
-    require(detail::can_sum(plan.tensors[t].dtype, outputs[t].dtype), who, ": outputs[", t, "] is ",
-            outputs[t].dtype, ", expected ", plan.tensors[t].dtype,
+    require(detail::can_sum(plan.tensors[t].dtype, outputs[t].dtype), who, ": out[", t,
+            "] has dtype ", outputs[t].dtype, ", expected ", plan.tensors[t].dtype,
             " as the gradients, or float32 for 16-bit ones");
-    require(outputs[t].dtype == outputs[0].dtype, who, ": outputs are ", outputs[0].dtype, " and ",
-            outputs[t].dtype, ", expected one dtype");
+    require(outputs[t].dtype == outputs[0].dtype, who, ": out has dtypes ", outputs[0].dtype,
+            " and ", outputs[t].dtype, ", expected one");
   }
 }
 
@@ -173,6 +169,9 @@ void check_options(const SequenceDispatcherOptions& options, const CompileOption
   require(options.plan.relay != RelayUse::always || compile.relay == RelayUse::always, who,
           ": relay = always with num_sms = ", options.num_sms,
           ", expected at least 1: copy engines forward nothing");
+  const std::int64_t chunk_bytes = options.plan.chunk_bytes;
+  require(16 <= chunk_bytes && chunk_bytes < 1 << 30 && chunk_bytes % 16 == 0, who,
+          ": chunk_bytes = ", chunk_bytes, ", expected a multiple of 16, up to 2^30");
   require(options.max_window_bytes >= 0, who, ": max_window_bytes = ", options.max_window_bytes,
           ", expected >= 0");
 }
@@ -261,7 +260,8 @@ void SequenceDispatcher::State::check_call(const char* who, const PlanHandle& re
   abort_state.check(who);
   require(ready.uploaded_ != nullptr, who, ": the plan is empty");
   const SequencePlan& plan = *ready.plan_;
-  require(plan.operation == operation, who, ": the plan is for the other operation");
+  require(plan.operation == operation, who, ": the plan is for ",
+          plan.operation == SequenceOperation::dispatch ? "dispatch" : "kv_gradient");
   require(plan.world_size == world.world_size() && plan.rank == world.rank(), who,
           ": the plan is for rank ", plan.rank, " of ", plan.world_size, ", expected rank ",
           world.rank(), " of ", world.world_size());
