@@ -1,5 +1,6 @@
 #include "arrays.h"
 
+#include <array>
 #include <memory>
 #include <string>
 #include <utility>
@@ -41,20 +42,16 @@ DType index_dtype(nb::dlpack::dtype dtype, const char* name) {
 /// that torch takes, and that prints without its dtype.
 nb::object with_usual_dtype(nb::object array, nb::dlpack::dtype dtype) {
   if (dtype.bits != 64) return array;
-  struct Names {  // looked up once, never destroyed
-    nb::object view = nb::steal(PyUnicode_InternFromString("view"));
-    nb::object int64 = dtype_named("int64");
-    nb::object uint64 = dtype_named("uint64");
-
-    static nb::object dtype_named(const char* name) {
-      return nb::module_::import_("numpy").attr("dtype")(name);
-    }
-  };
-  static const auto* const names = new Names;
+  // Looked up once, never destroyed: "view", int64, uint64.
+  static const auto* const names = [] {
+    const nb::object make = nb::module_::import_("numpy").attr("dtype");
+    return new std::array<nb::object, 3>{nb::steal(PyUnicode_InternFromString("view")),
+                                         make("int64"), make("uint64")};
+  }();
   const bool is_signed = dtype.code == static_cast<std::uint8_t>(dtype_code::Int);
-  PyObject* const usual = (is_signed ? names->int64 : names->uint64).ptr();
+  PyObject* const usual = (*names)[is_signed ? 1 : 2].ptr();
   PyObject* const given[] = {array.ptr(), usual};
-  PyObject* const viewed = PyObject_VectorcallMethod(names->view.ptr(), given, 2, nullptr);
+  PyObject* const viewed = PyObject_VectorcallMethod((*names)[0].ptr(), given, 2, nullptr);
   if (viewed == nullptr) throw nb::python_error();
   return nb::steal(viewed);
 }

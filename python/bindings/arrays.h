@@ -20,7 +20,7 @@ namespace nb = nanobind;
 /// An array of indices as it comes from Python: contiguous, in host memory.
 using ArrayArg = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
-/// A payload as it comes from Python: any strides, host memory. Its dtype travels beside it, since
+/// A payload as it comes from Python: any strides, host memory. Its dtype travels with it, since
 /// numpy has no name for some: elements come as integers of their size.
 using PayloadArg = nb::ndarray<nb::ro, nb::device::cpu>;
 using OutputArg = nb::ndarray<nb::device::cpu>;

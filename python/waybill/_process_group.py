@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _core
-from ._wrong_call import shown
+from ._errors import shown
 from .errors import InvalidArgument, PeerFailed, Timeout, TransportError
 
 _LONGEST_SLEEP_S = 0.01

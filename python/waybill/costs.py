@@ -10,7 +10,7 @@ from typing import Any, Mapping, Optional, Union
 
 from . import _core
 from ._arrays import Path, instance, json_text, kept, number, within
-from ._wrong_call import shown
+from ._errors import shown
 from .errors import InvalidArgument, WrongType
 
 #: Bytes per second that make sense, and the usual ones.

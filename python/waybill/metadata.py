@@ -12,7 +12,7 @@ import numpy as np
 
 from . import _core, _report
 from ._arrays import IntArray, instance, int64, integer, json_text, kept, plain_array, whole_numbers
-from ._wrong_call import shown
+from ._errors import shown
 from .errors import InvalidArgument, Unsupported
 
 Fields = Tuple[Any, ...]

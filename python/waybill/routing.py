@@ -18,7 +18,7 @@ from ._arrays import (
     plain_array,
     whole_numbers,
 )
-from ._wrong_call import shown
+from ._errors import shown
 from .errors import InvalidArgument
 from .metadata import (
     AttnLayout,

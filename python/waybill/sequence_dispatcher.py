@@ -10,7 +10,6 @@ from typing import (
     Callable,
     Generic,
     NamedTuple,
-    NoReturn,
     Optional,
     Sequence,
     Tuple,
@@ -22,21 +21,11 @@ from typing import (
 import numpy as np
 
 from . import _core
-from ._arrays import (
-    AnyArray,
-    as_numpy,
-    at_least,
-    choice,
-    dtype_name,
-    flag,
-    instance,
-    int64,
-    library_dtype,
-)
+from ._arrays import AnyArray, as_numpy, dtype_name, flag, instance, int64, library_dtype
+from ._errors import reworded, shown, tensor_words
 from ._graphs import outside_graphs
 from ._lifetime import OfThisProcess, Unwinding, forwarded
-from ._wrong_call import shown
-from .errors import Error, InvalidArgument, Unsupported
+from .errors import Disagreement, Error, InvalidArgument, Unsupported
 from .plans import relay_of, room_of, sparse_table
 from .world import World, agree
 
@@ -59,49 +48,6 @@ def named(who: str, names: Names, t: int) -> str:
 def of_qkv(t: int) -> str:
     """The name of Q, or of one or two tensors that follow."""
     return "q" if t == 0 else f"kv[{t - 1}]"
-
-
-def refuse(
-    who: str,
-    error: InvalidArgument,
-    names: Names,
-    values: Sequence[Any],
-    formats: Sequence[Any],
-    rows: Sequence[int],
-    any_dtype: bool = False,
-) -> NoReturn:
-    """Raises what the compiled part has found wrong, which saw matrices and gave them its names.
-
-    :param formats, rows: of each tensor: TensorFormat, and the least rows
-    :param any_dtype: of results, which may be wider than what is summed
-    """
-    if type(error) is InvalidArgument:
-        if len(values) != len(formats):
-            raise InvalidArgument(
-                f"{who}: got {len(values)} tensors, expected {len(formats)}, as many as the plan"
-            ) from None
-        for t, (value, format_) in enumerate(zip(values, formats)):
-            found = _wrong(value, format_, rows[t], any_dtype)
-            if found is not None:
-                raise InvalidArgument(f"{who}: {names(t)} {found}") from None
-    raise error from None
-
-
-def _wrong(value: Any, format_: Any, rows: int, any_dtype: bool) -> Optional[str]:
-    if not hasattr(value, "shape"):  # a list
-        value = np.asarray(value)
-    shape = list(value.shape)
-    row = ", ".join(str(extent) for extent in format_.row_shape)
-    elements = 1
-    for extent in shape[1:]:
-        elements *= extent
-    if elements != format_.hidden:
-        return f"has shape {shape}, expected [rows, {row}], as in the plan"
-    if not any_dtype and value.dtype != format_.dtype:
-        return f"has dtype {value.dtype}, expected {format_.dtype}, as in the plan"
-    if shape[0] < rows:
-        return f"has shape {shape}, expected at least {rows} rows"
-    return None
 
 
 def row_layout(shape: Sequence[int], strides: Sequence[int], name: str) -> Tuple[int, int, int]:
@@ -161,30 +107,6 @@ def _overlaps(one: Tuple[int, int, int, int], other: Tuple[int, int, int, int]) 
         return True
     place = (there - begin) % step
     return place < size or place + width > step
-
-
-_MOST_BYTES = 2**63 - 1
-
-
-def checked_options(
-    who: str, num_sms: Any, chunk_bytes: Any, local_by_copy_engine: Any, max_window_bytes: Any,
-    relay: Any,
-) -> Tuple[Any, ...]:  # fmt: skip
-    """The options, as the compiled part takes them."""
-    sms = at_least(num_sms, 0, f"{who}: num_sms", 2**31)
-    chunk = int64(chunk_bytes, f"{who}: chunk_bytes")
-    if not 16 <= chunk <= 2**30 or chunk % 16 != 0:
-        raise InvalidArgument(
-            f"{who}: chunk_bytes = {chunk}, expected a multiple of 16, up to 2^30"
-        )
-    most = _MOST_BYTES if max_window_bytes is None else max_window_bytes
-    return (
-        sms,
-        chunk,
-        flag(local_by_copy_engine, f"{who}: local_by_copy_engine"),
-        int64(most, f"{who}: max_window_bytes"),
-        choice(relay, f"{who}: relay", "automatic", "never", "always"),
-    )
 
 
 _Array = TypeVar("_Array")
@@ -285,18 +207,23 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         who = "SequenceDispatcher"
         instance(world, World, f"{who}: world", "a waybill.World")
         try:
-            given = checked_options(
-                who, num_sms, chunk_bytes, local_by_copy_engine, max_window_bytes, relay
+            options = _core.sequence_options(
+                num_sms,
+                chunk_bytes,
+                flag(local_by_copy_engine, f"{who}: local_by_copy_engine"),
+                2**63 - 1 if max_window_bytes is None else max_window_bytes,
+                relay,
             )
             self._check_world(world)
         except Error as error:
-            agree(world, who, {}, error)  # the others hear of it where they compare what they have
+            reworded(error, who)
+            agree(world, who, {}, error)  # the others hear it where they compare their options
             raise
         self.world = world
-        self.num_sms: int = given[0]
+        self.num_sms = int(num_sms)
         self._closed = False
         self._unwinding = Unwinding()
-        self._dispatcher: Any = _core.Dispatcher(world._world, *given)
+        self._dispatcher: Any = _core.Dispatcher(world._world, options)
 
     @outside_graphs
     def plan_dispatch(self, *parts: Sequence[Any]) -> PlanHandle:
@@ -379,7 +306,6 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         """
         who = "kv_gradient"
         self._check_plan(who, plan, who)
-        number = at_least(of_dispatch, 0, f"{who}: of_dispatch")
         results = out
         if results is None:
             of_all = None if dtype is None else self._dtype(dtype, f"{who}: dtype")
@@ -389,11 +315,9 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
             ]
         elif dtype is not None:
             raise InvalidArgument(f"{who}: got out and dtype, expected one of them")
-        elif not isinstance(results, (list, tuple)) or len(results) != len(plan.formats):
-            counted = isinstance(results, (list, tuple))
-            found = f"has {len(results)}" if counted else type(results).__name__
+        elif not isinstance(results, (list, tuple)):
             raise InvalidArgument(
-                f"{who}: out is {found}, expected a list of {len(plan.formats)}, as the plan has"
+                f"{who}: out is {type(results).__name__}, expected a list of {len(plan.formats)}"
             )
         names, out_names = numbered("gradients"), numbered("out")
         rows, kept = self._given(who, names, gradients)
@@ -401,11 +325,11 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         if out is not None:
             refuse_overlap(sums, lambda t: named(who, out_names, t))
         try:
-            self._dispatcher.kv_gradient(plan._plan, rows, sums, self._stream(), number)
+            self._dispatcher.kv_gradient(plan._plan, rows, sums, self._stream(), of_dispatch)
         except InvalidArgument as error:
-            if "outputs" in str(error):
-                refuse(who, error, out_names, results, plan.formats, plan.own_rows, any_dtype=True)
-            refuse(who, error, names, gradients, plan.formats, plan.window_rows)
+            _reword(error, who, plan, "gradients", names, gradients)
+            _reword(error, who, plan, "out", out_names, results)
+            raise
         del kept, kept_out
         return tuple(results)
 
@@ -502,12 +426,12 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
     ) -> Sequence[Any]:
         """The same, for _shown: who has other work to queue does so before it makes views."""
         self._check_plan(who, plan, "dispatch")
-        number = at_least(of_dispatch, 0, f"{who}: of_dispatch")
         rows, kept = self._given(who, names, tensors)
         try:
-            views = self._dispatcher.dispatch(plan._plan, rows, self._stream(), number)
+            views = self._dispatcher.dispatch(plan._plan, rows, self._stream(), of_dispatch)
         except InvalidArgument as error:
-            refuse(who, error, names, tensors, plan.formats, plan.own_rows)
+            _reword(error, who, plan, "tensors", names, tensors)
+            raise
         del kept
         return views
 
@@ -539,8 +463,6 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
             )
         if plan._dispatcher is not self:
             raise InvalidArgument(f"{who}: the plan belongs to another dispatcher")
-        if plan.operation != operation:
-            raise InvalidArgument(f"{who}: the plan is for {plan.operation}")
 
     def _given(
         self, who: str, names: Names, values: Sequence[Any], writable: bool = False
@@ -550,6 +472,16 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
 
     def _shown(self, plan: PlanHandle, views: Sequence[Any]) -> Tuple[_Array, ...]:
         return tuple(self._show(bits, format_) for bits, format_ in zip(views, plan.formats))
+
+
+def _reword(
+    error: InvalidArgument, who: str, plan: PlanHandle, inside: str, names: Names,
+    values: Sequence[Any],
+) -> None:  # fmt: skip
+    """Puts the caller's names and shapes into an error about the tensors of this rank."""
+    if not isinstance(error, Disagreement):
+        rows = [format_.row_shape for format_ in plan.formats]
+        reworded(error, who, tensor_words(who, inside, names, values, rows))
 
 
 class SequenceDispatcher(Dispatcher[AnyArray]):

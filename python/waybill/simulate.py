@@ -20,7 +20,7 @@ from ._arrays import (
     library_dtype,
     sequence,
 )
-from ._wrong_call import shown
+from ._errors import shown
 from .errors import InvalidArgument, NotThreeAxes, RankOutOfRange, ShapeMismatch, WrongType
 from .metadata import Metadata, require_metadata
 

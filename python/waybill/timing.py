@@ -17,10 +17,11 @@ from ._arrays import (
     numbers,
     within,
 )
+from ._errors import flat_names, said_by
 from ._lifetime import OfThisProcess, forwarded
 from .costs import AttentionCosts, LinkSpeeds, check_speeds, predicted
 from .errors import InvalidArgument
-from .planner import AttentionPlan, _limit, _mask, _world
+from .planner import AttentionPlan, _limit, _mask, _world, in_words
 from .plans import QkvPlan
 
 __all__ = [
@@ -243,10 +244,7 @@ def predict_step(
     whole = {"q_hidden": q_hidden, "kv_hidden": kv_hidden, "window": window}
     whole["ranks_per_node"] = ranks_per_node
     given.update({k: int64(v, f"{who}: {k}") for k, v in whole.items() if v is not None})
-    real = {
-        "message_seconds": message_seconds,
-        "pairs_per_second": pairs_per_second,
-    }
+    real = {"message_seconds": message_seconds, "pairs_per_second": pairs_per_second}
     if costs is not None:
         given.update(predicted(costs, forward_flops_per_second))
     real = {name: value for name, value in real.items() if value is not None}
@@ -255,7 +253,9 @@ def predict_step(
     if dtype is not None:
         given["dtype"] = library_dtype_of(dtype, f"{who}: dtype")
     instance(plan, (AttentionPlan, QkvPlan), "predict_step: plan", "an AttentionPlan or a QkvPlan")
-    step = _core.predict_step(plan._plan, given, transfer)
+    with said_by(who, words=flat_names):
+        options = _core.step_options(plan._plan, transfer, **given)
+        step = _core.predict_step(plan._plan, options)
     sparse = plan.to_qkv_plan() if isinstance(plan, AttentionPlan) else plan
     return StepPrediction._wrap(step, step.transfer, sparse.num_shards, plan._plan)
 
@@ -320,7 +320,8 @@ def compare(
     }
     lengths = flat_list(doc_lengths, "compare: doc_lengths")
     group = 0 if degree is None else _degree(degree, "compare")
-    steps = _core.compare_plans(lengths, planner, {}, group)
+    with said_by("compare", words=in_words):
+        steps = _core.compare_plans(lengths, _core.planner_options(**planner), group)
     return Comparison({s.name: StepPrediction._wrap(s.step, s.name, s.num_shards) for s in steps})
 
 

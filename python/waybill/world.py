@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, Optional, TypeVar
 
 from . import _core
 from ._arrays import choice, flag, int64, within
+from ._errors import said_by, shown
 from ._graphs import explain, explain_at_exit, outside_graphs
 from ._lifetime import OfThisProcess, forwarded
-from ._said_by import said_by
-from ._wrong_call import shown
 from .costs import LinkSpeeds
 from .errors import Error, Interrupted, InvalidArgument, PeerFailed, Timeout, Unsupported
 
@@ -311,7 +310,7 @@ class World(OfThisProcess):
             _core.report_failed_start(str(error), min(seconds, _FAREWELL_S))
             raise
         with said_by(who):
-            bootstrap, per_node, local_rank = _core.environment_meeting(seconds)
+            bootstrap, per_node, local_rank = _core.environment_bootstrap(seconds)
         return cls._wrap(make(bootstrap, per_node, local_rank))
 
     @classmethod
@@ -366,7 +365,7 @@ class World(OfThisProcess):
             )
         make = _process_engine(device, nvshmem, who)
         seconds = seconds_of(timeout_s, who)
-        bootstrap = _core.callable_meeting(rank, world_size, all_gather, report_failure, seconds)
+        bootstrap = _core.callable_bootstrap(rank, world_size, all_gather, report_failure, seconds)
         return cls._wrap(make(bootstrap, per_node, rank % (per_node or world_size)))
 
     @classmethod
@@ -525,7 +524,7 @@ def run_threads(
         made = _core.gpu_thread_world(bootstrap, rank % gpus, per_node, world_size <= gpus)
         return body(World._wrap(made))
 
-    bootstraps, scope = _core.thread_meetings(world_size, seconds_of(timeout_s, who))
+    bootstraps, scope = _core.thread_bootstraps(world_size, seconds_of(timeout_s, who))
     return run_ranks(world_size, rank_main, scope)
 
 

@@ -4,7 +4,6 @@
 
 #include "experts/expert_executor.h"
 #include "runtime/executor.h"
-#include "runtime/fingerprint_exchange.h"
 #include "transport/transport.h"
 #include "waybill/core/error.h"
 #include "waybill/moe/ep_config.h"
@@ -78,10 +77,8 @@ class ExpertRound {
   }
 
   [[nodiscard]] FingerprintExchange exchange_of(const ExpertCall& call) const {
-    return {transport_,
-            memory_.signals,
-            num_layer_signals(config_.world_size),
-            {call.operation, call.epoch, call.fingerprint}};
+    return {transport_,     memory_.signals, num_layer_signals(config_.world_size),
+            call.operation, call.epoch,      call.fingerprint};
   }
 
   Transport& transport_;

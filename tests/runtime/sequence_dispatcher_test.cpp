@@ -256,7 +256,7 @@ TEST(SequenceDispatcher, refuses_before_anything_moves) {
     rejects([&] { (void)wide.dispatch(plan, std::vector{k, q, k}); }, "tensors[0] has shape");
     auto bad = good;
     bad[1].dtype = DType::float16;
-    rejects([&] { (void)wide.dispatch(plan, bad); }, "tensors[1] is float16");
+    rejects([&] { (void)wide.dispatch(plan, bad); }, "tensors[1] has dtype float16");
     bad = good;
     bad[0].shape[0] -= 1;
     rejects([&] { (void)wide.dispatch(plan, bad); }, "rows, expected at least");

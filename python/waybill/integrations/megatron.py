@@ -18,9 +18,8 @@ from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from .._errors import said_by, shown
 from .._graphs import outside_graphs
-from .._said_by import said_by
-from .._wrong_call import shown
 from ..errors import Error, InvalidArgument, Unsupported
 from ..torch import ContextParallelAttention
 from ..torch.attention.plan import Piece, RankPieces, piece_table

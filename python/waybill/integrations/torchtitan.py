@@ -21,8 +21,8 @@ from torchtitan.models.common.token_dispatcher import (
 )
 
 from .._arrays import instance
+from .._errors import said_by
 from .._graphs import outside_graphs
-from .._said_by import said_by
 from ..errors import InvalidArgument, Unsupported
 from ..torch.attention.plan import RankPieces
 from ..torch.moe import EPAllToAllLayoutDesc

@@ -19,21 +19,14 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from .._errors import said_by, shown
 from .._graphs import outside_graphs
-from .._said_by import said_by
-from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
 from ..torch import BatchPlan, BatchPlanner, ContextParallelAttention
 from ..torch.attention.plan import RankPieces
 from ..torch.kernels import AttentionShape
 
-__all__ = [
-    "PlannedBatch",
-    "SharedAttention",
-    "attention_forward",
-    "no_mask",
-    "windows_of",
-]
+__all__ = ["PlannedBatch", "SharedAttention", "attention_forward", "no_mask", "windows_of"]
 
 
 _own: Any = PreTrainedModel.__dict__["loss_function"]

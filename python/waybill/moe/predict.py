@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, List, Optional, Sequence, Tuple
 
 from .. import _core
-from .._arrays import AnyArray, IntArray, choice, instance, int64, numbers
+from .._arrays import AnyArray, IntArray, instance, numbers
+from .._errors import renamed, said_by
 from .._lifetime import OfThisProcess
-from .._renamed import renamed
 from ..costs import LinkSpeeds, check_speed
 from ..errors import InvalidArgument
 from .config import EPConfig
@@ -24,9 +24,8 @@ def choices_of(
     """
     instance(config, EPConfig, f"{who}: config", "an EPConfig")
     compiled = config._compiled()
-    dropped = None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
-    choice(payload, f"{who}: payload", *_core.ep_payload_names)
-    options = _core.ep_dispatch_options(compiled, dropped, "grouped", 1, payload, who, {})
+    with said_by(who):
+        options = _core.ep_dispatch_options(compiled, dropped_id, "grouped", 1, payload)
     entries = per_rank(exp_indices, f"{who}: exp_indices", config.world_size)
     arrays = [id_array(v, config.topk, f"{who}: exp_indices[{r}]") for r, v in enumerate(entries)]
     return compiled, options, arrays
@@ -198,16 +197,12 @@ def predict(
     :raises InvalidArgument: naming argument and rank
     """
     who = "predict"
-    choice(path, f"{who}: path", "waiting", "pipelined")
     speeds = {
-        "nvlink": nvlink_bytes_per_second,
-        "network": network_bytes_per_second,
-        "block": block_bytes_per_second,
+        "nvlink_bytes_per_second": nvlink_bytes_per_second,
+        "network_bytes_per_second": network_bytes_per_second,
+        "block_bytes_per_second": block_bytes_per_second,
     }
-    given = {
-        name: check_speed(speed, f"{who}: {name}_bytes_per_second")
-        for name, speed in speeds.items()
-    }
+    given = {name: check_speed(speed, f"{who}: {name}") for name, speed in speeds.items()}
     costs = numbers(
         who, message_seconds=message_seconds, phase_seconds=phase_seconds,
         network_message_seconds=network_message_seconds,
@@ -219,6 +214,7 @@ def predict(
             raise InvalidArgument(f"{who}: {name} = {cost:g}, expected 0 to {_MOST_COST:g}")
     given.update(costs)
     compiled, options, arrays = choices_of(config, exp_indices, dropped_id, payload, who)
-    sms = int64(num_sms, f"{who}: num_sms")
-    calls = _core.predict_experts(compiled, options, arrays, given, sms, path)
+    with said_by(who):
+        costed = _core.expert_cost_options(**given, num_sms=num_sms, path=path)
+    calls = _core.predict_experts(compiled, options, arrays, costed)
     return [ExpertCallPrediction(**call) for call in calls]

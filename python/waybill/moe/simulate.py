@@ -8,7 +8,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 
 from .. import _core
-from .._arrays import AnyArray, IntArray, as_numpy, flag, index_array, instance, int64, sequence
+from .._arrays import AnyArray, IntArray, as_numpy, flag, index_array, instance, sequence
+from .._errors import said_by
 from .._lifetime import OfThisProcess
 from ..errors import InvalidArgument
 from .config import EPConfig
@@ -255,11 +256,10 @@ def simulate_dispatch(
     """
     who = "simulate_dispatch"
     instance(config, EPConfig, f"{who}: config", "an EPConfig")
-    config, compiled = config._in_use_by("EPConfig", {})
+    config, compiled = config._for_use()
     world, hidden, topk = config.world_size, config.hidden, config.topk
-    dropped = None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
-    alignment = int64(expert_alignment, f"{who}: expert_alignment")
-    options = _core.ep_dispatch_options(compiled, dropped, rows, alignment, payload, who, {})
+    with said_by(who):
+        options = _core.ep_dispatch_options(compiled, dropped_id, rows, expert_alignment, payload)
     scaled = payload == "scaled"
     token_dtype = "float8_e4m3fn" if scaled else config.token_dtype_name
     if scaled:

@@ -14,15 +14,7 @@ from . import attention_step, functions, kernels, world
 from .attention.calibrate import calibrate_attention
 from .attention.fixed import Capacities, FixedPlan
 from .attention.module import ContextParallelAttention
-from .attention.plan import (
-    BatchPlan,
-    BatchPlanner,
-    InPlaceRule,
-    PackedBatch,
-    Piece,
-    pack,
-    unpack,
-)
+from .attention.plan import BatchPlan, BatchPlanner, InPlaceRule, PackedBatch, Piece, pack, unpack
 from .attention_step import *  # noqa: F403
 from .functions import *  # noqa: F403
 from .sequence_dispatcher import SequenceDispatcher

@@ -530,17 +530,18 @@ def repeat_kind(kind: Kind, total: int, sizes: Sizes, device: str, progress: Any
     return found
 
 
-class _Progress:
+def _progress(total: int) -> Callable[[int], None]:
     """Says now and then how far a kind has come."""
+    last = time.monotonic()
 
-    def __init__(self, total: int) -> None:
-        self._total, self._said = total, time.monotonic()
-
-    def __call__(self, done: int) -> None:
+    def say(done: int) -> None:
+        nonlocal last
         now = time.monotonic()
-        if now - self._said >= _SAY_EVERY_S and done < self._total:
-            self._said = now
-            print(f"{done} of {self._total} ... ", end="", flush=True)
+        if now - last >= _SAY_EVERY_S and done < total:
+            last = now
+            print(f"{done} of {total} ... ", end="", flush=True)
+
+    return say
 
 
 def _verdict(found: List[Found]) -> Tuple[bool, str]:
@@ -589,7 +590,7 @@ def run(
         print(f"{i:2}/{len(kinds)}  {kind.name:{width}}  ", end="", flush=True)
         start = time.monotonic()
         try:
-            found = repeat_kind(kind, total, sizes, device, _Progress(total))
+            found = repeat_kind(kind, total, sizes, device, _progress(total))
             same, text = _verdict(found)
         except Exception as error:  # the other kinds are still worth a look
             same, text = False, f"{type(error).__name__}: {error}".splitlines()[0]

@@ -161,10 +161,7 @@ def _same(got: Any, want: Any) -> bool:
     return got is None or (got.shape == want.shape and bool((got == want).all()))
 
 
-CHECKS: list[Tuple[str, Check]] = [
-    ("AttentionStep", check_step),
-    ("EPAll2AllLayer", check_layer),
-]
+CHECKS: list[Tuple[str, Check]] = [("AttentionStep", check_step), ("EPAll2AllLayer", check_layer)]
 GPU_CHECKS: list[Tuple[str, Check]] = [
     ("simulation on a GPU", check_gpu_simulation),
     ("AttentionStep on GPUs", check_gpu_step),

@@ -15,7 +15,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from .._arrays import AnyArray, as_numpy, library_dtype
-from .._wrong_call import shown
+from .._errors import shown
 from ..errors import InvalidArgument, Unsupported
 
 

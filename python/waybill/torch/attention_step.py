@@ -53,12 +53,7 @@ class AttentionStep(OfThisProcess):
 
     @outside_graphs
     def __init__(
-        self,
-        dispatcher: SequenceDispatcher,
-        routing: QkvRouting,
-        q: Any,
-        *kv: Any,
-        out: Any = None,
+        self, dispatcher: SequenceDispatcher, routing: QkvRouting, q: Any, *kv: Any, out: Any = None
     ) -> None:
         who = "AttentionStep"
         instance(

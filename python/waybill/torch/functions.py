@@ -416,10 +416,7 @@ def orchestrate_simulate(
 
 
 def _on_device(
-    source: torch.Tensor,
-    output: torch.Tensor,
-    metadata: numpy_metadata.Metadata,
-    overlap: str,
+    source: torch.Tensor, output: torch.Tensor, metadata: numpy_metadata.Metadata, overlap: str
 ) -> None:
     """The plan becomes a gather on the host; the rows never leave the device."""
     if source.dtype != output.dtype:

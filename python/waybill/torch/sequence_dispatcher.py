@@ -7,8 +7,8 @@ from typing import Any, Tuple
 import torch
 
 from .._arrays import library_dtype
+from .._errors import shown
 from .._graphs import outside_graphs
-from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
 from ..sequence_dispatcher import Dispatcher, PlanHandle, Rows, TensorFormat, row_layout, row_shape
 from ..world import World

@@ -15,8 +15,8 @@ from torch import distributed as _distributed
 
 from .. import world
 from .._arrays import choice, int64
+from .._errors import shown
 from .._graphs import outside_graphs
-from .._wrong_call import shown
 from ..errors import InvalidArgument
 from ..world import World, agree, num_gpus, seconds_of
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..._arrays import number, within
-from ..._wrong_call import shown
+from ..._errors import shown
 from ...errors import InvalidArgument
 from ...plans import SparseMetadata
 from ...routing import compute_metadata

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from ..._arrays import at_least, flag, instance
+from ..._errors import said_by
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
-from ..._said_by import said_by
 from ...costs import AttentionCosts
 from ...errors import Error, InvalidArgument, TransportError, Unsupported
 from ...world import World, agree

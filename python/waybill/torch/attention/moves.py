@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from ..._arrays import IntArray
+from ..._errors import said_by
 from ..._graphs import outside_graphs
-from ..._said_by import said_by
 from ...errors import Disagreement, Error, InvalidArgument, Timeout, TransportError
 from ...plans import SparseMetadata
 from ...routing import compute_metadata

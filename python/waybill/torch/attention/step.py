@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Optional, Tuple, TypeVar, cast
 
 import torch
 
-from ..._said_by import said_by
-from ..._wrong_call import shown
+from ..._errors import said_by, shown
 from ...errors import Disagreement, InvalidArgument, TransportError
 from .._tensors import Autocast, named, require_moved
 from ..kernels import AttentionKernel, AttentionShape
@@ -71,42 +70,33 @@ class Latent(NamedTuple):
     project: Projector
     weights: Tuple[torch.Tensor, ...]
 
-    def again(self, came: torch.Tensor) -> Projection:
-        """K and V of rows that came, computed again for backward."""
+    def again(
+        self, came: torch.Tensor
+    ) -> Tuple[torch.Tensor, torch.Tensor, Callable[..., Tuple[Any, ...]]]:
+        """(K and V of rows that came, computed again for backward; a function that makes the
+        gradients of the rows and of each weight from theirs, zeros where nothing depends on it).
+        """
         with torch.enable_grad():
             inputs = [t.detach() for t in (came, *self.weights)]
             inputs = [t.requires_grad_() if t.is_floating_point() else t for t in inputs]
             k, v = self.project(*inputs)
-        return Projection(inputs, k, v)
+
+        def gradients(dk: torch.Tensor, dv: torch.Tensor) -> Tuple[Any, ...]:
+            pairs = [(t, g) for t, g in ((k, dk), (v, dv)) if t.requires_grad]
+            wanted = [t for t in inputs if t.requires_grad]
+            found: Any = [torch.zeros_like(t) for t in wanted]
+            if pairs:
+                outputs, grads = zip(*pairs)
+                found = torch.autograd.grad(outputs, wanted, grads, materialize_grads=True)
+            rest = iter(found)
+            return tuple(next(rest) if t.requires_grad else None for t in inputs)
+
+        return k.detach().contiguous(), v.detach().contiguous(), gradients
 
 
 def latent_of(project: Optional[Projector], given: Sequence[torch.Tensor]) -> Optional[Latent]:
     """Latent rows and weights as they are given to autograd; None where K and V travel."""
     return None if project is None else Latent(given[0], project, tuple(given[1:]))
-
-
-class Projection(NamedTuple):
-    """K and V of some rows, known to autograd."""
-
-    inputs: list[torch.Tensor]
-    k: torch.Tensor
-    v: torch.Tensor
-
-    @property
-    def kv(self) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Not known to autograd."""
-        return self.k.detach().contiguous(), self.v.detach().contiguous()
-
-    def gradients(self, dk: torch.Tensor, dv: torch.Tensor) -> Tuple[Any, ...]:
-        """Gradients of the rows and of each weight; zeros where nothing depends on it."""
-        pairs = [(t, g) for t, g in ((self.k, dk), (self.v, dv)) if t.requires_grad]
-        wanted = [t for t in self.inputs if t.requires_grad]
-        found: Any = [torch.zeros_like(t) for t in wanted]
-        if pairs:
-            outputs, grads = zip(*pairs)
-            found = torch.autograd.grad(outputs, wanted, grads, materialize_grads=True)
-        rest = iter(found)
-        return tuple(next(rest) if t.requires_grad else None for t in self.inputs)
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -463,23 +453,14 @@ class RankStep:
             kv = (saved.k, saved.v) if latent is None else (saved.k,)
             zeros = (torch.zeros_like(w) if w.is_floating_point() else None for w in weights)
             return (saved.q, *kv), tuple(zeros)
-        again = None if latent is None else latent.again(saved.k)
-        k, v = (saved.k, saved.v) if again is None else again.kv
+        k, v, again = (saved.k, saved.v, None) if latent is None else latent.again(saved.k)
         found: Tuple[torch.Tensor, ...] = gradients(
-            self.kernel,
-            grad,
-            saved.q,
-            k,
-            v,
-            saved.out,
-            saved.lse,
-            self.arrived,
-            self.shape,
+            self.kernel, grad, saved.q, k, v, saved.out, saved.lse, self.arrived, self.shape,
             self.at,
-        )
+        )  # fmt: skip
         of_weights: Tuple[Optional[torch.Tensor], ...] = ()
         if again is not None:
-            of_rows, *rest = again.gradients(found[1], found[2])
+            of_rows, *rest = again(found[1], found[2])
             found, of_weights = (found[0], of_rows), tuple(rest)
         return tuple(tensor.contiguous() for tensor in found), of_weights
 

@@ -41,7 +41,7 @@ class DispatchCombineContext(OfThisProcess):
         """
         who = "DispatchCombineContext"
         instance(ep_config, EPConfig, f"{who}: ep_config", "an EPConfig")
-        ep_config, compiled = ep_config._in_use_by("EPConfig", {})
+        ep_config, compiled = ep_config._for_use()
         rank = world_of(world, ep_config.local_world_size, None, who, "world")
         self = cls.__new__(cls)
         self.ep_config = ep_config

@@ -9,10 +9,9 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 
 from ..._arrays import at_least, choice, flag, int64
+from ..._errors import said_by, shown
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
-from ..._said_by import said_by
-from ..._wrong_call import shown
 from ...errors import InvalidArgument, TransportError, WrongType
 from ...moe.config import EPConfig
 from ...world import World, agree_on

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable
-from typing import Any, Dict, List, Optional, Sequence, Tuple, TypeVar, Union, cast
+from typing import Any, Dict, List, Optional, Sequence, Tuple, TypeVar, Union
 
 import torch
 
 from ... import _core
 from ..._arrays import at_least, choice, flag, instance, int64
+from ..._errors import on_rank, said_by
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess, Unwinding
-from ...errors import Disagreement, InvalidArgument
+from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc, EPConfig
 from ...world import agreed_world
 from .._tensors import (
@@ -104,25 +103,6 @@ def _reader(name: str) -> property:
 
 for _name in _TABLES:
     setattr(LayerLayout, _name, _reader(_name))
-
-
-_Call = TypeVar("_Call", bound=Callable[..., Any])
-
-
-def names_rank(call: _Call) -> _Call:
-    """Errors of this rank's arguments say which rank that is."""
-
-    @functools.wraps(call)
-    def named(self: Any, *args: Any, **options: Any) -> Any:
-        try:
-            return call(self, *args, **options)
-        except Disagreement:  # names the ranks
-            raise
-        except InvalidArgument as error:
-            error.args = (f"{error}, on rank {self.rank}",)
-            raise
-
-    return cast(_Call, named)
 
 
 def checked_layout(layout: Any, name: str) -> Any:
@@ -245,9 +225,8 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
                 "expert_alignment": int64(expert_alignment, f"{who}: expert_alignment"),
             }  # those that the layer of the weights' gradients has, too
             choice(payload, f"{who}: payload", *_core.ep_payload_names)
-            options = _core.ep_dispatch_options(
-                compiled, *self._options.values(), payload, who, called
-            )
+            with said_by(who, words=called):
+                options = _core.ep_dispatch_options(compiled, *self._options.values(), payload)
             fixed = number_of_rows(
                 fixed_rows, who, world_size=self.world_size, max_tokens=self.max_tokens, rows=rows,
                 topk=self.topk, num_experts=self.num_tot_experts, expert_alignment=expert_alignment,
@@ -269,10 +248,10 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         self.payload, self.rows, self.fixed_rows = payload, rows, fixed
         given_id = self._options["dropped_id"]
         self.dropped_id: int = self.num_tot_experts if given_id is None else given_id
-        self._layer: Any = _core.ExpertLayer(
-            self.world._world, compiled, options, self.num_sm, self.enable_local_combine,
-            factor, fixed or 0, most,
-        )  # fmt: skip
+        layer_options = _core.layer_options(
+            options, self.num_sm, self.enable_local_combine, factor, fixed or 0, most
+        )
+        self._layer: Any = _core.ExpertLayer(self.world._world, compiled, layer_options)
         self._lock, self._unwinding = threading.RLock(), Unwinding()
         #: Views of windows that autograd may keep: (number of dispatch, view, whether of weights)
         self._views: List[Tuple[int, torch.Tensor, bool]] = []
@@ -297,7 +276,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         return self.world if self._group is None else self._group()
 
     @outside_graphs
-    @names_rank
+    @on_rank
     def dispatch(
         self,
         input: torch.Tensor,
@@ -354,7 +333,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         return received, layout._weights, layout
 
     @outside_graphs
-    @names_rank
+    @on_rank
     def combine(
         self,
         input: torch.Tensor,

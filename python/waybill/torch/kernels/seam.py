@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..._arrays import int64, sequence
-from ..._wrong_call import shown
+from ..._errors import shown
 from ...errors import InvalidArgument, Unsupported
 from .._tensors import require_device
 
