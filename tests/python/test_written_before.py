@@ -1,5 +1,6 @@
 """What version 0.1 has written, JSON and pickles, is read and holds what it held then."""
 
+import importlib
 import importlib.util
 import json
 import pathlib
@@ -10,6 +11,7 @@ import sys
 import pytest
 
 import waybill
+from waybill import compat
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "golden" / "written_by_0_1"
 FACTS = json.loads((FOLDER / "facts.json").read_text(encoding="utf-8"))
@@ -83,3 +85,18 @@ def test_a_difference_is_found():
     text = (FOLDER / "plan.json").read_text(encoding="utf-8")
     other = waybill.plan_documents([70, 64, 31, 1, 90, 83], 4, 128, 16)
     assert json.loads(text)["format"] == "waybill.plan" and [*differences(was, facts(other))]
+
+
+@pytest.mark.parametrize("old", compat.MOVED)
+def test_modules_that_moved_are_found_under_their_old_names(old):
+    if old.startswith("waybill.torch"):
+        pytest.importorskip("torch")
+    now = vars(importlib.import_module(compat.MOVED[old]))
+    was = vars(importlib.import_module(old))
+    public = [name for name in now if not name.startswith("__")]
+    assert len(public) > 5 and all(was[name] is now[name] for name in public)
+
+
+def test_other_modules_are_not_there():
+    with pytest.raises(ModuleNotFoundError, match="waybill.linkz"):
+        importlib.import_module("waybill.linkz")
