@@ -136,7 +136,7 @@ def integer(value: Any, name: str) -> int:
 
 
 def int64(value: Any, name: str) -> int:
-    """The same for what the compiled part takes as 64 bits."""
+    """A plain int that the compiled part takes as 64 bits."""
     result = integer(value, name)
     if not -(2**63) <= result < 2**63:
         raise WrongType(f"{name} = {shown(result)}, expected an integer of 64 bits")
@@ -144,7 +144,7 @@ def int64(value: Any, name: str) -> int:
 
 
 def at_least(value: Any, least: int, name: str, below: int = 2**63) -> int:
-    """The same for what must be so large; beyond ``below`` the compiled part has no room."""
+    """An int64 that is at least so large, and less than ``below``, the compiled part's limit."""
     result = int64(value, name)
     if not least <= result < below:
         raise InvalidArgument(f"{name} = {result}, expected >= {least}")
@@ -152,7 +152,7 @@ def at_least(value: Any, least: int, name: str, below: int = 2**63) -> int:
 
 
 def within(value: Any, low: int, high: int, name: str, high_text: str = "") -> int:
-    """The same for what must be in low..high, of which errors write the end as ``high_text``."""
+    """An int64 in low..high; errors write the end as ``high_text`` if it is given."""
     result = int64(value, name)
     if not low <= result <= high:
         raise InvalidArgument(f"{name} = {result}, expected {low}..{high_text or high}")

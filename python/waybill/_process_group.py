@@ -20,7 +20,7 @@ from ._errors import shown
 from .errors import InvalidArgument, PeerFailed, Timeout, TransportError
 
 _LONGEST_SLEEP_S = 0.01
-distributed: Any = _distributed  # not all that it documents is typed
+distributed: Any = _distributed  # torch types a part of it only
 
 #: Worlds that groups of these ranks have made: the same number on all of them, as making one is
 #: collective. It goes on when a group is made again, perhaps with the same store.
@@ -212,7 +212,7 @@ def nodes_of_group(group: Any, timeout_s: float, who: str) -> int:
 
 @contextmanager
 def _failures_reported(exchange: GroupExchange) -> Iterator[None]:
-    """Whoever gives up, by an interrupt too, says so: the others do not wait for it."""
+    """Reports errors and interrupts of this rank to the others, which do not wait for it then."""
     try:
         yield
     except PeerFailed:  # which that rank reports to the others
@@ -273,7 +273,7 @@ def host_name() -> str:
 
 
 def _gpu_id(device: int) -> str:
-    """The same whatever devices a process sees."""
+    """The id of a GPU, the same in processes that see other devices."""
     properties: Any = torch.cuda.get_device_properties(device)
     if hasattr(properties, "uuid"):  # torch 2.4
         return str(properties.uuid)

@@ -171,7 +171,7 @@ class Metadata:
         return (*(_whole(name, array) for name, array in given.items()), *self._numbers())
 
     def _readable(self) -> Tuple[Fields, dict[str, str]]:
-        """The same where fields may hold anything: None for what is no such field, and why."""
+        """_fields where fields may hold anything: None for a wrong one, and the reasons by name."""
         readers: dict[str, Any] = {
             **{name: lambda name=name: _whole(name, self._array(name)) for name in _TENSORS},
             "world_size": self._world,
@@ -192,7 +192,7 @@ class Metadata:
         return tuple(fields.values()), odd
 
     def _moves(self, with_counts: bool = False) -> Fields:
-        """The same for a simulation, which reads where the rows go, and at most their counts. Any
+        """_fields for a simulation, which reads where the rows go, and at most their counts. Any
         negative rank is none.
         """
         ranks, offsets, lens = (

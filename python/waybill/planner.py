@@ -134,7 +134,7 @@ class AttentionPlan(Unchanging):
         return self.to_qkv_plan().to_metadata(num_threads)
 
     def to_routing(self, num_threads: int = 1) -> QkvRouting:
-        """The same in sparse form: what a SequenceDispatcher takes, with the relay schedule."""
+        """Routing in sparse form, as a SequenceDispatcher takes it, with the relay schedule."""
         routing = self.to_qkv_plan().to_routing(num_threads)
         relay = self._plan if self._plan.has_relay else None
         return QkvRouting._wrap(routing._routing, self, relay)

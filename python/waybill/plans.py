@@ -66,7 +66,7 @@ class SparseMetadata(Unchanging):
         return self
 
     def with_room(self, rows: int) -> SparseMetadata:
-        """The same, for which every rank's window has at least so many rows: plans of several
+        """This table, for which every rank's window has at least so many rows: plans of several
         tensors then put them at the same places, as a CUDA graph wants that replays them.
         """
         number = within(rows, 0, 2**44 - 1, "SparseMetadata.with_room: rows", "2^44 - 1")
@@ -332,7 +332,7 @@ class QkvPlan(Unchanging):
         return QkvMetadata(q, rev_q, kv, rev_kv, attention_layout(layout, True))
 
     def to_routing(self, num_threads: int = 1) -> QkvRouting:
-        """The same in sparse form: what a SequenceDispatcher takes. num_threads 0: all cores."""
+        """Routing in sparse form, as a SequenceDispatcher takes it. num_threads 0: all cores."""
         threads = int64(num_threads, "QkvPlan.to_routing: num_threads")
         return QkvRouting._wrap(_core.compute_qkv_routing(self._plan, threads), self)
 

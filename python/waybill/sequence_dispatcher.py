@@ -41,7 +41,7 @@ def numbered(name: str) -> Names:
 
 @functools.lru_cache(maxsize=256)
 def named(who: str, names: Names, t: int) -> str:
-    """That name in a call's errors; calls are made again and again, mostly without one."""
+    """The name of a tensor in a call's errors, cached: most calls need none."""
     return f"{who}: {names(t)}"
 
 
@@ -236,7 +236,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
 
     @outside_graphs
     def plan_kv_gradient(self, *parts: Sequence[Any]) -> PlanHandle:
-        """The same for kv_gradient; parts hold the forward metadata of K and V."""
+        """Compiles this rank's part of kv_gradient; parts hold the forward metadata of K and V."""
         return self._plan("plan_kv_gradient", True, parts)
 
     @outside_graphs
@@ -424,7 +424,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
     def _send(
         self, who: str, names: Names, plan: PlanHandle, tensors: Sequence[Any], of_dispatch: int
     ) -> Sequence[Any]:
-        """The same, for _shown: who has other work to queue does so before it makes views."""
+        """dispatch without its views, which _shown makes: other work may be queued before that."""
         self._check_plan(who, plan, "dispatch")
         rows, kept = self._given(who, names, tensors)
         try:

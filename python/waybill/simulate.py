@@ -275,7 +275,7 @@ def run_communication(
 def _raise_as_simulation_error(
     error: InvalidArgument, metadata: Metadata, tensor_shape: Sequence[int]
 ) -> NoReturn:
-    """The same text under the class that callers of DistCA catch, with their names."""
+    """Raises the error under the class that callers of DistCA catch, with their names."""
     text = str(error).replace(
         "orchestrate_simulate: output ", "orchestrate_simulate: output_tensor "
     )

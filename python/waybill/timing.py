@@ -348,7 +348,7 @@ def per_document_plan(
     degree: Optional[int] = None,
     mask: str = "causal",
 ) -> QkvPlan:
-    """The same with 2 * degree chunks of every document."""
+    """Static context parallelism as in zigzag_plan, with 2 * degree chunks of every document."""
     return _static(
         _core.per_document_plan,
         "per_document_plan",

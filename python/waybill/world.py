@@ -40,7 +40,7 @@ def agree(
 
 
 def agree_on(world: World, who: str, check: Callable[[], Mapping[str, Any]]) -> None:
-    """The same of what ``check`` returns, or of what it raises."""
+    """Agrees on the facts that ``check`` returns, or on the error that it raises."""
     agreed_world(lambda: world, who, check)
 
 
@@ -73,7 +73,7 @@ def load_eagerly() -> None:
 
 
 def separate_queues(num_gpus: int, who: str) -> None:
-    """The same for hardware queues; and says so where it is too late for one of both."""
+    """Sets the number of hardware queues, and warns where that or eager loading comes too late."""
     driver = _driver()
     late = [f"{_LOADING}=EAGER"] if _loads_lazily(driver) else []
     unset = _QUEUES not in os.environ
@@ -100,7 +100,7 @@ def _driver() -> Optional[Any]:
 
 
 def _loads_lazily(driver: Optional[Any]) -> bool:
-    """Whether this process has begun with a CUDA that does. Before that the variable decides."""
+    """Whether CUDA has begun in this process and loads lazily."""
     mode = ctypes.c_int(0)
     if driver is None or driver.cuModuleGetLoadingMode(ctypes.byref(mode)) != 0:
         return False

@@ -119,7 +119,7 @@ class Step(NamedTuple):
 
 
 def planned_step(world_size: int) -> Step:
-    """That of planned()."""
+    """The step of the plan that planned() makes."""
     made = planned(world_size)
     metadata = made.to_metadata()
     q, k = (payloads(made, world_size, kind) for kind in (0, 1))

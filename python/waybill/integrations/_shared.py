@@ -84,7 +84,7 @@ class Pieces:
         )
 
     def plan_of(self, attention: ContextParallelAttention) -> BatchPlan:
-        """The same on all ranks."""
+        """The plan of the batch for this module, the same on all ranks."""
         plan = self._plans.get(attention)
         if plan is None:
             plan = self._plans[attention] = attention.plan(self.pieces)
@@ -178,8 +178,8 @@ _of_tensors: Any = WeakTensorKeyDictionary()
 
 
 def pieces_of(cu_seqlens: torch.Tensor, ranks: SharedRanks, make: Callable[[], Pieces]) -> Pieces:
-    """Those that were made for a batch, which its tensor of offsets stands for: all layers and a
-    checkpoint get the same.
+    """The pieces that were made for a batch, which its tensor of offsets stands for: all layers and
+    a checkpoint get the same.
     """
     known = _of_tensors.get(cu_seqlens)
     if known is None or known[0] != (cu_seqlens._version, ranks):

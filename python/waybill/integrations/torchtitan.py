@@ -239,7 +239,7 @@ class WaybillTokenDispatcher(BaseEPTokenDispatcher):
 def waybill_dispatcher(
     cfg: Any, *, num_max_tokens_per_rank: Optional[int] = None
 ) -> WaybillTokenDispatcher.Config:
-    """The same dispatcher, by Waybill."""
+    """torchtitan's dispatcher, by Waybill."""
     return derive(
         cfg, WaybillTokenDispatcher.Config, num_max_tokens_per_rank=num_max_tokens_per_rank
     )
@@ -251,5 +251,5 @@ def waybill_dispatcher(
     exact=True,
 )
 def waybill_attention(cfg: Any, *, kernel: str = "auto") -> WaybillAttention.Config:
-    """The same attention, shared by ranks."""
+    """torchtitan's attention, shared by ranks."""
     return derive(cfg, WaybillAttention.Config, kernel=kernel)

@@ -35,7 +35,7 @@ _DROPPED = 0.06  #: share of the topk slots that go nowhere
 
 
 class Sizes(NamedTuple):
-    """Those of every call."""
+    """Sizes of every call."""
 
     ranks: int
     tokens: int  #: tokens of each rank
@@ -123,7 +123,7 @@ class _Batch:
         return [rows.view(torch.float8_e4m3fn), weights, scales]
 
     def answer(self, layer: _Layer) -> None:
-        """Makes other outputs of experts for each row, and the sums of them."""
+        """Draws an output of the experts for each row, and computes their sums."""
         self.answers = [_numbers(self._random, n, self._hidden) for n in self.num_rows]
         self.sums = self.arrived.combine(self.answers, layer.local_combine, weighted=layer.weighted)
 
@@ -555,7 +555,7 @@ def _verdict(found: List[Found]) -> Tuple[bool, str]:
 
 
 def _chosen_kinds(only: Optional[str]) -> List[Kind]:
-    """Those whose name holds the words."""
+    """The kinds whose name holds the words."""
     found = [kind for kind in KINDS if only is None or only in kind.name]
     if not found:
         names = "; ".join(kind.name for kind in KINDS)

@@ -88,8 +88,8 @@ class Autocast(NamedTuple):
         return cls(kind, old.is_autocast_cpu_enabled(), old.get_autocast_cpu_dtype())
 
     def again(self) -> AbstractContextManager[Any]:
-        """Under it. It keeps no weights that it has cast: made where autograd does not look, the
-        caller would get them too.
+        """A context with this state of autocast. Its cache is off: weights that were cast where
+        autograd does not look would go to the caller, too.
         """
         return torch.autocast(
             self.kind, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
@@ -141,7 +141,7 @@ _profiling: Any = torch.autograd
 _nvtx: Any = torch.cuda.nvtx
 
 
-class named:
+class profiled:
     """``waybill:name`` on the timeline. Without a profiler it costs a microsecond."""
 
     __slots__ = ("_name", "_on_gpu", "_record")
@@ -195,7 +195,7 @@ def tensor(array: Any, device: Optional[torch.device] = None) -> Any:
 
 
 def tensors(value: Any, device: Optional[torch.device] = None) -> Any:
-    """The same inside tuples and lists; records keep their type."""
+    """Tensors for arrays, also inside tuples and lists; records keep their type."""
     if isinstance(value, np.ndarray):
         return tensor(value, device)
     if isinstance(value, tuple):
@@ -287,7 +287,7 @@ def stream_of(device: torch.device) -> int:
 
 
 def stream_given(stream: Any, device: torch.device, name: str) -> int:
-    """The same of a stream that the caller gave; None is the current one."""
+    """The handle of a stream that the caller gave; None is the current stream."""
     if stream is None:
         return stream_of(device)
     handle = getattr(stream, "cuda_stream", None)
@@ -414,7 +414,7 @@ def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
 def require_known_ids(
     ids: torch.Tensor, num_experts: int, dropped: int, name: str, rank: int
 ) -> None:
-    """That each is of an expert, or dropped. The host looks: it waits for a device."""
+    """Raises for an id that is neither an expert's nor ``dropped``. The host waits for a device."""
     if dropped in (-1, num_experts) and ids.numel() > 0:  # one range: one look at all of them
         least, most = (int(number) for number in torch.aminmax(ids))
         if min(dropped, 0) <= least and most <= max(dropped, num_experts - 1):

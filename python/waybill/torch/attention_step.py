@@ -87,8 +87,8 @@ class AttentionStep(OfThisProcess):
 
     @outside_graphs
     def varlen(self) -> Sequences:
-        """The same for kernels of variable lengths: int32 cu_seqlens on the device, and the most.
-        Queries begin with row 0, keys with the first context.
+        """The attention layout for kernels of variable lengths: int32 cu_seqlens on the device, and
+        the most. Queries begin with row 0, keys with the first context.
 
         Raises InvalidArgument where contexts overlap, or leave rows out, as cu_seqlens cannot say
         that: kv_layout="per_query" gives every query shard one of its own.
@@ -303,7 +303,7 @@ def _adjacent(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """With zeros below, where the caller's tensor has more rows than the plan."""
+    """The tensor with zeros below, where the caller's has more rows than the plan."""
     if tensor.shape[0] >= rows:
         return tensor
     padded = tensor.new_zeros(rows, *tensor.shape[1:])

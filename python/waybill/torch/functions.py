@@ -93,12 +93,12 @@ class Metadata(numpy_metadata.Metadata):
 
     @outside_graphs
     def numpy(self) -> numpy_metadata.Metadata:
-        """The same for numpy; tensors of the CPU share their memory."""
+        """The metadata for numpy; tensors of the CPU share their memory."""
         return numpy_metadata.Metadata(*self._values())
 
     @classmethod
     def from_numpy(cls: Type[_M], metadata: numpy_metadata.Metadata) -> _M:
-        """The same for torch; arrays share their memory."""
+        """Metadata of numpy for torch; arrays share their memory."""
         return cls._from_fields(metadata._values())
 
     @property
@@ -143,7 +143,7 @@ def metadata_of(
 
 
 def metadata_over(fields: Tuple[Any, ...], device: Optional[torch.device]) -> Metadata:
-    """The same of fields whose seven tables are DLPack capsules, or None."""
+    """Metadata of fields whose seven tables are DLPack capsules, or None."""
     tables: list[Any] = [None if table is None else from_dlpack(table) for table in fields[:7]]
     return Metadata(*tables, *fields[7:])._placed(device)
 
@@ -159,7 +159,7 @@ def as_torch(function: Callable[_P, _R], *places: str) -> Callable[_P, _R]:
 
 
 def _like_its_tensor(function: Callable[_P, Any]) -> Callable[_P, torch.Tensor]:
-    """The same for a function whose result has the dtype and the device of its first argument."""
+    """as_torch for a function whose result has the dtype and the device of its first argument."""
 
     def like_first(made: Any, given: dict[str, Any]) -> torch.Tensor:
         name, value = next(iter(given.items()))

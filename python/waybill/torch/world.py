@@ -62,7 +62,7 @@ def run_threads(
     )
 
 
-distributed: Any = _distributed  # not all that it documents is typed
+distributed: Any = _distributed  # torch types a part of it only
 
 #: Launchers set these: this rank, number of ranks, rank on the host; the first that is there.
 _LAUNCHERS = (

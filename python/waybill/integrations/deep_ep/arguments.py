@@ -60,7 +60,7 @@ def check_table(
 
 
 def check_memory(value: torch.Tensor, name: str, rank: int, device: torch.device) -> None:
-    """That it lies where the buffer is, with strides."""
+    """Raises where the tensor lies elsewhere than the buffer, or has no strides."""
     if value.device != device or value.layout is not torch.strided:
         raise InvalidArgument(
             f"{name} of rank {rank} lies on {value.device} ({value.layout}), expected {device},"

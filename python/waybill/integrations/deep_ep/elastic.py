@@ -177,7 +177,7 @@ class ElasticBuffer(OfThisProcess):
         return 1, self.num_ranks
 
     def get_logical_domain_size(self) -> Tuple[int, int]:
-        """The same."""
+        """Ranks over a network, and ranks of a host: as get_physical_domain_size."""
         return 1, self.num_ranks
 
     def get_theoretical_num_sms(self, num_experts: Any, num_topk: Any, *_: Any, **__: Any) -> int:

@@ -139,7 +139,7 @@ class Compact:
         self._rows = Intranode(world, layers, num_bytes, order.max_tokens)
 
     def check(self, x: torch.Tensor, ids: torch.Tensor, who: str) -> None:
-        """That the windows have room."""
+        """Raises where the windows have no room."""
         del ids
         self._rows.check_room(x, who)
 
@@ -240,7 +240,7 @@ class Expanded:
         )  # fmt: skip
 
     def check(self, x: torch.Tensor, ids: torch.Tensor, who: str) -> None:
-        """That the windows have room."""
+        """Raises where the windows have no room."""
         if x.shape[0] > self.order.max_tokens:
             raise InvalidArgument(
                 f"{who}: x of rank {self.rank} has {x.shape[0]} tokens, expected at most"

@@ -48,7 +48,7 @@ class EventHandle:
             torch.cuda.current_stream(self.device).wait_event(self._event)
 
     def stream_wait(self, stream: Any) -> None:
-        """The same for a stream; None: the host waits."""
+        """Lets a stream wait for the event; None: the host waits."""
         if stream is not None and not callable(getattr(stream, "wait_event", None)):
             raise InvalidArgument(
                 f"EventHandle.stream_wait: stream = {shown(stream)}, expected a torch.cuda.Stream"

@@ -171,7 +171,7 @@ class DispatchHandle(_Handle):
         super().__init__(owner)
 
     def layout(self) -> Any:
-        """That of any of the layers."""
+        """The layout of any of the layers."""
         return next(iter(self.layouts.values()))
 
     def counts(self) -> torch.Tensor:

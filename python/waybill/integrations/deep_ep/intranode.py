@@ -58,7 +58,7 @@ class Intranode:
         return rows, scales
 
     def check_room(self, rows: torch.Tensor, who: str) -> None:
-        """That the windows hold so many tokens."""
+        """Raises where the windows do not hold so many tokens."""
         most = self.max_tokens(rows.shape[1])
         if not 0 < most >= rows.shape[0]:
             raise InvalidArgument(

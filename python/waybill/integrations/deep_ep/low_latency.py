@@ -210,7 +210,7 @@ def _spread(rows: torch.Tensor, handle: LowLatencyHandle) -> torch.Tensor:
 
 
 def _columns_first(table: torch.Tensor) -> torch.Tensor:
-    """The same, with the slots of a column side by side in memory."""
+    """The table with the slots of a column side by side in memory."""
     return table.transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -48,7 +48,7 @@ class Capacities(NamedTuple):
         return cls(*(max(needs) for needs in zip(*(_needs(plan) for plan in plans))))
 
     def scaled(self, factor: float) -> Capacities:
-        """With room for as many times as much, rounded up."""
+        """Capacities times ``factor``, rounded up."""
         times = number(factor, "Capacities.scaled: factor")
         if not 0 < times < 2**31:
             raise InvalidArgument(f"Capacities.scaled: factor = {times}, expected > 0")
@@ -190,7 +190,7 @@ class FixedMoves(Moves):
         return super()._table(name).with_room(self._room(name))
 
     def _largest(self, name: str) -> list[Tuple[Any, ...]]:
-        """Parts with as many copies as there may be, of as many rows: their memory is enough for
+        """Parts with the most copies and rows that the capacities allow: their memory is enough for
         all plans. They are never sent.
         """
         world, copies = self._dispatcher.world.world_size, self._capacities.max_copies

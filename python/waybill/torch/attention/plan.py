@@ -153,7 +153,7 @@ class BatchPlanner(WrittenOnce, Unchanging):
 
     @property
     def fingerprint(self) -> int:
-        """The same as one number."""
+        """facts() as one number."""
         return zlib.crc32(repr((self.world_size, self.facts())).encode())
 
     def __reduce__(self) -> Tuple[Any, ...]:
@@ -418,7 +418,7 @@ class PackedBatch(NamedTuple):
         )
 
     def to(self, device: Any) -> PackedBatch:
-        """The same with its tensors on a device."""
+        """The batch with its tensors on a device."""
         place = require_device(device, "PackedBatch.to: device")
         tokens, labels, positions = (t.to(place) for t in self[:3])
         return PackedBatch(tokens, labels, positions, self.pieces)

@@ -10,7 +10,7 @@ import torch
 
 from ..._errors import said_by, shown
 from ...errors import Disagreement, InvalidArgument, TransportError
-from .._tensors import Autocast, named, require_moved
+from .._tensors import Autocast, profiled, require_moved
 from ..kernels import AttentionKernel, AttentionShape
 from ..kernels.seam import attention, gradients
 from ..sequence_dispatcher import SequenceDispatcher
@@ -314,12 +314,12 @@ class RankStep:
         # busy with what stays.
         at_once = self.moves and (self._moves.is_ready or not self.side.overlaps)
         if at_once:
-            with self.side.run(), named("dispatch", self.device):
+            with self.side.run(), profiled("dispatch", self.device):
                 views, number = self._moves.there(*sent)
-        with named("forward in place", self.device):
+        with profiled("forward in place", self.device):
             out, home_lse = self._attend_home(q, k, v, want_lse)
         if self.moves:
-            with self.side.run(), named("forward of rows that travel", self.device):
+            with self.side.run(), profiled("forward of rows that travel", self.device):
                 if not at_once:
                     views, number = self._moves.there(*sent)
                 there, lse = self._attend_there(views(), keep, want_lse, latent)
@@ -419,12 +419,12 @@ class RankStep:
         of_weights: Tuple[Optional[torch.Tensor], ...] = ()
         self.side.fork(self.uploads)
         if self.moves:
-            with self.side.run(), named("dispatch of gradients", self.device):
+            with self.side.run(), profiled("dispatch of gradients", self.device):
                 there = self._moves.grad_there(grad, number)
-        with named("backward in place", self.device):
+        with profiled("backward in place", self.device):
             dq, dk, dv = self._gradients_home(grad, q, k, v, out, saved.home_lse)
         if self.moves:
-            with self.side.run(), named("backward of rows that travel", self.device):
+            with self.side.run(), profiled("backward of rows that travel", self.device):
                 found, of_weights = self._gradients_there(there()[0], saved, latent)
                 if needs[1]:
                     sums = self._moves.sums(number, *found[1:])

@@ -79,7 +79,7 @@ def first_of(result: Any) -> torch.Tensor:
 
 
 def scaled_gradient(value: torch.Tensor, factor: float) -> torch.Tensor:
-    """The same, with its gradient times factor."""
+    """The value, with its gradient times factor."""
     if factor == 1 or not value.requires_grad or not torch.is_grad_enabled():
         return value
     return _ScaledGradient.apply(value, factor)
@@ -157,7 +157,7 @@ def check_options(
     world: World, num_experts: int, topk: int, hidden: int, max_tokens: int, dtype: Any,
     weight_dtype: Any, options: Dict[str, Any],
 ) -> Tuple[torch.dtype, torch.dtype]:  # fmt: skip
-    """Those that a layer would be made with; returns its dtypes."""
+    """Checks the options that a layer would be made with; returns its dtypes."""
     dtype = torch_dtype(torch.bfloat16 if dtype is None else dtype, f"{_WHO}: dtype")
     weight_dtype = torch_dtype(
         torch.float32 if weight_dtype is None else weight_dtype, f"{_WHO}: weight_dtype"
@@ -199,7 +199,7 @@ def check_operations(fixed_rows: Any, chunks: int, windows: str, options: Dict[s
 
 
 def check_experts(experts: Any, num_experts: int, world: World) -> None:
-    """Those of a rank, where they say how many they are."""
+    """Checks the number of a rank's experts, where they say it."""
     wanted = num_experts // world.world_size
     if isinstance(experts, SwiGLUExperts) and len(experts.gate) != wanted:
         raise InvalidArgument(

@@ -575,7 +575,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         self._views = kept
 
     def _copied(self, view: torch.Tensor, layout: LayerLayout) -> torch.Tensor:
-        """Memory of the caller's. Rows after those that have come are not copied."""
+        """A copy that the caller owns. Rows after those that have come are not copied."""
         if self.fixed_rows is None or self.payload != "plain":
             return view.clone()
         copy = torch.empty_like(view)

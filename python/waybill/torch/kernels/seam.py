@@ -118,7 +118,7 @@ class AttentionKernel:
         """Raises Unsupported, naming the argument, for what this kernel does not take."""
 
     def check_training(self, device: torch.device, who: str) -> None:
-        """The same before a forward pass whose gradients are wanted."""
+        """Raises Unsupported before a forward pass whose gradients the kernel cannot compute."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences,
@@ -237,12 +237,12 @@ def window_of(shape: AttentionShape) -> Tuple[int, int]:
 
 
 def narrowed(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Without what ``widened`` put after each head."""
+    """The tensor without the zeros that ``widened`` put after each head."""
     return tensor if tensor.shape[-1] == head_dim else tensor[..., :head_dim]
 
 
 def widened(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """With zeros after each head, where a kernel takes heads of one size only."""
+    """The tensor with zeros after each head, where a kernel takes heads of one size only."""
     missing = head_dim - tensor.shape[-1]
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
