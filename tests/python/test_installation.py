@@ -1,8 +1,11 @@
-"""The build takes CUDA 13 where it is, says so, and passes over older ones."""
+"""What an installation says of itself: waybill doctor, and which CUDA a build finds."""
 
+import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +53,21 @@ def test_passes_over_an_older_one(tmp_path):
     said = find(tmp_path, CUDACXX=str(old), CUDA_HOME=str(new.parents[1]))
     assert f"WAYBILL_CUDA=ON {new}" in said
     assert str(old) not in find(tmp_path, CUDACXX=str(old), PATH=str(old.parent))
+
+
+def test_doctor_knows_python_and_torch():
+    ran = subprocess.run(
+        [sys.executable, "-m", "waybill", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = json.loads(ran.stdout)
+    assert ran.returncode == (0 if found["works"] else 1), ran.stderr
+    lines = {line["name"]: line for line in found["checks"]}
+    assert lines["Python"]["value"] == sys.version.split()[0]
+    try:
+        assert lines["torch"]["value"] == importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        assert lines["torch"]["state"] == "note"
+    assert all(line["state"] == "good" or line["advice"] for line in found["checks"])
