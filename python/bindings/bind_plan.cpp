@@ -227,7 +227,8 @@ void bind_sparse(nb::module_& m) {
 }  // namespace
 
 void bind_plan(nb::module_& m) {
-  m.def("make_plan", make_plan);
+  m.def("make_plan", make_plan, "world_size"_a, "rank_shard_offsets"_a, "shard_len"_a, "q_dst"_a,
+        "doc_shard_offsets"_a, "doc_shards"_a, "kv_begin"_a, "kv_layout"_a, "mask"_a);
   nb::class_<QkvPlan> plan(m, "Plan");
   plan.def_ro("world_size", &QkvPlan::world_size);
   plan.def_prop_ro("kv_layout",

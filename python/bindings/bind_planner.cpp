@@ -153,15 +153,15 @@ std::vector<std::vector<DocumentRange>> rank_pieces_from(const std::vector<std::
 /// The options of the plan, or the usual ones, with what the caller gave in place of theirs.
 template <class Plan>
 StepOptions step_options_py(
-    const Plan& plan, std::string_view transfer, std::optional<std::int64_t> q_hidden,
-    std::optional<std::int64_t> kv_hidden, std::optional<std::string_view> dtype,
-    std::optional<std::int64_t> window, std::optional<std::int32_t> ranks_per_node,
-    std::optional<double> nvlink_bytes_per_second, std::optional<double> network_bytes_per_second,
-    std::optional<double> message_seconds, std::optional<double> pairs_per_second,
-    std::optional<std::int64_t> row_pairs, std::optional<std::int64_t> shard_pairs,
-    double phase_seconds, double pull_share, double forward_share, double network_message_seconds,
-    std::int64_t forward_chunk_bytes, double forward_flops_per_second,
-    double backward_flops_per_second) {
+    const Plan& plan, std::string_view transfer, double phase_seconds, double pull_share,
+    double forward_share, double network_message_seconds, std::int64_t forward_chunk_bytes,
+    double forward_flops_per_second, double backward_flops_per_second,
+    std::optional<std::int64_t> q_hidden, std::optional<std::int64_t> kv_hidden,
+    std::optional<std::string_view> dtype, std::optional<std::int64_t> window,
+    std::optional<std::int32_t> ranks_per_node, std::optional<double> nvlink_bytes_per_second,
+    std::optional<double> network_bytes_per_second, std::optional<double> message_seconds,
+    std::optional<double> pairs_per_second, std::optional<std::int64_t> row_pairs,
+    std::optional<std::int64_t> shard_pairs) {
   StepOptions options;
   if constexpr (std::is_same_v<Plan, AttentionPlan>) options = StepOptions::of(plan);
   const auto set = [](auto& field, const auto& given) {
@@ -253,13 +253,14 @@ std::vector<Remedy> remedies_of(const StepPredictor& predictor, const StepPredic
 /// Functions that need the plan again; `Plan` is a QkvPlan or an AttentionPlan.
 template <class Plan>
 void bind_of_plan(nb::module_& m) {
-  m.def("step_options", step_options_py<Plan>, "plan"_a, "transfer"_a, "q_hidden"_a = nb::none(),
+  m.def("step_options", step_options_py<Plan>, "plan"_a, "transfer"_a, "phase_seconds"_a,
+        "pull_share"_a, "forward_share"_a, "network_message_seconds"_a, "forward_chunk_bytes"_a,
+        "forward_flops_per_second"_a, "backward_flops_per_second"_a, "q_hidden"_a = nb::none(),
         "kv_hidden"_a = nb::none(), "dtype"_a = nb::none(), "window"_a = nb::none(),
         "ranks_per_node"_a = nb::none(), "nvlink_bytes_per_second"_a = nb::none(),
         "network_bytes_per_second"_a = nb::none(), "message_seconds"_a = nb::none(),
-        "pairs_per_second"_a = nb::none(), "row_pairs"_a = nb::none(), "shard_pairs"_a = nb::none(),
-        "phase_seconds"_a, "pull_share"_a, "forward_share"_a, "network_message_seconds"_a,
-        "forward_chunk_bytes"_a, "forward_flops_per_second"_a, "backward_flops_per_second"_a);
+        "pairs_per_second"_a = nb::none(), "row_pairs"_a = nb::none(),
+        "shard_pairs"_a = nb::none());
   m.def(
       "predict_step",
       [](const Plan& plan, const StepOptions& options) {

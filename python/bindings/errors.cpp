@@ -151,8 +151,10 @@ PyObject* bind(PyObject* self, PyObject* instance, PyObject* /*type*/) {
   return made;
 }
 
-/// Name, signature and text are those of the function.
+/// Name, signature and text are those of the function, which is `__wrapped__`.
 PyObject* attribute(PyObject* self, PyObject* name) {
+  if (PyUnicode_CompareWithASCIIString(name, "__wrapped__") == 0)
+    return Py_NewRef(guarded(self)->function);
   return PyObject_GetAttr(guarded(self)->function, name);
 }
 
