@@ -132,7 +132,7 @@ def test_device_mesh(tmp_path):
             waybill.World.from_process_group(wrong)
             raise AssertionError("not refused")
         except InvalidArgument as error:
-            assert f"group is a {type(wrong).__name__}, expected a process group" in str(error)
+            assert f"group is {wrong!r}, expected a process group" in str(error)
 """
     expect_all_well(run_group(tmp_path, program))
 
