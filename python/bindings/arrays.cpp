@@ -145,12 +145,6 @@ nb::object numpy_or_none(std::optional<IndexArray>&& array) {
   return array ? numpy_array(std::move(*array)) : nb::none();
 }
 
-nb::list numpy_arrays(std::vector<IndexArray>&& arrays) {
-  nb::list result;
-  for (IndexArray& array : arrays) result.append(numpy_array(std::move(array)));
-  return result;
-}
-
 nb::object numpy_view(std::span<const std::int64_t> values, nb::handle owner) {
   return view_of(values, owner, dlpack_dtype(DType::int64));
 }

@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "waybill/core/host_tensor.h"
@@ -40,12 +41,26 @@ using OutputArg = nb::ndarray<nb::device::cpu>;
 /// The same for a payload; elements are integers of the dtype's size.
 [[nodiscard]] nb::object numpy_array(HostTensor&& tensor);
 
-/// A list of numpy arrays.
-[[nodiscard]] nb::list numpy_arrays(std::vector<IndexArray>&& arrays);
+/// A list of numpy arrays, from arrays or payloads.
+template <class Array>
+[[nodiscard]] nb::list numpy_arrays(std::vector<Array>&& arrays) {
+  nb::list result;
+  for (Array& array : arrays) result.append(numpy_array(std::move(array)));
+  return result;
+}
 
 /// A read-only numpy view of memory that `owner` keeps.
 [[nodiscard]] nb::object numpy_view(std::span<const std::int64_t> values, nb::handle owner);
 [[nodiscard]] nb::object numpy_view(std::span<const std::int32_t> values, nb::handle owner);
+
+/// A property: such a view of a table of the object.
+template <class Owner, class Table>
+void add_table(nb::class_<Owner>& type, const char* name, Table Owner::*table) {
+  type.def_prop_ro(name, [table](nb::handle self) {
+    const Table& values = nb::cast<const Owner&>(self).*table;
+    return numpy_view(std::span(values.data(), values.size()), self);
+  });
+}
 
 /// Views of a payload under the dtype that the caller names.
 [[nodiscard]] ConstTensorView tensor_view(const PayloadArg& array, std::string_view dtype);

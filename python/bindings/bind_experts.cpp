@@ -249,7 +249,7 @@ void bind_layer(nb::module_& m) {
       .def("weigh_gradients", weigh_gradients_py, "gradients"_a, "weights"_a.none(),
            "rows"_a.none(), "layout"_a, "row_gradients"_a.none(), "weight_gradients"_a.none(),
            "stream"_a)
-      .def("copy_rows", copy_rows_py, "from"_a, "to"_a, "layout"_a, "stream"_a)
+      .def("copy_rows", copy_rows_py, "rows"_a, "output"_a, "layout"_a, "stream"_a)
       .def("combine_needs_gradients", combine_needs_gradients_py, "layout"_a, "mine"_a, "asks"_a,
            "stream"_a)
       .def("combine_input", combine_input_py, "rows"_a, "stream"_a)

@@ -87,12 +87,6 @@ nb::dict layout_dict(EPAllToAllLayoutDesc&& layout) {
   return result;
 }
 
-nb::list tensors_list(std::vector<HostTensor>&& tensors) {
-  nb::list result;
-  for (HostTensor& tensor : tensors) result.append(numpy_array(std::move(tensor)));
-  return result;
-}
-
 nb::object int32_table(const std::vector<std::int32_t>& values, Shape shape) {
   return numpy_array(IndexArray::copy_of(values.data(), shape, DType::int32));
 }
@@ -135,9 +129,9 @@ nb::tuple simulate_dispatch_py(const EPConfig& config, const EPDispatchOptions& 
   for (EPAllToAllLayoutDesc& layout : dispatch->layout) {
     layouts.append(layout_dict(std::move(layout)));
   }
-  nb::list tokens_out = tensors_list(std::move(dispatch->recv_tokens));
-  nb::list scales_out = tensors_list(std::move(dispatch->recv_scales));
-  nb::list weights_out = tensors_list(std::move(dispatch->recv_weights));
+  nb::list tokens_out = numpy_arrays(std::move(dispatch->recv_tokens));
+  nb::list scales_out = numpy_arrays(std::move(dispatch->recv_scales));
+  nb::list weights_out = numpy_arrays(std::move(dispatch->recv_weights));
   nb::list origins = numpy_arrays(std::move(dispatch->recv_origin));
   nb::dict tables = tables_dict(*dispatch);
   return nb::make_tuple(nb::cast(std::move(dispatch)), tokens_out, scales_out, weights_out, origins,
@@ -152,7 +146,7 @@ nb::list simulate_combine_py(const ExpertDispatch& dispatch, const std::vector<P
   std::vector<std::vector<ConstTensorView>> bias_views;
   for (const auto& bias : biases) bias_views.push_back(views_of(bias, dtype));
   const std::vector<std::span<const ConstTensorView>> spans(bias_views.begin(), bias_views.end());
-  return tensors_list(unlocked([&] {
+  return numpy_arrays(unlocked([&] {
     return simulate_expert_combine(dispatch, output_views, {local_combine, weighted}, spans);
   }));
 }
@@ -163,15 +157,14 @@ nb::tuple quantize_py(const PayloadArg& rows, std::string_view dtype) {
               (from.shape[0] == 0 || from.strides[1] == 1),
           "quantize_fp8: rows have shape ", to_string(from.shape),
           ", expected [rows, a multiple of ", scale_group, "] with adjacent elements");
-  const auto hidden = static_cast<std::size_t>(from.shape[1]);
+  const std::int64_t hidden = from.shape[1];
+  const std::int64_t groups = hidden / scale_group;
   HostTensor elements(DType::float8_e4m3fn, from.shape);
-  HostTensor scales(DType::float32, {from.shape[0], from.shape[1] / scale_group});
+  HostTensor scales(DType::float32, {from.shape[0], groups});
   for (std::int64_t row = 0; row < from.shape[0]; ++row) {
-    const auto r = static_cast<std::size_t>(row);
-    const std::size_t groups = hidden / static_cast<std::size_t>(scale_group);
     quantize_row(from.data + row * from.strides[0] * dtype_bytes(from.dtype), from.dtype,
-                 elements.as<std::uint8_t>().subspan(r * hidden, hidden),
-                 scales.as<float>().subspan(r * groups, groups));
+                 elements.as<std::uint8_t>().subspan(row * hidden, hidden),
+                 scales.as<float>().subspan(row * groups, groups));
   }
   return nb::make_tuple(numpy_array(std::move(elements)), numpy_array(std::move(scales)));
 }

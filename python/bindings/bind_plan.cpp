@@ -1,3 +1,4 @@
+#include <nanobind/operators.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
@@ -27,26 +28,14 @@ using namespace nb::literals;
 
 namespace {
 
-template <class Element>
-void add_table(nb::class_<QkvPlan>& plan, const char* name, std::vector<Element> QkvPlan::*table) {
-  plan.def_prop_ro(name, [table](nb::handle self) {
-    return numpy_view(std::span<const Element>(nb::cast<const QkvPlan&>(self).*table), self);
-  });
-}
-
 /// [W, W] wire rows of Q and of KV from the sparse counts, receiving rank first.
 nb::tuple traffic(const QkvPlan& plan) {
   const auto dense = [&](const SparseMetadata& table) {
     const std::int64_t world = table.world_size;
     IndexArray rows({world, world});
     for (std::int64_t r = 0; r < world; ++r) {
-      const auto begin = static_cast<std::size_t>(table.recv.offsets[static_cast<std::size_t>(r)]);
-      const auto end =
-          static_cast<std::size_t>(table.recv.offsets[static_cast<std::size_t>(r) + 1]);
-      for (std::size_t i = begin; i < end; ++i) {
-        rows.i64()[static_cast<std::size_t>(r * world + table.recv.src_rank[i])] =
-            table.recv.tokens[i];
-      }
+      for (auto i = table.recv.offsets[r]; i < table.recv.offsets[r + 1]; ++i)
+        rows.i64()[r * world + table.recv.src_rank[i]] = table.recv.tokens[i];
     }
     return rows;
   };
@@ -61,11 +50,8 @@ std::string summary_text(const QkvPlan& plan, std::int64_t q_row_bytes, std::int
                          double gb_per_s, bool unicode) {
   return unlocked([&] {
     const QkvRouting routing = compute_qkv_routing(plan);
-    TextStyle style;
-    style.unicode = unicode;
-    style.gb_per_s = gb_per_s;
     return text_summary(plan, routing, summarize(plan, routing, {q_row_bytes, kv_row_bytes}),
-                        style);
+                        {.unicode = unicode, .gb_per_s = gb_per_s});
   });
 }
 
@@ -73,8 +59,7 @@ std::string report_page(const QkvPlan& plan, std::int64_t q_row_bytes, std::int6
                         double gb_per_s, const std::string& title) {
   return unlocked([&] {
     const QkvRouting routing = compute_qkv_routing(plan);
-    ReportContext context;
-    context.title = title;
+    ReportContext context{.title = title};
     context.gb_per_s = gb_per_s;
     return html_report(plan, routing, summarize(plan, routing, {q_row_bytes, kv_row_bytes}),
                        context);
@@ -99,15 +84,6 @@ QkvPlan make_plan(std::int32_t world_size, std::vector<std::int64_t> rank_shard_
   return plan;
 }
 
-template <class Owner, class Table>
-void add_table(nb::class_<Owner>& type, const char* name, Table Owner::*table) {
-  using Element = typename Table::value_type;
-  type.def_prop_ro(name, [table](nb::handle self) {
-    const Table& values = nb::cast<const Owner&>(self).*table;
-    return numpy_view(std::span<const Element>(values.data(), values.size()), self);
-  });
-}
-
 void bind_sparse_metadata(nb::module_& m) {
   nb::class_<SparseMetadata> sparse(m, "SparseMetadata");
   sparse.def_ro("world_size", &SparseMetadata::world_size);
@@ -119,15 +95,12 @@ void bind_sparse_metadata(nb::module_& m) {
   sparse.def_prop_ro("recv_total", [](nb::handle self) {
     return numpy_view(nb::cast<const SparseMetadata&>(self).recv.total, self);
   });
-  sparse.def(
-      "__eq__", [](const SparseMetadata& a, const SparseMetadata& b) { return a == b; },
-      nb::is_operator());
+  sparse.def(nb::self == nb::self);
   m.def("to_sparse", [](const Fields& fields) {
     const Metadata metadata = metadata_from(fields);
     return unlocked([&] { return to_sparse(metadata); });
   });
-  m.def("to_dense",
-        [](const SparseMetadata& sparse_form) { return fields_of(to_dense(sparse_form)); });
+  m.def("to_dense", [](const SparseMetadata& s) { return fields_of(to_dense(s)); });
   m.def("to_dense_reverse", [](const SparseMetadata& reverse, const SparseMetadata& forward) {
     return fields_of(to_dense_reverse(reverse, forward));
   });
@@ -139,11 +112,10 @@ nb::tuple attention_of(nb::handle self, std::int32_t rank) {
   const std::int64_t world = std::ssize(layout.rank_offsets) - 1;
   require(0 <= rank && rank < world, "QkvRouting.attention: rank = ", rank, ", expected 0..",
           world - 1);
-  const auto first = static_cast<std::size_t>(layout.rank_offsets[static_cast<std::size_t>(rank)]);
-  const auto last =
-      static_cast<std::size_t>(layout.rank_offsets[static_cast<std::size_t>(rank) + 1]);
+  const std::int64_t first = layout.rank_offsets[rank];
+  const std::int64_t count = layout.rank_offsets[rank + 1] - first;
   const auto lines = [&](const auto& table) {
-    return numpy_view(std::span(table.data(), table.size()).subspan(first, last - first), self);
+    return numpy_view(std::span(table.data(), table.size()).subspan(first, count), self);
   };
   return nb::make_tuple(lines(layout.shard), lines(layout.q_begin), lines(layout.q_len),
                         lines(layout.kv_begin), lines(layout.kv_len));
@@ -168,7 +140,7 @@ nb::tuple varlen_rank(const VarlenRouting& routing, std::int32_t rank) {
   const std::int64_t world = std::ssize(routing.ranks);
   require(0 <= rank && rank < world, "VarlenRouting.rank: rank = ", rank, ", expected 0..",
           world - 1);
-  const VarlenRank& r = routing.ranks[static_cast<std::size_t>(rank)];
+  const VarlenRank& r = routing.ranks[rank];
   return nb::make_tuple(numpy_array(flat(r.in_place)), numpy_array(flat(r.dispatched)),
                         numpy_array(flat(r.q_rows)), numpy_array(flat(r.kv_rows)));
 }
@@ -218,16 +190,20 @@ void bind_sparse(nb::module_& m) {
   routing.def_ro("fwd_kv", &QkvRouting::fwd_kv);
   routing.def_ro("rev_kv", &QkvRouting::rev_kv);
   routing.def("attention_of", &attention_of);
-  m.def("compute_qkv_routing", [](const QkvPlan& plan, int num_threads) {
-    return unlocked([&] { return compute_qkv_routing(plan, num_threads); });
-  });
+  m.def(
+      "compute_qkv_routing",
+      [](const QkvPlan& plan, int num_threads) {
+        return unlocked([&] { return compute_qkv_routing(plan, num_threads); });
+      },
+      "plan"_a, "num_threads"_a);
   bind_varlen(m);
 }
 
 }  // namespace
 
 void bind_plan(nb::module_& m) {
-  m.def("make_plan", make_plan);
+  m.def("make_plan", make_plan, "world_size"_a, "rank_shard_offsets"_a, "shard_len"_a, "q_dst"_a,
+        "doc_shard_offsets"_a, "doc_shards"_a, "kv_begin"_a, "kv_layout"_a, "mask"_a);
   nb::class_<QkvPlan> plan(m, "Plan");
   plan.def_ro("world_size", &QkvPlan::world_size);
   plan.def_prop_ro("kv_layout",
@@ -239,8 +215,7 @@ void bind_plan(nb::module_& m) {
   add_table(plan, "doc_shard_offsets", &QkvPlan::doc_shard_offsets);
   add_table(plan, "doc_shards", &QkvPlan::doc_shards);
   add_table(plan, "kv_begin", &QkvPlan::kv_begin);
-  plan.def(
-      "__eq__", [](const QkvPlan& a, const QkvPlan& b) { return a == b; }, nb::is_operator());
+  plan.def(nb::self == nb::self);
   plan.def("to_json", [](const QkvPlan& p, bool compact) {
     return to_json(p, compact ? JsonStyle::compact : JsonStyle::readable);
   });
@@ -270,9 +245,12 @@ void bind_plan(nb::module_& m) {
                                       mask_from_name("plan_documents", mask)};
     return unlocked([&] { return plan_documents(lengths, options); });
   });
-  m.def("plan_from_json", [](std::string_view text, std::string_view origin) {
-    return unlocked([&] { return plan_from_json(text, origin); });
-  });
+  m.def(
+      "plan_from_json",
+      [](std::string_view text, std::string_view origin) {
+        return unlocked([&] { return plan_from_json(text, origin); });
+      },
+      "text"_a, "origin"_a);
   bind_sparse(m);
 }
 

@@ -1,3 +1,4 @@
+#include <nanobind/operators.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -67,15 +68,10 @@ PlannerOptions planner_options_py(std::int32_t world_size, std::int64_t tokens_p
 }
 
 void add_figures(nb::class_<AttentionPlan>& plan) {
-  const auto add = [&](const char* name, std::vector<std::int64_t> AttentionPlan::*figures) {
-    plan.def_prop_ro(name, [figures](nb::handle self) {
-      return numpy_view(nb::cast<const AttentionPlan&>(self).*figures, self);
-    });
-  };
-  add("work", &AttentionPlan::work);
-  add("home_tokens", &AttentionPlan::home_tokens);
-  add("attention_tokens", &AttentionPlan::attention_tokens);
-  add("kv_tokens", &AttentionPlan::kv_tokens);
+  add_table(plan, "work", &AttentionPlan::work);
+  add_table(plan, "home_tokens", &AttentionPlan::home_tokens);
+  add_table(plan, "attention_tokens", &AttentionPlan::attention_tokens);
+  add_table(plan, "kv_tokens", &AttentionPlan::kv_tokens);
   plan.def_ro("block_work", &AttentionPlan::block_work);
   plan.def_ro("least_bytes_in", &AttentionPlan::least_bytes_in);
   plan.def_prop_ro("has_relay", [](const AttentionPlan& p) { return !p.relay.empty(); });
@@ -127,8 +123,7 @@ std::string attention_report_page(const AttentionPlan& plan, double gb_per_s,
                                   const std::string& title) {
   return unlocked([&] {
     const QkvRouting routing = compute_qkv_routing(plan.plan);
-    ReportContext context;
-    context.title = title;
+    ReportContext context{.title = title};
     context.gb_per_s = gb_per_s;
     return html_report(plan.plan, routing, summary_of(plan, routing), context);
   });
@@ -153,15 +148,15 @@ std::vector<std::vector<DocumentRange>> rank_pieces_from(const std::vector<std::
 /// The options of the plan, or the usual ones, with what the caller gave in place of theirs.
 template <class Plan>
 StepOptions step_options_py(
-    const Plan& plan, std::string_view transfer, std::optional<std::int64_t> q_hidden,
-    std::optional<std::int64_t> kv_hidden, std::optional<std::string_view> dtype,
-    std::optional<std::int64_t> window, std::optional<std::int32_t> ranks_per_node,
-    std::optional<double> nvlink_bytes_per_second, std::optional<double> network_bytes_per_second,
-    std::optional<double> message_seconds, std::optional<double> pairs_per_second,
-    std::optional<std::int64_t> row_pairs, std::optional<std::int64_t> shard_pairs,
-    double phase_seconds, double pull_share, double forward_share, double network_message_seconds,
-    std::int64_t forward_chunk_bytes, double forward_flops_per_second,
-    double backward_flops_per_second) {
+    const Plan& plan, std::string_view transfer, double phase_seconds, double pull_share,
+    double forward_share, double network_message_seconds, std::int64_t forward_chunk_bytes,
+    double forward_flops_per_second, double backward_flops_per_second,
+    std::optional<std::int64_t> q_hidden, std::optional<std::int64_t> kv_hidden,
+    std::optional<std::string_view> dtype, std::optional<std::int64_t> window,
+    std::optional<std::int32_t> ranks_per_node, std::optional<double> nvlink_bytes_per_second,
+    std::optional<double> network_bytes_per_second, std::optional<double> message_seconds,
+    std::optional<double> pairs_per_second, std::optional<std::int64_t> row_pairs,
+    std::optional<std::int64_t> shard_pairs) {
   StepOptions options;
   if constexpr (std::is_same_v<Plan, AttentionPlan>) options = StepOptions::of(plan);
   const auto set = [](auto& field, const auto& given) {
@@ -211,7 +206,7 @@ nb::tuple cause_tuple(const StepCause& cause) {
                         cause.document, cause.document_amount);
 }
 
-nb::object link_array(const PhasePrediction& phase, std::size_t world_size,
+nb::object link_array(const PhasePrediction& phase, std::int32_t world_size,
                       std::int64_t LinkBytes::*side) {
   std::vector<std::int64_t> bytes(world_size, 0);
   for (std::size_t r = 0; r < phase.links.size(); ++r) bytes[r] = phase.links[r].*side;
@@ -220,14 +215,13 @@ nb::object link_array(const PhasePrediction& phase, std::size_t world_size,
 
 nb::list phase_tuples(const StepPrediction& step) {
   nb::list phases;
-  const auto world_size = static_cast<std::size_t>(step.world_size);
   for (const PhasePrediction& phase : step.phases) {
     phases.append(nb::make_tuple(std::string(to_string(phase.phase)), array(phase.begin),
                                  array(phase.end), array(phase.seconds), array(phase.waits_for),
-                                 link_array(phase, world_size, &LinkBytes::nvlink_in),
-                                 link_array(phase, world_size, &LinkBytes::nvlink_out),
-                                 link_array(phase, world_size, &LinkBytes::network_in),
-                                 link_array(phase, world_size, &LinkBytes::network_out),
+                                 link_array(phase, step.world_size, &LinkBytes::nvlink_in),
+                                 link_array(phase, step.world_size, &LinkBytes::nvlink_out),
+                                 link_array(phase, step.world_size, &LinkBytes::network_in),
+                                 link_array(phase, step.world_size, &LinkBytes::network_out),
                                  cause_tuple(phase.slowest)));
   }
   return phases;
@@ -239,27 +233,22 @@ nb::list cause_tuples(const std::vector<StepCause>& causes) {
   return tuples;
 }
 
-nb::list remedy_tuples(const std::vector<Remedy>& remedies) {
-  nb::list tuples;
-  for (const Remedy& remedy : remedies)
-    tuples.append(nb::make_tuple(std::string(to_string(remedy.kind)), remedy.seconds));
-  return tuples;
-}
-
-std::vector<Remedy> remedies_of(const StepPredictor& predictor, const StepPrediction& step) {
-  return unlocked([&] { return step_remedies(predictor, step); });
+template <class Plan>
+std::vector<Remedy> remedies_of(const Plan& plan, const StepPrediction& step) {
+  return unlocked([&] { return step_remedies(StepPredictor(plan), step); });
 }
 
 /// Functions that need the plan again; `Plan` is a QkvPlan or an AttentionPlan.
 template <class Plan>
 void bind_of_plan(nb::module_& m) {
-  m.def("step_options", step_options_py<Plan>, "plan"_a, "transfer"_a, "q_hidden"_a = nb::none(),
+  m.def("step_options", step_options_py<Plan>, "plan"_a, "transfer"_a, "phase_seconds"_a,
+        "pull_share"_a, "forward_share"_a, "network_message_seconds"_a, "forward_chunk_bytes"_a,
+        "forward_flops_per_second"_a, "backward_flops_per_second"_a, "q_hidden"_a = nb::none(),
         "kv_hidden"_a = nb::none(), "dtype"_a = nb::none(), "window"_a = nb::none(),
         "ranks_per_node"_a = nb::none(), "nvlink_bytes_per_second"_a = nb::none(),
         "network_bytes_per_second"_a = nb::none(), "message_seconds"_a = nb::none(),
-        "pairs_per_second"_a = nb::none(), "row_pairs"_a = nb::none(), "shard_pairs"_a = nb::none(),
-        "phase_seconds"_a, "pull_share"_a, "forward_share"_a, "network_message_seconds"_a,
-        "forward_chunk_bytes"_a, "forward_flops_per_second"_a, "backward_flops_per_second"_a);
+        "pairs_per_second"_a = nb::none(), "row_pairs"_a = nb::none(),
+        "shard_pairs"_a = nb::none());
   m.def(
       "predict_step",
       [](const Plan& plan, const StepOptions& options) {
@@ -267,10 +256,13 @@ void bind_of_plan(nb::module_& m) {
       },
       "plan"_a, "options"_a);
   m.def("step_remedies", [](const Plan& plan, const StepPrediction& step) {
-    return remedy_tuples(remedies_of(StepPredictor(plan), step));
+    nb::list tuples;
+    for (const Remedy& remedy : remedies_of(plan, step))
+      tuples.append(nb::make_tuple(std::string(to_string(remedy.kind)), remedy.seconds));
+    return tuples;
   });
   m.def("explain_step", [](const Plan& plan, const StepPrediction& step) {
-    return explain_step(step, remedies_of(StepPredictor(plan), step));
+    return explain_step(step, remedies_of(plan, step));
   });
 }
 
@@ -280,9 +272,7 @@ void bind_prediction(nb::module_& m) {
   step.def_ro("world_size", &StepPrediction::world_size);
   step.def_ro("seconds", &StepPrediction::seconds);
   step.def_ro("forward_seconds", &StepPrediction::forward_seconds);
-  step.def_prop_ro("work", [](nb::handle self) {
-    return numpy_view(nb::cast<const StepPrediction&>(self).work, self);
-  });
+  add_table(step, "work", &StepPrediction::work);
   step.def_prop_ro("transfer", [](const StepPrediction& s) {
     return std::string(to_string(s.options.transfer));
   });
@@ -291,9 +281,7 @@ void bind_prediction(nb::module_& m) {
   step.def("bottleneck", [](const StepPrediction& s) { return cause_tuple(s.bottleneck()); });
   step.def("phase_table", [](const StepPrediction& s) { return phase_table(s); });
   step.def("rank_table", [](const StepPrediction& s, std::int32_t r) { return rank_table(s, r); });
-  step.def(
-      "__eq__", [](const StepPrediction& a, const StepPrediction& b) { return a == b; },
-      nb::is_operator());
+  step.def(nb::self == nb::self);
 }
 
 void bind_named(nb::module_& m) {
@@ -353,18 +341,14 @@ void bind_planner(nb::module_& m) {
   plan.def("text", [](const AttentionPlan& p) { return to_string(p); });
   plan.def("summary_text", &attention_summary_text, "gb_per_s"_a);
   plan.def("report_page", &attention_report_page, "gb_per_s"_a, "title"_a);
-  plan.def(
-      "__eq__", [](const AttentionPlan& a, const AttentionPlan& b) { return a == b; },
-      nb::is_operator());
+  plan.def(nb::self == nb::self);
   plan.def("to_json", [](const AttentionPlan& p, bool compact) {
     return unlocked([&] { return to_json(p, compact ? JsonStyle::compact : JsonStyle::readable); });
   });
   plan.def("validate", [](const AttentionPlan& p, std::int64_t max_findings) {
-    ValidateOptions options;
-    options.max_findings = max_findings;
-    return finding_tuples(unlocked([&] { return validate(p, options); }));
+    return finding_tuples(unlocked([&] { return validate(p, {.max_findings = max_findings}); }));
   });
-  const auto bind_plan_of = [&]<class Lengths>(const Lengths& /*lengths*/, const char* argument) {
+  const auto bind_plan_of = [&]<class Lengths>(const char* argument, const Lengths& /*lengths*/) {
     m.def(
         "plan_attention",
         [](const Lengths& lengths, const PlannerOptions& options) {
@@ -372,8 +356,8 @@ void bind_planner(nb::module_& m) {
         },
         nb::arg(argument), "options"_a);
   };
-  bind_plan_of(std::vector<std::int64_t>{}, "doc_lengths");
-  bind_plan_of(RankLengths{}, "rank_doc_lengths");
+  bind_plan_of("doc_lengths", std::vector<std::int64_t>{});
+  bind_plan_of("rank_doc_lengths", RankLengths{});
   m.def(
       "check_planner_options",
       [](const PlannerOptions& options, const std::string& who) { options.check(who.c_str()); },
@@ -385,9 +369,12 @@ void bind_planner(nb::module_& m) {
         return unlocked([&] { return plan_pieces(rank_pieces_from(counts, pieces), options); });
       },
       "counts"_a, "pieces"_a, "options"_a);
-  m.def("attention_plan_from_json", [](std::string_view text, std::string_view origin) {
-    return unlocked([&] { return attention_plan_from_json(text, origin); });
-  });
+  m.def(
+      "attention_plan_from_json",
+      [](std::string_view text, std::string_view origin) {
+        return unlocked([&] { return attention_plan_from_json(text, origin); });
+      },
+      "text"_a, "origin"_a);
   bind_cost_model(m);
 }
 

@@ -47,11 +47,7 @@ nb::list communicate_py(const std::vector<PayloadArg>& tensors, std::string_view
   std::vector<ConstTensorView> views;
   for (const PayloadArg& tensor : tensors) views.push_back(tensor_view(tensor, dtype));
   const SimulateOptions options = simulate_options("simulate_communication", overlap, num_threads);
-  std::vector<HostTensor> received =
-      unlocked([&] { return simulate_communication(views, metadata, options); });
-  nb::list result;
-  for (HostTensor& tensor : received) result.append(numpy_array(std::move(tensor)));
-  return result;
+  return numpy_arrays(unlocked([&] { return simulate_communication(views, metadata, options); }));
 }
 
 nb::tuple test_qkv_dispatch_py(std::int64_t world_size, std::int64_t total_seq_len,

@@ -46,35 +46,31 @@ void raise_timeout(const Timeout& error) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
 }
 
+/// Raises as `name` if that is the error's type.
+template <class Type>
+bool raise_if(const std::exception& error, const char* name) {
+  if (dynamic_cast<const Type*>(&error) == nullptr) return false;
+  raise(name, error.what());
+  return true;
+}
+
+/// Derived types come before their bases.
 void translate(const std::exception_ptr& thrown, void* /*payload*/) {
   try {
     std::rethrow_exception(thrown);
-  } catch (const Disagreement& e) {
-    raise("Disagreement", e.what());
-  } catch (const InvalidArgument& e) {
-    raise("InvalidArgument", e.what());
-  } catch (const Unsupported& e) {
-    raise("Unsupported", e.what());
-  } catch (const IoError& e) {
-    raise("IoError", e.what());
-  } catch (const Timeout& e) {
-    raise_timeout(e);
-  } catch (const PeerFailed& e) {
-    raise("PeerFailed", e.what());
   } catch (const PythonInterrupt& e) {
     e.restore();
-  } catch (const Interrupted& e) {
-    raise("Interrupted", e.what());
   } catch (const PythonRaised& e) {
     e.restore();
-  } catch (const TransportError& e) {
-    raise("TransportError", e.what());
-  } catch (const CudaError& e) {
-    raise("CudaError", e.what());
-  } catch (const InternalError& e) {
-    raise("InternalError", e.what());
+  } catch (const Timeout& e) {
+    raise_timeout(e);
   } catch (const Error& e) {
-    raise("Error", e.what());
+    (void)(raise_if<Disagreement>(e, "Disagreement") ||
+           raise_if<InvalidArgument>(e, "InvalidArgument") ||
+           raise_if<Unsupported>(e, "Unsupported") || raise_if<IoError>(e, "IoError") ||
+           raise_if<PeerFailed>(e, "PeerFailed") || raise_if<Interrupted>(e, "Interrupted") ||
+           raise_if<TransportError>(e, "TransportError") || raise_if<CudaError>(e, "CudaError") ||
+           raise_if<InternalError>(e, "InternalError") || raise_if<Error>(e, "Error"));
   } catch (const std::bad_cast&) {  // nanobind's, for a value inside a list or a dict
     raise("WrongType", "a value among the arguments has another type or size than expected");
   }
@@ -151,8 +147,10 @@ PyObject* bind(PyObject* self, PyObject* instance, PyObject* /*type*/) {
   return made;
 }
 
-/// Name, signature and text are those of the function.
+/// Name, signature and text are those of the function, which is `__wrapped__`.
 PyObject* attribute(PyObject* self, PyObject* name) {
+  if (PyUnicode_CompareWithASCIIString(name, "__wrapped__") == 0)
+    return Py_NewRef(guarded(self)->function);
   return PyObject_GetAttr(guarded(self)->function, name);
 }
 

@@ -238,7 +238,7 @@ def plan(
         InvalidArgument: names the option or document; "infeasible: rank 3 needs 71680 tokens,
             max_tokens_per_rank has 65536" if no plan within the limit is found.
     """
-    given = {
+    given: dict[str, Any] = {
         "world_size": _world(world_size, "plan"),
         "tokens_per_rank": int64(tokens_per_rank, "plan: tokens_per_rank"),
         "q_hidden": int64(q_hidden, "plan: q_hidden"),

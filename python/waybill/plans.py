@@ -10,7 +10,6 @@ from . import _core, _report
 from ._arrays import (
     AnyArray,
     IntArray,
-    choice,
     flat_list,
     index_array,
     instance,
@@ -19,6 +18,7 @@ from ._arrays import (
     kept,
     within,
 )
+from ._errors import said_by
 from ._lifetime import Unchanging, forwarded
 from .errors import InvalidArgument
 from .metadata import (
@@ -258,12 +258,9 @@ class QkvPlan(Unchanging):
             "doc_shard_offsets": doc_shard_offsets, "doc_shards": doc_shards,
             "kv_begin": [] if kv_begin is None else kv_begin,
         }  # fmt: skip
-        lists = (flat_list(table, f"QkvPlan: {name}") for name, table in tables.items())
-        self._plan: _core.Plan = _core.make_plan(
-            int64(world_size, "QkvPlan: world_size"), *lists,
-            choice(kv_layout, "QkvPlan: kv_layout", *KV_LAYOUTS),
-            choice(mask, "QkvPlan: mask", *MASKS),
-        )  # fmt: skip
+        lists = {name: flat_list(table, f"QkvPlan: {name}") for name, table in tables.items()}
+        with said_by("QkvPlan"):
+            self._plan = _core.make_plan(world_size, **lists, kv_layout=kv_layout, mask=mask)
 
     @classmethod
     def _wrap(cls, plan: _core.Plan) -> QkvPlan:
@@ -455,10 +452,10 @@ def _findings(tables: Any, options: Any) -> Any:
         return _core.validate_pair(metadata[0]._fields(), metadata[1]._fields(), options)
     if len(tables) == 2 and _is_plan(tables[0]) and _is_qkv_metadata(tables[1]):
         plan = tables[0] if isinstance(tables[0], QkvPlan) else tables[0].to_qkv_plan()
-        *four, layout = tables[1]
+        fwd_q, rev_q, fwd_kv, rev_kv, layout = tables[1]
         return _core.validate_all(
-            plan._plan, *(table._fields() for table in four),
-            _layout_arrays(layout, four[0]._host), options,
+            plan._plan, fwd_q._fields(), rev_q._fields(), fwd_kv._fields(), rev_kv._fields(),
+            _layout_arrays(layout, fwd_q._host), options,
         )  # fmt: skip
     if len(tables) in (4, 5) and len(metadata) == 4:
         q = _core.validate_pair(metadata[0]._fields(), metadata[1]._fields(), options)

@@ -114,7 +114,7 @@ def source_rows(
         )
     ]
     try:
-        return _core.source_rows(*shapes, fields, overlap)
+        return _core.source_rows(shapes[0], shapes[1], fields, overlap)
     except InvalidArgument as error:
         _raise_as_simulation_error(error, metadata, shapes[0])
 

@@ -293,7 +293,7 @@ def compare(
         degree: ranks of a static context-parallel group, a divisor of world_size; None: the largest
             within a node.
     """
-    planner = {
+    planner: dict[str, Any] = {
         "world_size": _world(world_size, "compare"),
         "tokens_per_rank": int64(tokens_per_rank, "compare: tokens_per_rank"),
         "q_hidden": int64(q_hidden, "compare: q_hidden"),

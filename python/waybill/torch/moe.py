@@ -20,3 +20,5 @@ __all__ = [
     "SwiGLUExperts",
     "grouped_mm",
 ]
+
+__path__: list[str] = []  # compat.py has the modules that this was a package of

@@ -226,7 +226,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
             }  # those that the layer of the weights' gradients has, too
             choice(payload, f"{who}: payload", *_core.ep_payload_names)
             with said_by(who, words=called):
-                options = _core.ep_dispatch_options(compiled, *self._options.values(), payload)
+                options = _core.ep_dispatch_options(compiled, **self._options, payload=payload)
             fixed = number_of_rows(
                 fixed_rows, who, world_size=self.world_size, max_tokens=self.max_tokens, rows=rows,
                 topk=self.topk, num_experts=self.num_tot_experts, expert_alignment=expert_alignment,
