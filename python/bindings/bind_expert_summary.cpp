@@ -10,7 +10,7 @@
 #include "bindings.h"
 #include "waybill/core/error.h"
 #include "waybill/moe/expert_routing.h"
-#include "waybill/planner/even_experts.h"
+#include "waybill/planner/expert_balance.h"
 #include "waybill/report/expert_summary.h"
 
 namespace waybill::python {
@@ -87,9 +87,37 @@ auto table_of(std::vector<Number> EvenExperts::*table) {
   };
 }
 
+using LoadArg = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+nb::dict expert_placement_of(const LoadArg& loads, const std::vector<std::int32_t>& present,
+                             const nb::dict& options) {
+  const auto number = [&](const char* name) { return nb::cast<std::int32_t>(options[name]); };
+  ExpertPlacementOptions given{.num_ranks = number("num_ranks"),
+                               .slots_per_rank = number("slots_per_rank"),
+                               .num_nodes = number("num_nodes"),
+                               .num_groups = number("num_groups"),
+                               .present = present,
+                               .max_moves = nb::cast<std::int64_t>(options["max_moves"])};
+  const auto num_layers = static_cast<std::int64_t>(loads.shape(0));
+  const auto num_experts = static_cast<std::int32_t>(loads.shape(1));
+  ExpertPlacement plan = unlocked([&] {
+    return plan_expert_placement({loads.data(), loads.size()}, num_layers, num_experts, given);
+  });
+  const auto integers = [&](const std::vector<std::int32_t>& values) {
+    return numpy_array(IndexArray::copy_of(values.data(), {std::ssize(values)}, DType::int32));
+  };
+  nb::dict fields;
+  fields["slots"] = integers(plan.slots);
+  fields["copies"] = integers(plan.copies);
+  fields["rank_loads"] = std::move(plan.rank_loads);
+  fields["moves"] = integers(plan.moves);
+  return fields;
+}
+
 }  // namespace
 
 void bind_expert_summary(nb::module_& m) {
+  m.def("plan_expert_placement", &expert_placement_of, "loads"_a, "present"_a, "options"_a);
   nb::class_<EvenExperts>(m, "EvenExperts")
       .def_prop_ro("slots", table_of(&EvenExperts::slots))
       .def_prop_ro("quotas", table_of(&EvenExperts::quotas))

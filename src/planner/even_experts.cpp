@@ -1,5 +1,3 @@
-#include "waybill/planner/even_experts.h"
-
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -8,11 +6,12 @@
 #include <tuple>
 
 #include "waybill/core/error.h"
+#include "waybill/planner/expert_balance.h"
 
 namespace waybill {
 namespace {
 
-constexpr auto who = "even_experts";
+constexpr auto in_even_experts = "even_experts";
 constexpr std::int64_t max_exact = std::int64_t{1} << 53;
 constexpr std::int64_t num_rungs = 32;
 
@@ -106,7 +105,7 @@ EvenExpertsPlanner::State::State(std::int32_t num_ranks, std::int32_t num_expert
   const auto repeated = std::ranges::adjacent_find(present_, [](const Copy& a, const Copy& b) {
     return a.rank == b.rank && a.expert == b.expert;
   });
-  require(repeated == present_.end(), who, ": present names expert ",
+  require(repeated == present_.end(), in_even_experts, ": present names expert ",
           repeated == present_.end() ? 0 : repeated->expert, " twice on rank ",
           repeated == present_.end() ? 0 : repeated->rank);
   expert_rows_.resize(num_experts);
@@ -119,31 +118,32 @@ EvenExpertsPlanner::State::State(std::int32_t num_ranks, std::int32_t num_expert
 }
 
 void EvenExpertsPlanner::State::check(const EvenExpertsOptions& options) const {
-  require(num_ranks_ >= 1, who, ": num_ranks = ", num_ranks_, ", expected >= 1");
-  require(num_experts_ >= 1 && num_experts_ % num_ranks_ == 0, who,
+  require(num_ranks_ >= 1, in_even_experts, ": num_ranks = ", num_ranks_, ", expected >= 1");
+  require(num_experts_ >= 1 && num_experts_ % num_ranks_ == 0, in_even_experts,
           ": num_experts = ", num_experts_, ", expected a multiple of the ", num_ranks_, " ranks");
-  require(spare_ >= 0 && spare_ <= num_experts_, who, ": spare_experts = ", spare_,
+  require(spare_ >= 0 && spare_ <= num_experts_, in_even_experts, ": spare_experts = ", spare_,
           ", expected 0 to num_experts = ", num_experts_);
-  require(min_rows_ >= 0, who, ": min_rows = ", min_rows_, ", expected >= 0");
-  require(limit_factor_ >= 1 && limit_factor_ < 1e9, who, ": limit = ", limit_factor_,
+  require(min_rows_ >= 0, in_even_experts, ": min_rows = ", min_rows_, ", expected >= 0");
+  require(limit_factor_ >= 1 && limit_factor_ < 1e9, in_even_experts, ": limit = ", limit_factor_,
           ", expected >= 1");
-  require(alignment_ >= 1, who, ": alignment = ", alignment_, ", expected >= 1");
+  require(alignment_ >= 1, in_even_experts, ": alignment = ", alignment_, ", expected >= 1");
   const auto slots = std::int64_t{num_ranks_} * spare_;
-  require(options.present.empty() || std::ssize(options.present) == slots, who, ": present has ",
-          options.present.size(), " slots, expected ", num_ranks_, " x ", spare_);
+  require(options.present.empty() || std::ssize(options.present) == slots, in_even_experts,
+          ": present has ", options.present.size(), " slots, expected ", num_ranks_, " x ", spare_);
   for (std::int64_t i = 0; i < std::ssize(options.present); ++i) {
     const std::int32_t expert = options.present[i];
-    require(expert >= -1 && expert < num_experts_, who, ": present of rank ", i / spare_, ", slot ",
-            i % spare_, " is ", expert, ", expected -1 to ", num_experts_ - 1);
-    require(expert < 0 || expert / homes_ != i / spare_, who, ": present of rank ", i / spare_,
-            ", slot ", i % spare_, " is ", expert, ", a home expert of this rank");
+    require(expert >= -1 && expert < num_experts_, in_even_experts, ": present of rank ",
+            i / spare_, ", slot ", i % spare_, " is ", expert, ", expected -1 to ",
+            num_experts_ - 1);
+    require(expert < 0 || expert / homes_ != i / spare_, in_even_experts, ": present of rank ",
+            i / spare_, ", slot ", i % spare_, " is ", expert, ", a home expert of this rank");
   }
 }
 
 void EvenExpertsPlanner::State::count(std::span<const std::int64_t> rows) {
   const std::int64_t cells = std::int64_t{num_ranks_} * num_experts_;
-  require(std::ssize(rows) == cells, who, ": rows has ", rows.size(), " numbers, expected ",
-          num_ranks_, " x ", num_experts_);
+  require(std::ssize(rows) == cells, in_even_experts, ": rows has ", rows.size(),
+          " numbers, expected ", num_ranks_, " x ", num_experts_);
   std::ranges::fill(expert_rows_, 0);
   std::int64_t any = 0;  // its sign tells of a negative number, its high bits of a large one
   for (std::int32_t r = 0; r < num_ranks_; ++r) {
@@ -157,8 +157,9 @@ void EvenExpertsPlanner::State::count(std::span<const std::int64_t> rows) {
   }
   if (any < 0 || any > max_exact) {
     for (std::int64_t i = 0; i < cells; ++i) {
-      require(rows[i] >= 0 && rows[i] <= max_exact, who, ": rows of rank ", i / num_experts_,
-              " for expert ", i % num_experts_, " = ", rows[i], ", expected 0 to 2^53");
+      require(rows[i] >= 0 && rows[i] <= max_exact, in_even_experts, ": rows of rank ",
+              i / num_experts_, " for expert ", i % num_experts_, " = ", rows[i],
+              ", expected 0 to 2^53");
     }
   }
   // A giver's order is a product of rows and of weights that it sends.
@@ -167,8 +168,8 @@ void EvenExpertsPlanner::State::count(std::span<const std::int64_t> rows) {
       std::min(max_exact, std::numeric_limits<std::int64_t>::max() / copies);
   total_ = 0;
   for (const std::int64_t n : expert_rows_) {
-    require(n >= 0 && n <= max_total && total_ <= max_total - n, who, ": all rows are more than ",
-            max_total);
+    require(n >= 0 && n <= max_total && total_ <= max_total - n, in_even_experts,
+            ": all rows are more than ", max_total);
     total_ += n;
   }
   for (std::int32_t r = 0; r < num_ranks_; ++r) {

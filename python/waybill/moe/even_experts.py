@@ -1,4 +1,4 @@
-"""Copies of hot experts for one microbatch, so that each rank computes about the same rows."""
+"""Where experts lie: copies of hot experts for one microbatch, and a placement for many."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Optional
 import numpy as np
 
 from .. import _core
-from .._arrays import ArrayLike, IntArray, as_numpy, index_array
+from .._arrays import AnyArray, ArrayLike, IntArray, as_numpy, index_array
 from ..errors import InvalidArgument
 
 
@@ -126,3 +126,88 @@ def _check_numbers(**numbers: Any) -> None:
             raise InvalidArgument(f"even_experts: {name} = {value!r}, expected an integer")
         if abs(int(value)) > 2**53:
             raise InvalidArgument(f"even_experts: {name} = {value}, expected at most 2^53")
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertPlacement:
+    """Which expert lies where, per layer; an expert's rows are split evenly among its copies."""
+
+    slots: IntArray  #: int32 ``[layers, num_ranks, slots_per_rank]``; -1: the slot is empty
+    copies: IntArray  #: int32 ``[layers, num_experts]``, slots of each expert, >= 1
+    rank_loads: AnyArray  #: float64 ``[layers, num_ranks]``
+    moves: IntArray  #: int32 ``[layers]``, experts that come to a rank that did not hold them
+
+    @property
+    def imbalance(self) -> AnyArray:
+        """float64 ``[layers]``, the fullest rank's load over the mean; 1 without load."""
+        means = self.rank_loads.mean(axis=1)
+        fullest = self.rank_loads.max(axis=1)
+        result: AnyArray = np.divide(fullest, means, out=np.ones_like(means), where=means > 0)
+        return result
+
+
+def plan_expert_placement(
+    loads: Any,
+    num_ranks: int,
+    *,
+    slots_per_rank: Optional[int] = None,
+    num_nodes: int = 1,
+    num_groups: Optional[int] = None,
+    present: Optional[ArrayLike] = None,
+    max_moves: Optional[int] = None,
+) -> ExpertPlacement:
+    """Places experts, some with copies, so that the fullest rank has little load.
+
+    For loads that were counted over many microbatches; ``even_experts`` is for one. The problem is
+    EPLB's: copies are used evenly. No rank holds an expert twice.
+
+    Args:
+        loads: ``[layers, num_experts]``, rows that each expert got, >= 0; integers or floats.
+        num_ranks: ranks that hold experts.
+        slots_per_rank: experts that a rank holds; None is ``num_experts / num_ranks``.
+        num_nodes: nodes of ``num_ranks / num_nodes`` ranks each.
+        num_groups: the experts of a group, ``num_experts / num_groups`` in order, lie on one node,
+            and all nodes hold as many groups. None: experts lie anywhere.
+        present: int32 ``[layers, num_ranks, slots_per_rank]``, what lies where now, -1 for an empty
+            slot. Ranks and slots of the result are named so that few experts move.
+        max_moves: experts that may come to a rank, per layer. The result then is ``present`` with
+            so many changes, those that lower the fullest rank's load most first.
+
+    Raises:
+        InvalidArgument: an option out of range, or a load that is negative or not finite.
+    """
+    who = "plan_expert_placement"
+    table = np.ascontiguousarray(as_numpy(loads, f"{who}: loads"))
+    if table.ndim != 2 or table.dtype.kind not in "iuf":
+        raise InvalidArgument(
+            f"{who}: loads has shape {list(table.shape)} and dtype {table.dtype}, expected numbers"
+            " [layers, num_experts]"
+        )
+    options = {
+        "num_ranks": num_ranks,
+        "slots_per_rank": 0 if slots_per_rank is None else slots_per_rank,
+        "num_nodes": num_nodes,
+        "num_groups": 0 if num_groups is None else num_groups,
+        "max_moves": -1 if max_moves is None else max_moves,
+    }
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise InvalidArgument(f"{who}: {name} = {value!r}, expected an integer")
+        if not -(2**31) <= value < 2**31:
+            raise InvalidArgument(f"{who}: {name} = {value}, expected at most 2^31 - 1")
+    for name, given in (("slots_per_rank", slots_per_rank), ("num_groups", num_groups)):
+        if given is not None and given < 1:
+            raise InvalidArgument(f"{who}: {name} = {given}, expected >= 1")
+    if max_moves is not None and max_moves < 0:
+        raise InvalidArgument(f"{who}: max_moves = {max_moves}, expected >= 0")
+    lying = [] if present is None else index_array(present, f"{who}: present").ravel().tolist()
+    fields = _core.plan_expert_placement(table.astype(np.float64), lying, options)
+    shape = [table.shape[0], num_ranks, -1]
+    return ExpertPlacement(
+        slots=fields["slots"].reshape(shape)
+        if table.shape[0]
+        else np.zeros((0, num_ranks, 0), int),
+        copies=fields["copies"].reshape(table.shape),
+        rank_loads=np.array(fields["rank_loads"]).reshape(shape[:2]),
+        moves=fields["moves"],
+    )

@@ -69,4 +69,39 @@ class EvenExpertsPlanner {
 [[nodiscard]] EvenExperts even_experts(std::span<const std::int64_t> rows, std::int32_t num_ranks,
                                        std::int32_t num_experts, const EvenExpertsOptions& options);
 
+/// Where experts lie for many microbatches, from counted loads. An expert may have copies, each on
+/// another rank; its rows are split evenly among them.
+struct ExpertPlacementOptions {
+  std::int32_t num_ranks = 1;
+  std::int32_t slots_per_rank = 0;  ///< 0: num_experts / num_ranks, without copies
+  std::int32_t num_nodes = 1;       ///< of num_ranks / num_nodes ranks each, in order
+  /// Experts of a group (num_experts / num_groups, in order) lie on one node, and a node holds as
+  /// many groups as any other; 0: experts lie anywhere.
+  std::int32_t num_groups = 0;
+  /// What lies where now, [layers, num_ranks, slots_per_rank], -1 for an empty slot; empty:
+  /// nothing.
+  std::span<const std::int32_t> present;
+  /// Experts that may come to a rank per layer; -1: any number. Needs `present`.
+  std::int64_t max_moves = -1;
+};
+
+struct ExpertPlacement {
+  std::vector<std::int32_t> slots;   ///< [layers, num_ranks, slots_per_rank], -1: the slot is empty
+  std::vector<std::int32_t> copies;  ///< [layers, num_experts], >= 1
+  std::vector<double> rank_loads;    ///< [layers, num_ranks]
+  std::vector<std::int32_t> moves;   ///< [layers] experts that come to a rank
+};
+
+/// Places experts so that the fullest rank has little load, for each layer alone. `loads` is
+/// [layers, num_experts], >= 0. No rank holds an expert twice.
+///
+/// The problem is that of EPLB (github.com/deepseek-ai/EPLB): copies for the largest load per copy,
+/// largest first to the emptiest rank, by groups to nodes. Exchanges follow until none lowers the
+/// fullest rank's load.
+/// Throws InvalidArgument for an option out of range or a load that is negative or not finite.
+[[nodiscard]] ExpertPlacement plan_expert_placement(std::span<const double> loads,
+                                                    std::int64_t num_layers,
+                                                    std::int32_t num_experts,
+                                                    const ExpertPlacementOptions& options);
+
 }  // namespace waybill
