@@ -13,7 +13,7 @@ struct EvenExpertsOptions {
   std::int32_t spare_experts = 0;
   /// Experts that lie in the spare slots already, [R * spare_experts], -1 for an empty slot; empty:
   /// none lies anywhere. The same on all ranks.
-  std::span<const std::int32_t> present;
+  std::span<const std::int32_t> present = {};
   /// A copy takes at least so many rows, >= 0. This comes before evenness.
   std::int64_t min_rows = 0;
   /// The fullest rank may have so many times the lower bound, >= 1. A higher limit needs fewer
@@ -80,7 +80,7 @@ struct ExpertPlacementOptions {
   std::int32_t num_groups = 0;
   /// What lies where now, [layers, num_ranks, slots_per_rank], -1 for an empty slot; empty:
   /// nothing.
-  std::span<const std::int32_t> present;
+  std::span<const std::int32_t> present = {};
   /// Experts that may come to a rank per layer; -1: any number. Needs `present`.
   std::int64_t max_moves = -1;
 };
