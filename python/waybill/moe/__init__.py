@@ -5,15 +5,20 @@ Rows are ordered by local expert, then source rank, then token, then topk slot: 
 """
 
 from .config import EPConfig
+from .even_experts import EvenExperts, ExpertPlacement, even_experts, plan_expert_placement
 from .predict import ExpertCallPrediction, ExpertSummary, predict, summarize
 from .simulate import EPAllToAllLayoutDesc, ExpertDispatch, quantize_fp8, simulate_dispatch
 
 __all__ = [
     "EPAllToAllLayoutDesc",
     "EPConfig",
+    "EvenExperts",
     "ExpertCallPrediction",
     "ExpertDispatch",
+    "ExpertPlacement",
     "ExpertSummary",
+    "even_experts",
+    "plan_expert_placement",
     "predict",
     "quantize_fp8",
     "simulate_dispatch",
