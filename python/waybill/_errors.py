@@ -67,7 +67,7 @@ def reworded(error: Error, who: str, words: Optional[Words] = None, of_all: str 
 
 
 def _with_words(text: str, words: Mapping[str, str]) -> str:
-    """What stands in quotes is the caller's, and stays."""
+    """Text in quotes is the caller's and stays."""
     names = "|".join(map(re.escape, words))
     return re.sub(rf'"[^"]*"|\b(?:{names})\b', lambda m: words.get(m[0], m[0]), text)
 
@@ -216,7 +216,7 @@ def _is_text(value: str) -> bool:
 
 
 def _mismatch(value: Any, kind: str) -> Optional[str]:
-    """What was expected in place of the value; None where it may fit."""
+    """The words for the expected value; None where the value may fit."""
     kinds = _parts(kind, "|")
     if len(kinds) > 1:
         wanted = [_mismatch(value, one) for one in kinds]
@@ -268,7 +268,7 @@ def _describe(text: str, given: List[Any], by_name: Dict[str, Any]) -> str:
         expected = _mismatch(value, kind)
         if expected is not None:
             return f"{who}: {name} = {shown(value)}, expected {expected}"
-    for name, kind, value in arguments:  # of fewer bits, or without a sign
+    for name, kind, value in arguments:  # an integer that fits no narrower or unsigned type
         if "int" in _parts(kind, "|") and _is_integer(value) and not 0 <= value < 2**31:
             return f"{who}: {name} = {shown(value)}, expected an integer within its range"
     got = ", ".join(shown(value) for _, _, value in arguments)

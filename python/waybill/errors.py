@@ -1,11 +1,11 @@
-"""What the library raises. The texts name function, argument, what was got and was expected."""
+"""Errors of the library. Their texts name function, argument, the value got and the expected."""
 
 from typing import Any, Optional
 
 from . import _core
 
-# What a terminal would take for something else than characters: the control characters C0, DEL and
-# C1, ends of lines and paragraphs, what turns the direction of writing, and bytes that are no text.
+# A terminal would take these for commands: the control characters C0, DEL and C1, ends of lines and
+# paragraphs, marks that turn the direction of writing, and bytes that are no text.
 _CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F)]
 _CONTROLS += [*range(0x2066, 0x206A)]
 _PRINTABLE = {c: f"\\x{c:02x}" if c < 0x80 else f"\\u{c:04x}" for c in _CONTROLS}
@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 
 class Error(Exception):
-    """Base of everything the library raises. What it quotes is safe to print."""
+    """Base of all errors of the library. Its quoted text is safe to print."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*(printable(a) if isinstance(a, str) else a for a in args))
@@ -84,7 +84,7 @@ class Timeout(Error, TimeoutError):
     """
 
     operation: Optional[str] = None  #: "dispatch"
-    what: Optional[str] = None  #: what was counted: "signal", "exchange"
+    what: Optional[str] = None  #: the counter: "signal", "exchange"
     rank: Optional[int] = None  #: that waited
     peer: Optional[int] = None  #: that was waited for
     wanted: Optional[int] = None  #: the least count that would have ended the wait
@@ -116,4 +116,4 @@ _ALL = [
 _core.set_error_types({error.__name__: error for error in _ALL})
 
 for _error in _ALL:
-    _error.__module__ = "waybill"  # what users see and catch
+    _error.__module__ = "waybill"  # users see and catch this name
