@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,6 +22,7 @@
 #include "waybill/moe/expert_routing.h"
 #include "waybill/moe/quantize.h"
 #include "waybill/moe/simulate.h"
+#include "waybill/planner/expert_balance.h"
 #include "waybill/report/expert_summary.h"
 
 namespace waybill::python {
@@ -301,6 +303,74 @@ void bind_expert_summary(nb::module_& m) {
   m.def("summarize_experts", summarize_py, "config"_a, "options"_a, "ids"_a);
 }
 
+EvenExperts even_experts_py(const ArrayArg& rows, std::int32_t spare_experts,
+                            const std::vector<std::int32_t>& present, std::int64_t min_rows,
+                            double limit, std::int64_t alignment) {
+  require(rows.ndim() == 2, "even_experts: rows has ", rows.ndim(),
+          " axes, expected [num_ranks, num_experts]");
+  constexpr std::int64_t max_extent = std::numeric_limits<std::int32_t>::max();
+  const std::int64_t num_ranks = rows.shape(0);
+  const std::int64_t num_experts = rows.shape(1);
+  require(num_ranks <= max_extent && num_experts <= max_extent, "even_experts: rows is ", num_ranks,
+          " x ", num_experts, ", expected at most 2^31 - 1 ranks and experts");
+  const IndexArray table = index_array(rows, "rows");
+  const Int64View numbers(table);
+  return unlocked([&] {
+    return even_experts(numbers.span(), static_cast<std::int32_t>(num_ranks),
+                        static_cast<std::int32_t>(num_experts),
+                        {.spare_experts = spare_experts,
+                         .present = present,
+                         .min_rows = min_rows,
+                         .limit = limit,
+                         .alignment = alignment});
+  });
+}
+
+using LoadArg = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+nb::dict expert_placement_py(const LoadArg& loads, const std::vector<std::int32_t>& present,
+                             std::int32_t num_ranks, std::int32_t slots_per_rank,
+                             std::int32_t num_nodes, std::int32_t num_groups,
+                             std::int64_t max_moves) {
+  const ExpertPlacementOptions options{.num_ranks = num_ranks,
+                                       .slots_per_rank = slots_per_rank,
+                                       .num_nodes = num_nodes,
+                                       .num_groups = num_groups,
+                                       .present = present,
+                                       .max_moves = max_moves};
+  const auto num_layers = static_cast<std::int64_t>(loads.shape(0));
+  const auto num_experts = static_cast<std::int32_t>(loads.shape(1));
+  ExpertPlacement plan = unlocked([&] {
+    return plan_expert_placement({loads.data(), loads.size()}, num_layers, num_experts, options);
+  });
+  const auto integers = [&](const std::vector<std::int32_t>& values) {
+    return int32_table(values, {std::ssize(values)});
+  };
+  nb::dict fields;
+  fields["slots"] = integers(plan.slots);
+  fields["copies"] = integers(plan.copies);
+  fields["rank_loads"] = std::move(plan.rank_loads);
+  fields["moves"] = integers(plan.moves);
+  return fields;
+}
+
+void bind_expert_balance(nb::module_& m) {
+  m.def("plan_expert_placement", &expert_placement_py, "loads"_a, "present"_a, "num_ranks"_a,
+        "slots_per_rank"_a, "num_nodes"_a, "num_groups"_a, "max_moves"_a);
+  nb::class_<EvenExperts> even(m, "EvenExperts");
+  add_table(even, "slots", &EvenExperts::slots);
+  add_table(even, "quotas", &EvenExperts::quotas);
+  add_table(even, "local_rows", &EvenExperts::local_rows);
+  add_table(even, "first_row", &EvenExperts::first_row);
+  add_table(even, "weights_out", &EvenExperts::weights_out);
+  add_table(even, "weights_in", &EvenExperts::weights_in);
+  even.def_ro("max_rows", &EvenExperts::max_rows);
+  even.def_ro("mean_rows", &EvenExperts::mean_rows);
+  even.def_ro("bound", &EvenExperts::bound);
+  m.def("even_experts", &even_experts_py, "rows"_a, "spare_experts"_a, "present"_a, "min_rows"_a,
+        "limit"_a, "alignment"_a);
+}
+
 }  // namespace
 
 void bind_moe(nb::module_& m) {
@@ -321,6 +391,7 @@ void bind_moe(nb::module_& m) {
   m.def("quantize_rows", quantize_py, "rows"_a, "dtype"_a);
   bind_expert_calls(m);
   bind_expert_summary(m);
+  bind_expert_balance(m);
 }
 
 }  // namespace waybill::python

@@ -608,6 +608,44 @@ class ExpertSummary:
 def summarize_experts(
     config: EPConfig, options: EPDispatchOptions, ids: Sequence[NDArray[Any]]
 ) -> ExpertSummary: ...
+def plan_expert_placement(
+    loads: NDArray[Any],
+    present: Sequence[int],
+    num_ranks: int,
+    slots_per_rank: int,
+    num_nodes: int,
+    num_groups: int,
+    max_moves: int,
+) -> dict[str, Any]: ...
+
+class EvenExperts:
+    @property
+    def slots(self) -> Any: ...
+    @property
+    def quotas(self) -> Any: ...
+    @property
+    def local_rows(self) -> Any: ...
+    @property
+    def first_row(self) -> Any: ...
+    @property
+    def weights_out(self) -> Any: ...
+    @property
+    def weights_in(self) -> Any: ...
+    @property
+    def max_rows(self) -> int: ...
+    @property
+    def mean_rows(self) -> float: ...
+    @property
+    def bound(self) -> int: ...
+
+def even_experts(
+    rows: NDArray[Any],
+    spare_experts: int,
+    present: Sequence[int],
+    min_rows: int,
+    limit: float,
+    alignment: int,
+) -> EvenExperts: ...
 
 class EPLayout:
     @property
