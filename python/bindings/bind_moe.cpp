@@ -303,18 +303,17 @@ void bind_expert_summary(nb::module_& m) {
   m.def("summarize_experts", summarize_py, "config"_a, "options"_a, "ids"_a);
 }
 
-EvenExperts even_experts_py(const ArrayArg& rows, std::int32_t spare_experts,
+EvenExperts even_experts_py(const IndexArray& rows, std::int32_t spare_experts,
                             const std::vector<std::int32_t>& present, std::int64_t min_rows,
                             double limit, std::int64_t alignment) {
   require(rows.ndim() == 2, "even_experts: rows has ", rows.ndim(),
           " axes, expected [num_ranks, num_experts]");
   constexpr std::int64_t max_extent = std::numeric_limits<std::int32_t>::max();
-  const std::int64_t num_ranks = rows.shape(0);
-  const std::int64_t num_experts = rows.shape(1);
+  const std::int64_t num_ranks = rows.dim(0);
+  const std::int64_t num_experts = rows.dim(1);
   require(num_ranks <= max_extent && num_experts <= max_extent, "even_experts: rows is ", num_ranks,
           " x ", num_experts, ", expected at most 2^31 - 1 ranks and experts");
-  const IndexArray table = index_array(rows, "rows");
-  const Int64View numbers(table);
+  const Int64View numbers(rows);
   return unlocked([&] {
     return even_experts(numbers.span(), static_cast<std::int32_t>(num_ranks),
                         static_cast<std::int32_t>(num_experts),
