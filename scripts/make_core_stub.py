@@ -33,6 +33,7 @@ CHANGES = (
     (r"^has_cuda: .*", "has_cuda: bool"),
     (r"^(\w+: \w+) = .*", r"\1"),
     (r"Annotated\[NDArray.*?dict\((?:\([^)]*\)|[^()])*\)\]", "NDArray[Any]"),
+    (r"(?<!import )\bNDArray\b(?!\[)", "NDArray[Any]"),
     (r"\bobject\b", "Any"),
     (r"__eq__\(self, arg: \w+", "__eq__(self, arg: object"),
     (r"\btuple\b(?!\[)", "tuple[Any, ...]"),

@@ -29,15 +29,6 @@ nb::dlpack::dtype dlpack_dtype(DType dtype) {
   }
 }
 
-DType index_dtype(nb::dlpack::dtype dtype, const char* name) {
-  for (const DType known :
-       {DType::int64, DType::int32, DType::uint32, DType::uint64, DType::boolean}) {
-    if (dlpack_dtype(known) == dtype) return known;
-  }
-  throw_invalid(name, " has a dtype of ", static_cast<int>(dtype.bits),
-                " bits that holds no indices, expected int64 (or int32, uint32, uint64, bool)");
-}
-
 /// numpy has two types of 64-bit integers on Linux; this is the one that people's own arrays have,
 /// that torch takes, and that prints without its dtype.
 nb::object with_usual_dtype(nb::object array, nb::dlpack::dtype dtype) {
@@ -112,8 +103,13 @@ View view_as(const auto& array, std::string_view dtype) {
 
 }  // namespace
 
-IndexArray index_array(const ArrayArg& array, const char* name) {
-  return IndexArray::copy_of(array.data(), shape_of(array), index_dtype(array.dtype(), name));
+std::optional<IndexArray> index_array(const ArrayArg& array) {
+  for (const DType known :
+       {DType::int64, DType::int32, DType::uint32, DType::uint64, DType::boolean}) {
+    if (dlpack_dtype(known) == array.dtype())
+      return IndexArray::copy_of(array.data(), shape_of(array), known);
+  }
+  return std::nullopt;
 }
 
 nb::object numpy_array(IndexArray&& array) {

@@ -4,6 +4,7 @@
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
+#include <new>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -26,8 +27,8 @@ using ArrayArg = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 using PayloadArg = nb::ndarray<nb::ro, nb::device::cpu>;
 using OutputArg = nb::ndarray<nb::device::cpu>;
 
-/// Copies it. @throws InvalidArgument naming the argument for another dtype than the five.
-[[nodiscard]] IndexArray index_array(const ArrayArg& array, const char* name);
+/// A copy; empty for another dtype than the five.
+[[nodiscard]] std::optional<IndexArray> index_array(const ArrayArg& array);
 
 /// A numpy array over the memory of `array`, which it keeps.
 [[nodiscard]] nb::object numpy_array(IndexArray&& array);
@@ -67,3 +68,27 @@ void add_table(nb::class_<Owner>& type, const char* name, Table Owner::*table) {
 [[nodiscard]] TensorView tensor_view(const OutputArg& array, std::string_view dtype);
 
 }  // namespace waybill::python
+
+/// An IndexArray is copied from an array of one of the five dtypes, and becomes one of numpy.
+template <>
+struct nanobind::detail::type_caster<waybill::IndexArray> {
+  NB_TYPE_CASTER(waybill::IndexArray, const_name("numpy.typing.NDArray"))
+
+  bool from_python(handle source, std::uint8_t flags, cleanup_list* cleanup) noexcept try {
+    make_caster<waybill::python::ArrayArg> array;
+    if (!array.from_python(source, flags, cleanup)) return false;
+    std::optional<waybill::IndexArray> copy = waybill::python::index_array(array.value);
+    if (copy) value = std::move(*copy);
+    return copy.has_value();
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+
+  static handle from_cpp(waybill::IndexArray&& array, rv_policy /*policy*/,
+                         cleanup_list* /*cleanup*/) noexcept try {
+    return waybill::python::numpy_array(std::move(array)).release();
+  } catch (python_error& error) {
+    error.restore();
+    return {};
+  }
+};

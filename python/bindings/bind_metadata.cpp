@@ -1,9 +1,12 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -25,21 +28,10 @@ ValidateOptions validate_options(const nb::tuple& values) {
           nb::cast<std::int64_t>(values[2])};
 }
 
-std::vector<IndexArray> arrays_from(nb::handle list) {
-  std::vector<IndexArray> result;
-  for (const nb::handle array : list) {
-    result.push_back(index_array(nb::cast<ArrayArg>(array), "validate: attention layout"));
-  }
-  return result;
-}
-
-AttnLayout layout_from(const nb::tuple& t) {
-  const auto array = [&](std::size_t i) {
-    return index_array(nb::cast<ArrayArg>(t[i]), "validate: attention layout");
-  };
-  return {arrays_from(t[0]), arrays_from(t[1]), array(2),         array(3),
-          array(4),          arrays_from(t[5]), arrays_from(t[6])};
-}
+/// The fields of an AttnLayout, in its order.
+using LayoutArg =
+    std::tuple<std::vector<IndexArray>, std::vector<IndexArray>, IndexArray, IndexArray, IndexArray,
+               std::vector<IndexArray>, std::vector<IndexArray>>;
 
 void bind_validate(nb::module_& m) {
   m.def(
@@ -69,10 +61,13 @@ void bind_validate(nb::module_& m) {
   m.def(
       "validate_all",
       [](const QkvPlan& plan, const Fields& fwd_q, const Fields& rev_q, const Fields& fwd_kv,
-         const Fields& rev_kv, const nb::tuple& layout, const nb::tuple& options) {
-        const E2eMetadata metadata{metadata_from(fwd_q),  metadata_from(rev_q),
-                                   metadata_from(fwd_kv), metadata_from(rev_kv),
-                                   layout_from(layout),   std::nullopt,
+         const Fields& rev_kv, LayoutArg layout, const nb::tuple& options) {
+        const E2eMetadata metadata{metadata_from(fwd_q),
+                                   metadata_from(rev_q),
+                                   metadata_from(fwd_kv),
+                                   metadata_from(rev_kv),
+                                   std::make_from_tuple<AttnLayout>(std::move(layout)),
+                                   std::nullopt,
                                    std::nullopt};
         const ValidateOptions o = validate_options(options);
         return finding_tuples(unlocked([&] { return validate(plan, metadata, o); }));

@@ -268,58 +268,6 @@ nb::object placement_py(const ExpertSummary& summary) {
   return numpy_array(std::vector<std::int64_t>(ranks.begin(), ranks.end()));
 }
 
-EvenExperts even_experts_of(const ArrayArg& rows, std::int64_t spare_experts,
-                            const std::vector<std::int32_t>& present, std::int64_t min_rows,
-                            double limit, std::int64_t alignment) {
-  require(rows.ndim() == 2, "even_experts: rows has ", rows.ndim(),
-          " axes, expected [num_ranks, num_experts]");
-  constexpr std::int64_t max_extent = std::numeric_limits<std::int32_t>::max();
-  const std::int64_t num_ranks = rows.shape(0), num_experts = rows.shape(1);
-  require(num_ranks <= max_extent && num_experts <= max_extent, "even_experts: rows is ", num_ranks,
-          " x ", num_experts, ", expected at most 2^31 - 1 ranks and experts");
-  require(spare_experts >= 0 && spare_experts <= max_extent,
-          "even_experts: spare_experts = ", spare_experts,
-          ", expected 0 to num_experts = ", num_experts);
-  const IndexArray table = index_array(rows, "rows");
-  const Int64View numbers(table);
-  return unlocked([&] {
-    return even_experts(numbers.span(), static_cast<std::int32_t>(num_ranks),
-                        static_cast<std::int32_t>(num_experts),
-                        {.spare_experts = static_cast<std::int32_t>(spare_experts),
-                         .present = present,
-                         .min_rows = min_rows,
-                         .limit = limit,
-                         .alignment = alignment});
-  });
-}
-
-using LoadArg = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-nb::dict expert_placement_of(const LoadArg& loads, const std::vector<std::int32_t>& present,
-                             const nb::dict& options) {
-  const auto number = [&](const char* name) { return nb::cast<std::int32_t>(options[name]); };
-  ExpertPlacementOptions given{.num_ranks = number("num_ranks"),
-                               .slots_per_rank = number("slots_per_rank"),
-                               .num_nodes = number("num_nodes"),
-                               .num_groups = number("num_groups"),
-                               .present = present,
-                               .max_moves = nb::cast<std::int64_t>(options["max_moves"])};
-  const auto num_layers = static_cast<std::int64_t>(loads.shape(0));
-  const auto num_experts = static_cast<std::int32_t>(loads.shape(1));
-  ExpertPlacement plan = unlocked([&] {
-    return plan_expert_placement({loads.data(), loads.size()}, num_layers, num_experts, given);
-  });
-  const auto integers = [&](const std::vector<std::int32_t>& values) {
-    return numpy_array(IndexArray::copy_of(values.data(), {std::ssize(values)}, DType::int32));
-  };
-  nb::dict fields;
-  fields["slots"] = integers(plan.slots);
-  fields["copies"] = integers(plan.copies);
-  fields["rank_loads"] = std::move(plan.rank_loads);
-  fields["moves"] = integers(plan.moves);
-  return fields;
-}
-
 void bind_expert_calls(nb::module_& m) {
   nb::class_<ExpertCostOptions>(m, "ExpertCostOptions");
   m.def("expert_cost_options", cost_options_py, "nvlink_bytes_per_second"_a,
@@ -355,8 +303,59 @@ void bind_expert_summary(nb::module_& m) {
   m.def("summarize_experts", summarize_py, "config"_a, "options"_a, "ids"_a);
 }
 
+EvenExperts even_experts_py(const IndexArray& rows, std::int32_t spare_experts,
+                            const std::vector<std::int32_t>& present, std::int64_t min_rows,
+                            double limit, std::int64_t alignment) {
+  require(rows.ndim() == 2, "even_experts: rows has ", rows.ndim(),
+          " axes, expected [num_ranks, num_experts]");
+  constexpr std::int64_t max_extent = std::numeric_limits<std::int32_t>::max();
+  const std::int64_t num_ranks = rows.dim(0);
+  const std::int64_t num_experts = rows.dim(1);
+  require(num_ranks <= max_extent && num_experts <= max_extent, "even_experts: rows is ", num_ranks,
+          " x ", num_experts, ", expected at most 2^31 - 1 ranks and experts");
+  const Int64View numbers(rows);
+  return unlocked([&] {
+    return even_experts(numbers.span(), static_cast<std::int32_t>(num_ranks),
+                        static_cast<std::int32_t>(num_experts),
+                        {.spare_experts = spare_experts,
+                         .present = present,
+                         .min_rows = min_rows,
+                         .limit = limit,
+                         .alignment = alignment});
+  });
+}
+
+using LoadArg = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+nb::dict expert_placement_py(const LoadArg& loads, const std::vector<std::int32_t>& present,
+                             std::int32_t num_ranks, std::int32_t slots_per_rank,
+                             std::int32_t num_nodes, std::int32_t num_groups,
+                             std::int64_t max_moves) {
+  const ExpertPlacementOptions options{.num_ranks = num_ranks,
+                                       .slots_per_rank = slots_per_rank,
+                                       .num_nodes = num_nodes,
+                                       .num_groups = num_groups,
+                                       .present = present,
+                                       .max_moves = max_moves};
+  const auto num_layers = static_cast<std::int64_t>(loads.shape(0));
+  const auto num_experts = static_cast<std::int32_t>(loads.shape(1));
+  ExpertPlacement plan = unlocked([&] {
+    return plan_expert_placement({loads.data(), loads.size()}, num_layers, num_experts, options);
+  });
+  const auto integers = [&](const std::vector<std::int32_t>& values) {
+    return int32_table(values, {std::ssize(values)});
+  };
+  nb::dict fields;
+  fields["slots"] = integers(plan.slots);
+  fields["copies"] = integers(plan.copies);
+  fields["rank_loads"] = std::move(plan.rank_loads);
+  fields["moves"] = integers(plan.moves);
+  return fields;
+}
+
 void bind_expert_balance(nb::module_& m) {
-  m.def("plan_expert_placement", &expert_placement_of, "loads"_a, "present"_a, "options"_a);
+  m.def("plan_expert_placement", &expert_placement_py, "loads"_a, "present"_a, "num_ranks"_a,
+        "slots_per_rank"_a, "num_nodes"_a, "num_groups"_a, "max_moves"_a);
   nb::class_<EvenExperts> even(m, "EvenExperts");
   add_table(even, "slots", &EvenExperts::slots);
   add_table(even, "quotas", &EvenExperts::quotas);
@@ -364,10 +363,10 @@ void bind_expert_balance(nb::module_& m) {
   add_table(even, "first_row", &EvenExperts::first_row);
   add_table(even, "weights_out", &EvenExperts::weights_out);
   add_table(even, "weights_in", &EvenExperts::weights_in);
-  even.def_ro("max_rows", &EvenExperts::max_rows)
-      .def_ro("mean_rows", &EvenExperts::mean_rows)
-      .def_ro("bound", &EvenExperts::bound);
-  m.def("even_experts", &even_experts_of, "rows"_a, "spare_experts"_a, "present"_a, "min_rows"_a,
+  even.def_ro("max_rows", &EvenExperts::max_rows);
+  even.def_ro("mean_rows", &EvenExperts::mean_rows);
+  even.def_ro("bound", &EvenExperts::bound);
+  m.def("even_experts", &even_experts_py, "rows"_a, "spare_experts"_a, "present"_a, "min_rows"_a,
         "limit"_a, "alignment"_a);
 }
 

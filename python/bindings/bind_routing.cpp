@@ -1,11 +1,13 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <span>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -26,20 +28,12 @@ using namespace nb::literals;
 
 namespace {
 
-KvMapping mapping_from(const nb::tuple& arrays, const char* who) {
-  require(arrays.size() == 5, who, ": got ", arrays.size(), " KV tables, expected 5");
-  const auto field = [&](std::size_t i) { return index_array(nb::cast<ArrayArg>(arrays[i]), who); };
-  return {field(0), field(1), field(2), field(3), field(4)};
-}
-
 /// With callers_seq_len and callers_dispatch the face puts the argument itself into the result.
-nb::tuple compute_metadata_py(const ArrayArg& seq_len, const ArrayArg& dispatch, bool intermediate,
+nb::tuple compute_metadata_py(IndexArray seq_len, IndexArray dispatch, bool intermediate,
                               bool keep_undispatched, bool capsules, bool callers_seq_len,
                               bool callers_dispatch) {
-  IndexArray lens = index_array(seq_len, "compute_metadata: seq_len");
-  IndexArray dst = index_array(dispatch, "compute_metadata: global_dispatch");
   DispatchMetadata result = unlocked([&] {
-    return compute_metadata(std::move(lens), std::move(dst), intermediate,
+    return compute_metadata(std::move(seq_len), std::move(dispatch), intermediate,
                             keep_undispatched ? Undispatched::keep : Undispatched::reject);
   });
   if (callers_seq_len) result.rev.recv_seq_lens.reset();
@@ -50,35 +44,33 @@ nb::tuple compute_metadata_py(const ArrayArg& seq_len, const ArrayArg& dispatch,
                         intermediate_tuple(std::move(result.intermediates)));
 }
 
-nb::tuple compute_metadata_kv_py(const nb::tuple& tables, const ArrayArg& seq_len,
-                                 const ArrayArg& num_seqs, const ArrayArg& q_dispatch,
+/// The five tables of a KvMapping, in its order.
+using TablesArg = std::tuple<IndexArray, IndexArray, IndexArray, IndexArray, IndexArray>;
+
+KvMapping mapping_from(TablesArg&& tables) {
+  return std::make_from_tuple<KvMapping>(std::move(tables));
+}
+
+nb::tuple compute_metadata_kv_py(TablesArg tables, const IndexArray& seq_len,
+                                 const IndexArray& num_seqs, const IndexArray& q_dispatch,
                                  bool intermediate) {
-  const KvMapping mapping = mapping_from(tables, "compute_metadata_kv");
-  const IndexArray lens = index_array(seq_len, "compute_metadata_kv: seq_len");
-  const IndexArray counts = index_array(num_seqs, "compute_metadata_kv: num_seqs");
-  const IndexArray dst = index_array(q_dispatch, "compute_metadata_kv: q_dispatch");
-  KvMetadata result =
-      unlocked([&] { return compute_metadata_kv(mapping, lens, counts, dst, intermediate); });
+  const KvMapping mapping = mapping_from(std::move(tables));
+  KvMetadata result = unlocked(
+      [&] { return compute_metadata_kv(mapping, seq_len, num_seqs, q_dispatch, intermediate); });
   return nb::make_tuple(fields_of(std::move(result.fwd)), fields_of(std::move(result.rev)),
                         numpy_or_none(std::move(result.kv_dst_global_seq_id)));
 }
 
-nb::tuple compute_attn_layout_py(const ArrayArg& len, const ArrayArg& cumsum, const ArrayArg& dst,
-                                 bool leading_zero, bool ragged) {
-  const char* who = "compute_attn_layout_seqlens";
-  return layout_tuple(compute_attn_layout_seqlens(index_array(len, who), index_array(cumsum, who),
-                                                  index_array(dst, who), leading_zero, ragged));
+nb::tuple compute_attn_layout_py(const IndexArray& len, const IndexArray& cumsum,
+                                 const IndexArray& dst, bool leading_zero, bool ragged) {
+  return layout_tuple(compute_attn_layout_seqlens(len, cumsum, dst, leading_zero, ragged));
 }
 
-nb::tuple compute_e2e_py(const ArrayArg& seq_len, const ArrayArg& num_seqs,
-                         const ArrayArg& q_dispatch, const nb::tuple& tables, bool intermediate) {
-  const char* who = "compute_e2e_metadata";
-  const IndexArray lens = index_array(seq_len, who);
-  const IndexArray counts = index_array(num_seqs, who);
-  const IndexArray dst = index_array(q_dispatch, who);
-  const KvMapping mapping = mapping_from(tables, who);
-  return e2e_tuple(
-      unlocked([&] { return compute_e2e_metadata(lens, counts, dst, mapping, intermediate); }));
+nb::tuple compute_e2e_py(const IndexArray& seq_len, const IndexArray& num_seqs,
+                         const IndexArray& q_dispatch, TablesArg tables, bool intermediate) {
+  const KvMapping mapping = mapping_from(std::move(tables));
+  return e2e_tuple(unlocked(
+      [&] { return compute_e2e_metadata(seq_len, num_seqs, q_dispatch, mapping, intermediate); }));
 }
 
 using Draws = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -128,34 +120,11 @@ void bind_lengths(nb::module_& m) {
 }
 
 void bind_index_ops(nb::module_& m) {
-  m.def(
-      "exclusive_cumsum",
-      [](const ArrayArg& array, std::int64_t dim) {
-        return numpy_array(exclusive_cumsum(index_array(array, "exclusive_cumsum: array"), dim));
-      },
-      "array"_a, "dim"_a);
-  m.def(
-      "prepend_zero",
-      [](const ArrayArg& array, std::int64_t dim) {
-        return numpy_array(prepend_zero(index_array(array, "prepend_zero: array"), dim));
-      },
-      "array"_a, "dim"_a);
-  m.def(
-      "mask_by_neg",
-      [](const ArrayArg& array, const ArrayArg& mask) {
-        return numpy_array(mask_by_neg(index_array(array, "mask_by_neg: array"),
-                                       index_array(mask, "mask_by_neg: mask")));
-      },
-      "array"_a, "mask"_a);
-  m.def(
-      "index_put_with_neg_padding_1d",
-      [](const ArrayArg& array, const ArrayArg& src, const ArrayArg& index) {
-        return numpy_array(index_put_with_neg_padding_1d(
-            index_array(array, "index_put_with_neg_padding_1d: array"),
-            index_array(src, "index_put_with_neg_padding_1d: src"),
-            index_array(index, "index_put_with_neg_padding_1d: index")));
-      },
-      "array"_a, "src"_a, "index"_a);
+  m.def("exclusive_cumsum", exclusive_cumsum, "array"_a, "dim"_a);
+  m.def("prepend_zero", prepend_zero, "array"_a, "dim"_a);
+  m.def("mask_by_neg", mask_by_neg, "array"_a, "mask"_a);
+  m.def("index_put_with_neg_padding_1d", index_put_with_neg_padding_1d, "array"_a, "src"_a,
+        "index"_a);
 }
 
 void bind_generators(nb::module_& m) {
@@ -171,11 +140,8 @@ void bind_generators(nb::module_& m) {
       "world_size"_a, "total_seq_len"_a, "num_seqs"_a, "max_cp_degree"_a, "seed"_a);
   m.def(
       "create_raw_qkv_dispatch_from",
-      [](const ArrayArg& seq_lens, const ArrayArg& cp_num, const ArrayArg& cp_dst) {
-        return raw_result(
-            create_raw_qkv_dispatch(index_array(seq_lens, "create_raw_qkv_dispatch: seq_lens"),
-                                    index_array(cp_num, "create_raw_qkv_dispatch: cp_num"),
-                                    index_array(cp_dst, "create_raw_qkv_dispatch: cp_dst")));
+      [](const IndexArray& seq_lens, const IndexArray& cp_num, const IndexArray& cp_dst) {
+        return raw_result(create_raw_qkv_dispatch(seq_lens, cp_num, cp_dst));
       },
       "seq_lens"_a, "cp_num"_a, "cp_dst"_a);
   m.def(
@@ -191,16 +157,11 @@ void bind_generators(nb::module_& m) {
       "return_intermediate"_a);
   m.def(
       "create_qkv_dispatch_with_custom_mapping",
-      [](std::int64_t world_size, const ArrayArg& seq_lens, const ArrayArg& cp_num,
-         const ArrayArg& cp_dst, const ArrayArg& seq_shard_lens, bool intermediate) {
-        const char* who = "create_qkv_dispatch_with_custom_mapping";
-        const IndexArray lens = index_array(seq_lens, who);
-        const IndexArray num = index_array(cp_num, who);
-        const IndexArray dst = index_array(cp_dst, who);
-        const IndexArray shards = index_array(seq_shard_lens, who);
+      [](std::int64_t world_size, const IndexArray& seq_lens, const IndexArray& cp_num,
+         const IndexArray& cp_dst, const IndexArray& seq_shard_lens, bool intermediate) {
         return dispatch_result(unlocked([&] {
-          return create_qkv_dispatch_with_custom_mapping(world_size, lens, num, dst, shards,
-                                                         intermediate);
+          return create_qkv_dispatch_with_custom_mapping(world_size, seq_lens, cp_num, cp_dst,
+                                                         seq_shard_lens, intermediate);
         }));
       },
       "world_size"_a, "seq_lens"_a, "cp_num"_a, "cp_dst"_a, "seq_shard_lens"_a,
@@ -221,9 +182,8 @@ void bind_routing(nb::module_& m) {
         "mlp_q_dispatch"_a, "tables"_a, "return_intermediate"_a);
   m.def(
       "mlp_layout_packed_params",
-      [](const ArrayArg& seq_lens) {
-        PackedSeqParams params =
-            mlp_layout_packed_params(index_array(seq_lens, "mlp_layout_packed_params: seq_lens"));
+      [](const IndexArray& seq_lens) {
+        PackedSeqParams params = mlp_layout_packed_params(seq_lens);
         return nb::make_tuple(numpy_array(std::move(params.cu_seqlens_q)), params.max_seqlen_q);
       },
       "seq_lens"_a);

@@ -12,7 +12,9 @@ namespace {
 
 IndexArray array_field(nb::handle value, const char* name) {
   require(!value.is_none(), "Metadata: ", name, " is missing, expected an array");
-  return index_array(nb::cast<ArrayArg>(value), name);
+  IndexArray array;
+  require(nb::try_cast(value, array), "Metadata: ", name, " is no array of indices");
+  return array;
 }
 
 std::optional<IndexArray> optional_array(nb::handle value, const char* name) {

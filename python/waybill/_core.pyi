@@ -2,6 +2,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
+import numpy.typing
 from numpy.typing import NDArray
 
 version: str
@@ -46,12 +47,20 @@ def validate_all(
     rev_q: tuple[Any, ...],
     fwd_kv: tuple[Any, ...],
     rev_kv: tuple[Any, ...],
-    layout: tuple[Any, ...],
+    layout: tuple[
+        Sequence[numpy.typing.NDArray[Any]],
+        Sequence[numpy.typing.NDArray[Any]],
+        numpy.typing.NDArray[Any],
+        numpy.typing.NDArray[Any],
+        numpy.typing.NDArray[Any],
+        Sequence[numpy.typing.NDArray[Any]],
+        Sequence[numpy.typing.NDArray[Any]],
+    ],
     options: tuple[Any, ...],
 ) -> list[Any]: ...
 def compute_metadata(
-    seq_len: NDArray[Any],
-    global_dispatch: NDArray[Any],
+    seq_len: numpy.typing.NDArray[Any],
+    global_dispatch: numpy.typing.NDArray[Any],
     return_intermediate: bool,
     keep_undispatched: bool,
     capsules: bool,
@@ -59,33 +68,49 @@ def compute_metadata(
     callers_dispatch: bool,
 ) -> tuple[Any, ...]: ...
 def compute_metadata_kv(
-    tables: tuple[Any, ...],
-    seq_len: NDArray[Any],
-    num_seqs: NDArray[Any],
-    q_dispatch: NDArray[Any],
+    tables: tuple[
+        numpy.typing.NDArray[Any],
+        numpy.typing.NDArray[Any],
+        numpy.typing.NDArray[Any],
+        numpy.typing.NDArray[Any],
+        numpy.typing.NDArray[Any],
+    ],
+    seq_len: numpy.typing.NDArray[Any],
+    num_seqs: numpy.typing.NDArray[Any],
+    q_dispatch: numpy.typing.NDArray[Any],
     return_intermediate: bool,
 ) -> tuple[Any, ...]: ...
 def compute_attn_layout_seqlens(
-    seq_shard_len: NDArray[Any],
-    seq_shard_cumsum: NDArray[Any],
-    dispatch: NDArray[Any],
+    seq_shard_len: numpy.typing.NDArray[Any],
+    seq_shard_cumsum: numpy.typing.NDArray[Any],
+    dispatch: numpy.typing.NDArray[Any],
     prepend_zero: bool,
     shard_to_tuple: bool,
 ) -> tuple[Any, ...]: ...
 def compute_e2e_metadata(
-    mlp_seq_len: NDArray[Any],
-    mlp_num_seqs: NDArray[Any],
-    mlp_q_dispatch: NDArray[Any],
-    tables: tuple[Any, ...],
+    mlp_seq_len: numpy.typing.NDArray[Any],
+    mlp_num_seqs: numpy.typing.NDArray[Any],
+    mlp_q_dispatch: numpy.typing.NDArray[Any],
+    tables: tuple[
+        numpy.typing.NDArray[Any],
+        numpy.typing.NDArray[Any],
+        numpy.typing.NDArray[Any],
+        numpy.typing.NDArray[Any],
+        numpy.typing.NDArray[Any],
+    ],
     return_intermediate: bool,
 ) -> tuple[Any, ...]: ...
-def mlp_layout_packed_params(seq_lens: NDArray[Any]) -> tuple[Any, ...]: ...
-def exclusive_cumsum(array: NDArray[Any], dim: int) -> Any: ...
-def prepend_zero(array: NDArray[Any], dim: int) -> Any: ...
-def mask_by_neg(array: NDArray[Any], mask: NDArray[Any]) -> Any: ...
+def mlp_layout_packed_params(seq_lens: numpy.typing.NDArray[Any]) -> tuple[Any, ...]: ...
+def exclusive_cumsum(array: numpy.typing.NDArray[Any], dim: int) -> numpy.typing.NDArray[Any]: ...
+def prepend_zero(array: numpy.typing.NDArray[Any], dim: int) -> numpy.typing.NDArray[Any]: ...
+def mask_by_neg(
+    array: numpy.typing.NDArray[Any], mask: numpy.typing.NDArray[Any]
+) -> numpy.typing.NDArray[Any]: ...
 def index_put_with_neg_padding_1d(
-    array: NDArray[Any], src: NDArray[Any], index: NDArray[Any]
-) -> Any: ...
+    array: numpy.typing.NDArray[Any],
+    src: numpy.typing.NDArray[Any],
+    index: numpy.typing.NDArray[Any],
+) -> numpy.typing.NDArray[Any]: ...
 def gen_seq_lens(world_size: int, num_seqs: int, total_len: int, seed: int) -> Any: ...
 def gen_seq_lens_from(
     world_size: int, num_seqs: int, total_len: int, uniforms: NDArray[Any]
@@ -96,7 +121,9 @@ def create_raw_qkv_dispatch(
     world_size: int, total_seq_len: int, num_seqs: int, max_cp_degree: int, seed: int
 ) -> tuple[Any, ...]: ...
 def create_raw_qkv_dispatch_from(
-    seq_lens: NDArray[Any], cp_num: NDArray[Any], cp_dst: NDArray[Any]
+    seq_lens: numpy.typing.NDArray[Any],
+    cp_num: numpy.typing.NDArray[Any],
+    cp_dst: numpy.typing.NDArray[Any],
 ) -> tuple[Any, ...]: ...
 def create_qkv_dispatch(
     world_size: int,
@@ -108,10 +135,10 @@ def create_qkv_dispatch(
 ) -> tuple[Any, ...]: ...
 def create_qkv_dispatch_with_custom_mapping(
     world_size: int,
-    seq_lens: NDArray[Any],
-    cp_num: NDArray[Any],
-    cp_dst: NDArray[Any],
-    seq_shard_lens: NDArray[Any],
+    seq_lens: numpy.typing.NDArray[Any],
+    cp_num: numpy.typing.NDArray[Any],
+    cp_dst: numpy.typing.NDArray[Any],
+    seq_shard_lens: numpy.typing.NDArray[Any],
     return_intermediate: bool,
 ) -> tuple[Any, ...]: ...
 def orchestrate_simulate(
@@ -609,7 +636,13 @@ def summarize_experts(
     config: EPConfig, options: EPDispatchOptions, ids: Sequence[NDArray[Any]]
 ) -> ExpertSummary: ...
 def plan_expert_placement(
-    loads: NDArray[Any], present: Sequence[int], options: dict[str, Any]
+    loads: NDArray[Any],
+    present: Sequence[int],
+    num_ranks: int,
+    slots_per_rank: int,
+    num_nodes: int,
+    num_groups: int,
+    max_moves: int,
 ) -> dict[str, Any]: ...
 
 class EvenExperts:
@@ -633,7 +666,7 @@ class EvenExperts:
     def bound(self) -> int: ...
 
 def even_experts(
-    rows: NDArray[Any],
+    rows: numpy.typing.NDArray[Any],
     spare_experts: int,
     present: Sequence[int],
     min_rows: int,

@@ -242,7 +242,7 @@ def _mismatch(value: Any, kind: str) -> Optional[str]:
         return None if isinstance(value, plain[kind]) else kind
     if kind.split("[")[0].endswith(("Sequence", "list")):
         return None if hasattr(value, "__len__") else "a sequence"
-    if "ndarray" in kind or "array" in kind:
+    if "array" in kind.lower():
         return None if hasattr(value, "__dlpack__") else "an array"
     return None
 
