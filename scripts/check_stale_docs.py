@@ -43,7 +43,7 @@ OTHERS = {
 #: Parts of names that stand for any: OPERATION_test, bind_MODULE.
 ANY_NAME = re.compile(r"OPERATION|MODULE|^x_test$")
 #: Their figures are settings and limits of the code, not measurements.
-SETTINGS = {"docs/functions/waits.md", "docs/functions/explain.md"}
+SETTINGS = {"docs/functions/world.md", "docs/functions/predictions.md"}
 FIGURE = re.compile(
     r"(?<![\w.])\d[\d.,]*\s?(?:us|µs|ms|ns|GB/s|TB/s|%)(?![\w/])"
     r"|\b(?:times|x) (?:as fast|faster|slower)\b"
