@@ -2,7 +2,8 @@
 """Finds what pages say that is not so any more; prints a line for each and exits 1 for any.
 
 - sentences about what does not exist yet, or is to be done: what is written is what there is
-- names in `code`, and functions in blocks that do not run, that no source, script or test has
+- names in `code`, and functions and headers in blocks that do not run, that no source, script or
+  test has
 - figures of speed without a link, in their paragraph, to docs/performance or docs/decisions
 - files in `code` that are not there
 - excerpts (```python excerpt FILE) that are not in their file
@@ -27,6 +28,8 @@ CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 WORD = re.compile(r"[A-Za-z_]\w*")
 #: A file of the project, also as others include it; not of tests, which other projects have, too.
 FILE = re.compile(r"(?<![\w/.])(?:include|src|python|scripts|cmake|bench|docs|waybill)/[\w/]+\.\w+")
+#: A header of the project in a block of code that does not run.
+INCLUDED = re.compile(r'^\s*#\s*include "([^"]+)"')
 #: Functions, members and types in a block of code.
 USED = re.compile(r"(?<=\.)[A-Za-z_]\w*|\b[A-Za-z_]\w*(?=\()|\b[A-Z]\w*[a-z]\w*")
 SOURCES = ("include", "src", "python", "scripts", "tests", "examples", "cmake", "bench", "data")
@@ -146,6 +149,9 @@ def check_blocks(name, blocks, words):
         for offset, line in enumerate(lines, start=1):
             for word in sorted({word for word in USED.findall(line) if is_gone(word, words)}):
                 yield f"{name}:{number + offset}: {word} is in no source, script or test"
+            for file in INCLUDED.findall(line):
+                if not any((ROOT / base / file).is_file() for base in ("include", "src")):
+                    yield f"{name}:{number + offset}: there is no header {file}"
 
 
 def own_part(page, line, of_others):
