@@ -18,7 +18,7 @@ enum class ExpertPath : std::uint8_t {
 [[nodiscard]] std::string_view to_string(ExpertPath path);
 
 /// What a call of experts costs beside bytes over links ("measured" and "nominal" as in
-/// HardwareFacts; docs/functions/predictions.md says from which runs).
+/// HardwareFacts; docs/functions/predict_experts.md says from which runs).
 struct ExpertCosts {
   std::int32_t num_sms = 32;  ///< multiprocessors of the call; a quarter of them, 1 to 8, puts
   ExpertPath path = ExpertPath::pipelined;

@@ -45,7 +45,7 @@ struct ExpertCallPrediction {
 /// Predicts the calls of a layer for these choices: from rows and bytes of each link, counted as a
 /// call would send them, and from measured and nominal costs. Nothing runs. A token goes over the
 /// network once for each node, to the rank of the same local index, which forwards it; with
-/// low_latency once for each rank. docs/functions/predictions.md has the formulas.
+/// low_latency once for each rank. docs/functions/predict_experts.md has the formulas.
 /// @param ids one entry per rank, [T, topk] each, of read_expert_ids: a dropped topk slot is
 ///   num_experts
 /// @throws InvalidArgument as summarize_experts, and when options.check() does

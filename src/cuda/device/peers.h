@@ -7,7 +7,7 @@ namespace waybill::cuda {
 
 /// A part of symmetric memory on each rank: where the memory lies, by a table on the device that
 /// lives as long as it does (SymmetricBuffer::table), and how far the part is from there.
-/// docs/decisions/sequences.md
+/// docs/decisions/device_tables.md
 template <class T>
 struct Peers {
   std::byte* const* bases;  ///< [ranks]
