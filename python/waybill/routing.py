@@ -229,12 +229,17 @@ def compute_e2e_metadata(
     return (*metadata, fa_params)
 
 
-def _kv_tables(who: str, *tables: ArrayLike) -> Tuple[IntArray, ...]:
-    names = (
-        "kv_to_q_mapping", "kv_to_q_rank", "kv_context_size", "q_to_num_kv_seq",
-        "q_to_num_kv_token",
-    )  # fmt: skip
-    return tuple(whole_numbers(table, f"{who}: {name}") for table, name in zip(tables, names))
+def _kv_tables(
+    who: str, mapping: ArrayLike, ranks: ArrayLike, sizes: ArrayLike, seqs: ArrayLike,
+    tokens: ArrayLike,
+) -> Tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:  # fmt: skip
+    return (
+        whole_numbers(mapping, f"{who}: kv_to_q_mapping"),
+        whole_numbers(ranks, f"{who}: kv_to_q_rank"),
+        whole_numbers(sizes, f"{who}: kv_context_size"),
+        whole_numbers(seqs, f"{who}: q_to_num_kv_seq"),
+        whole_numbers(tokens, f"{who}: q_to_num_kv_token"),
+    )
 
 
 def _check_hints(dispatch: IntArray, q_seq_to_dst: ArrayLike, max_num_local_seqs: Any) -> None:
