@@ -1,8 +1,8 @@
 #include <memory>
 
 #include "commands.h"
+#include "plans.h"
 #include "report/format.h"
-#include "step_job.h"
 #include "waybill/cost_model/compare_plans.h"
 
 namespace waybill::cli {

@@ -5,7 +5,7 @@
 #include "checkup.h"
 #include "commands.h"
 #include "json/writer.h"
-#include "step_job.h"
+#include "plans.h"
 #include "waybill/transport/agree.h"
 
 namespace waybill::cli {

@@ -2,8 +2,8 @@
 
 #include "commands.h"
 #include "expert_ids.h"
-#include "job_options.h"
 #include "numbers.h"
+#include "options.h"
 #include "report/format.h"
 #include "waybill/report/expert_calls.h"
 #include "waybill/report/expert_summary.h"

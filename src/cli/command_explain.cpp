@@ -1,8 +1,8 @@
 #include <memory>
 
 #include "commands.h"
+#include "plans.h"
 #include "report/format.h"
-#include "step_job.h"
 
 namespace waybill::cli {
 namespace {

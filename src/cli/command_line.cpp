@@ -3,8 +3,8 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 
-#include "console.h"
 #include "numbers.h"
+#include "program.h"
 #include "suggest.h"
 
 namespace waybill::cli {

@@ -1,7 +1,7 @@
 #include <memory>
 
 #include "commands.h"
-#include "job_options.h"
+#include "options.h"
 #include "report/format.h"
 #include "waybill/json/attention_plan_json.h"
 #include "waybill/json/plan_json.h"

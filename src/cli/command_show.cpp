@@ -3,7 +3,7 @@
 
 #include "commands.h"
 #include "dispatch_file.h"
-#include "job_options.h"
+#include "options.h"
 #include "report/format.h"
 #include "waybill/report/text_summary.h"
 

@@ -3,8 +3,8 @@
 #include "commands.h"
 #include "dispatch_file.h"
 #include "main_job.h"
+#include "plans.h"
 #include "report/format.h"
-#include "step_job.h"
 
 namespace waybill::cli {
 namespace {

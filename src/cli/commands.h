@@ -4,7 +4,7 @@
 #include <string>
 
 #include "command_line.h"
-#include "console.h"
+#include "program.h"
 
 namespace waybill::cli {
 

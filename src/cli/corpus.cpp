@@ -1,11 +1,10 @@
-#include "corpus.h"
-
 #include <algorithm>
 #include <array>
 #include <fstream>
 #include <string>
 #include <system_error>
 
+#include "documents.h"
 #include "waybill/core/error.h"
 
 namespace waybill::cli {

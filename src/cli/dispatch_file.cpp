@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "console.h"
+#include "program.h"
 #include "report/format.h"
 #include "waybill/core/error.h"
 #include "waybill/json/attention_plan_json.h"

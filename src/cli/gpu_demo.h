@@ -2,8 +2,8 @@
 
 #include <cstdint>
 
-#include "console.h"
-#include "job_options.h"
+#include "options.h"
+#include "program.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill::cli {

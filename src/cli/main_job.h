@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "console.h"
-#include "job_options.h"
+#include "options.h"
+#include "program.h"
 #include "waybill/planner/attention_plan.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/plan_summary.h"

@@ -1,9 +1,9 @@
-#include "job_options.h"
+#include "options.h"
 
 #include <algorithm>
 
-#include "console.h"
 #include "numbers.h"
+#include "program.h"
 #include "suggest.h"
 #include "waybill/core/dtype.h"
 #include "waybill/core/topology.h"

@@ -1,11 +1,12 @@
+#include "documents.h"
+
 #include <algorithm>
 #include <numeric>
 
-#include "console.h"
 #include "core/printable.h"
-#include "corpus.h"
-#include "job_options.h"
 #include "numbers.h"
+#include "options.h"
+#include "program.h"
 #include "report/format.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/json/lengths.h"

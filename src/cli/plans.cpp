@@ -1,8 +1,8 @@
-#include "step_job.h"
+#include "plans.h"
 
-#include "console.h"
 #include "core/printable.h"
 #include "dispatch_file.h"
+#include "program.h"
 #include "report/format.h"
 #include "waybill/core/error.h"
 #include "waybill/json/attention_plan_json.h"

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "console.h"
-#include "job_options.h"
+#include "options.h"
+#include "program.h"
 #include "waybill/cost_model/predict_step.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/step_report.h"

@@ -1,4 +1,4 @@
-#include "console.h"
+#include "program.h"
 
 #include <sys/ioctl.h>
 #include <unistd.h>
