@@ -1,8 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
-#include <vector>
 
 #include "command_line.h"
 #include "waybill/planner/planner_options.h"
@@ -10,20 +10,26 @@
 
 namespace waybill::cli {
 
-/// Where document lengths come from: one of the three.
-struct SourceOptions {
+/// The options that several commands share; each command adds those that it has.
+struct Options {
+  // Files.
+  std::string input;
+  std::string output;
+  std::string trace;
+  std::string html;
+  bool compact = false;  ///< JSON without line breaks
+  std::string table;
+  std::int32_t rank = -1;  ///< -1: all
+
+  // Document lengths come from one of the first three.
   std::string distribution;  ///< a name; empty: the first
   std::string lengths_path;
   std::string corpus_path;
   std::uint64_t seed = 0;
 
-  [[nodiscard]] bool is_drawn() const { return lengths_path.empty() && corpus_path.empty(); }
-};
-
-/// How documents become a plan, before `auto` is resolved.
-struct PlanningOptions {
+  // How documents become a plan.
   std::int32_t world_size = 8;
-  std::string tokens_per_rank;  ///< a number, "auto", or empty: what fits the source
+  std::string tokens_per_rank;  ///< a number, "auto", or empty: as many as fit the source
   bool cut = false;             ///< documents for which the ranks have no room are left out
   std::string kv_layout = "per_rank";
   std::string mask = "causal";
@@ -31,68 +37,72 @@ struct PlanningOptions {
   std::int64_t max_tokens = 0;
   double imbalance = 1.01;
   std::int32_t ranks_per_node = 8;
-};
 
-/// Sizes of the rows for which bytes are counted.
-struct RowOptions {
+  // Sizes of the rows for which bytes are counted.
   std::int64_t q_hidden = 4096;
   std::int64_t kv_hidden = 1024;
   std::string dtype = "bfloat16";
   double gb_per_s = 0;
 
-  [[nodiscard]] RowBytes row_bytes() const;
-};
-
-/// What the byte-checked run moves.
-struct SimulationOptions {
+  // The byte-checked run.
   std::string payload_bytes = "auto";
   int num_threads = 0;
-};
 
-/// Speeds for predictions; empty: the default, or what the file says.
-struct HardwareOptions {
+  // Speeds for predictions; empty: the default, or that of the file.
   std::string links;  ///< file of waybill calibrate
   std::string nvlink;
   std::string network;
-  double pairs_per_second = 0;  ///< 0: from the default operations a second
+  double pairs_per_second = 0;  ///< 0: from the default operations per second
 
-  [[nodiscard]] HardwareFacts facts(HardwareFacts defaults) const;
+  // Predictions.
+  std::string transfer = "auto";
+  std::int32_t degree = 0;
+
+  [[nodiscard]] bool is_drawn() const { return lengths_path.empty() && corpus_path.empty(); }
+  [[nodiscard]] RowBytes row_bytes() const;
   /// All of a rank's links.
   [[nodiscard]] LinkSpeeds speeds() const;
+  /// `defaults` with the speeds that were given.
+  [[nodiscard]] HardwareFacts facts(HardwareFacts defaults) const;
 };
 
-/// Where predictions go beside the terminal.
-struct StepOutputOptions {
-  std::string trace;
-  std::string html;
-};
+// Headings of --help, of which a command can get all options again.
+inline constexpr const char* documents_group = "Documents";
+inline constexpr const char* plan_group = "Plan";
+inline constexpr const char* rows_group = "Bytes that are counted";
+inline constexpr const char* run_group = "Byte-checked run";
+inline constexpr const char* hardware_group = "Hardware";
+inline constexpr const char* output_group = "Output";
 
-void add_source_options(Command command, SourceOptions& options);
-/// @param ranks_name how the number of ranks is called
-void add_planning_options(Command command, PlanningOptions& options,
-                          const std::string& ranks_name = "--world-size");
-void add_link_options(Command command, HardwareOptions& options);
+/// A positional argument: a file to read.
+Option add_input(Command command, Options& options, const std::string& name,
+                 const std::string& text);
+Option add_table_option(Command command, Options& options);
+Option add_rank_option(Command command, Options& options, const std::string& text);
+void add_compact_flag(Command command, Options& options);
+
+void add_document_options(Command command, Options& options);
+/// @param ranks_name the option for the number of ranks
+void add_plan_options(Command command, Options& options,
+                      const std::string& ranks_name = "--world-size");
+void add_ranks_per_node(Command command, Options& options);
+void add_row_options(Command command, Options& options);
+void add_run_options(Command command, Options& options);
+void add_link_options(Command command, Options& options);
 /// Links, and attention.
-void add_hardware_options(Command command, HardwareOptions& options);
-void add_trace_option(Command command, StepOutputOptions& options);
-void add_row_options(Command command, RowOptions& options);
-void add_simulation_options(Command command, SimulationOptions& options);
+void add_hardware_options(Command command, Options& options);
+void add_trace_option(Command command, Options& options);
 
-/// Document lengths that fit a plan, and how they came about.
-struct Documents {
-  std::vector<std::int64_t> lengths;
-  std::string origin;                ///< one line
-  std::vector<std::string> remarks;  ///< what was skipped, cut, left out or left empty
-  PlannerOptions plan;               ///< with tokens_per_rank decided
-};
+/// A check of an option: a whole number of 64 bits without a sign, as it stands. Read as one alone,
+/// -1 wraps around, and a number that is too large becomes the largest.
+[[nodiscard]] std::string check_seed(const std::string& text);
 
-/// Reads or draws the documents and fits them into the ranks.
-/// @throws UsageError for options that do not go together, and where the ranks have no room for all
-/// tokens unless planning.cut; IoError for what cannot be read.
-[[nodiscard]] Documents load_documents(const SourceOptions& source, const PlanningOptions& planning,
-                                       const RowOptions& rows);
+/// Bytes per second from "50GB/s", "400Gbit/s", "400Gbps", "345" (GB/s); units B, kB, MB, GB, TB,
+/// and bit or b in place of B; "ps" or "/s". None when it is something else, or a speed that makes
+/// no sense.
+[[nodiscard]] std::optional<double> parse_rate(const std::string& text);
 
-/// The rule by which --corpus counts tokens, for --help and reports.
-[[nodiscard]] std::string corpus_rule();
+/// A check of an option by parse_rate.
+[[nodiscard]] std::string check_rate(const std::string& text);
 
 }  // namespace waybill::cli

@@ -11,7 +11,6 @@
 #include <cstring>
 
 #include "core/printable.h"
-#include "numbers.h"
 #include "waybill/json/file.h"
 
 namespace waybill::cli {
@@ -77,8 +76,9 @@ void Console::print_error(std::string_view text) const {
   write_all(STDERR_FILENO, concat("error: ", printable(text), "\n"));
 }
 
-void Console::print_remark(std::string_view text) const {
-  write_all(STDERR_FILENO, concat("waybill: ", printable(text), "\n"));
+void Console::print_remarks(const std::vector<std::string>& texts) const {
+  for (const std::string& text : texts)
+    write_all(STDERR_FILENO, concat("waybill: ", printable(text), "\n"));
 }
 
 std::string Console::mark(bool good) const {
@@ -116,6 +116,29 @@ void Progress::report() {
   if (shown) write_all(STDERR_FILENO, "\r\x1b[K");
 }
 
+void Program::on(Command command, std::function<int()> work) {
+  command.when_chosen([this, work = std::move(work)] { run = work; });
+}
+
+std::string sentence_list(const std::vector<std::string>& sentences) {
+  const std::size_t width = text_width() - 2;
+  std::string text;
+  for (const std::string& sentence : sentences) {
+    std::string line = "  -";
+    for (std::size_t begin = 0; begin < sentence.size();) {
+      const std::size_t end = std::min(sentence.find(' ', begin), sentence.size());
+      if (line.size() + 1 + end - begin > width && line.size() > 4) {
+        text += line + "\n";
+        line = "   ";
+      }
+      line.append(1, ' ').append(sentence, begin, end - begin);
+      begin = end + 1;
+    }
+    text += line + "\n";
+  }
+  return text;
+}
+
 std::string read_input(const std::string& path) {
   return path == "-" ? read_standard_input() : read_file(path);
 }
@@ -124,8 +147,10 @@ std::string input_name(const std::string& path) {
   return path == "-" ? "standard input" : printable_line(path);
 }
 
-void check_output(const std::string& path) {
-  if (!path.empty() && path != "-") require_writable(path);
+void check_outputs(std::initializer_list<std::string> paths) {
+  for (const std::string& path : paths) {
+    if (!path.empty() && path != "-") require_writable(path);
+  }
 }
 
 void write_output(Console& console, const std::string& path, std::string_view text) {
