@@ -1,4 +1,4 @@
-#include "report/document_figures.h"
+#include "report/plan_figures.h"
 
 #include <algorithm>
 #include <utility>

@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "figures.h"
-#include "report/document_figures.h"
+#include "report/plan_figures.h"
 #include "report/format.h"
 #include "text_parts.h"
 #include "waybill/core/error.h"

@@ -2,7 +2,7 @@
 
 #include "figures.h"
 #include "html_parts.h"
-#include "report/document_figures.h"
+#include "report/plan_figures.h"
 #include "report/format.h"
 #include "routing/homes.h"
 #include "waybill/core/error.h"

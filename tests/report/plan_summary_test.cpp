@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "report/document_figures.h"
+#include "report/plan_figures.h"
 #include "support/expect_error.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/text_summary.h"
