@@ -1,19 +1,138 @@
+#include "waybill/report/step_report.h"
+
 #include <algorithm>
+#include <array>
+#include <charconv>
+#include <functional>
 #include <numeric>
 
-#include "figures.h"
+#include "core/printable.h"
 #include "report/format.h"
 #include "waybill/core/error.h"
-#include "waybill/report/step_report.h"
 
 namespace waybill {
 namespace {
 
-constexpr double worth_saying = 0.01;  // of the step
+constexpr std::size_t label_width = 20;
+constexpr std::size_t column_width = 15;
+
+std::string left(const std::string& text, std::size_t width) {
+  return detail::pad_right(text, width);
+}
+
+std::string right(const std::string& text, std::size_t width) {
+  return detail::pad_left(text, width);
+}
+
+/// A line of the table: a label, and a cell for each prediction.
+std::string row(std::string label, std::span<const NamedStep> steps,
+                const std::function<std::string(const NamedStep&)>& cell) {
+  std::string text = "  " + left(std::move(label), label_width);
+  for (const NamedStep& step : steps) text += right(cell(step), column_width);
+  return text + "\n";
+}
+
+double imbalance(const std::vector<std::int64_t>& work) {
+  const double sum = std::accumulate(work.begin(), work.end(), 0.0);
+  if (sum <= 0) return 1;
+  return static_cast<double>(*std::max_element(work.begin(), work.end())) /
+         (sum / static_cast<double>(work.size()));
+}
+
+std::int64_t max_bytes(const NamedStep& named, std::int64_t (LinkBytes::*side)() const) {
+  std::int64_t most = 0;
+  for (const LinkBytes& link : named.step.phase(StepPhase::dispatch).links)
+    most = std::max(most, (link.*side)());
+  return most;
+}
+
+std::int64_t mean_bytes(const NamedStep& named) {
+  std::int64_t sum = 0;
+  for (const LinkBytes& link : named.step.phase(StepPhase::dispatch).links) sum += link.in();
+  return sum / named.step.world_size;
+}
 
 std::string percent(double part, double whole) {
   return format_fixed(whole > 0 ? 100 * part / whole : 0, 0) + "%";
 }
+
+/// The share of a cause's document in the amount, such as "66%".
+std::string document_percent(const StepCause& cause) {
+  return percent(static_cast<double>(cause.document_amount), static_cast<double>(cause.amount));
+}
+
+std::string amount_text(const StepCause& cause) {
+  return cause.resource == StepResource::compute
+             ? format_si(static_cast<double>(cause.amount)) + " pairs"
+             : format_bytes(cause.amount);
+}
+
+std::string document_text(const StepCause& cause) {
+  if (cause.document < 0 || cause.amount == 0) return "";
+  return concat("document ", cause.document, ", ", document_percent(cause));
+}
+
+}  // namespace
+
+std::string step_table(std::span<const NamedStep> steps) {
+  std::string text = row("", steps, [](const NamedStep& s) { return printable_line(s.name); });
+  text += row("shards", steps, [](const NamedStep& s) { return format_count(s.num_shards); });
+  text += row("work, max / mean", steps,
+              [](const NamedStep& s) { return format_fixed(imbalance(s.step.work), 3); });
+  text +=
+      row("bytes in, mean", steps, [](const NamedStep& s) { return format_bytes(mean_bytes(s)); });
+  text += row("bytes in, max", steps,
+              [](const NamedStep& s) { return format_bytes(max_bytes(s, &LinkBytes::in)); });
+  text += row("bytes out, max", steps,
+              [](const NamedStep& s) { return format_bytes(max_bytes(s, &LinkBytes::out)); });
+  for (int i = 0; i < num_step_phases; ++i) {
+    text += row(std::string(to_string(static_cast<StepPhase>(i))), steps,
+                [&](const NamedStep& s) { return format_seconds(s.step.path[i].seconds); });
+  }
+  text += row("forward", steps,
+              [](const NamedStep& s) { return format_seconds(s.step.forward_seconds); });
+  text += row("step", steps, [](const NamedStep& s) { return format_seconds(s.step.seconds); });
+  return text;
+}
+
+std::string phase_table(const StepPrediction& step) {
+  std::string text = concat("  ", left("phase", 20), right("time", 9), "  ", left("rank", 6),
+                            left("busy", 12), right("with", 14), "  mostly\n");
+  for (const StepCause& cause : step.path) {
+    const bool idle = cause.resource == StepResource::nothing;
+    text +=
+        concat("  ", left(std::string(to_string(cause.phase)), 20),
+               right(format_seconds(cause.seconds), 9), "  ", left(std::to_string(cause.rank), 6),
+               left(std::string(to_string(cause.resource)), 12),
+               right(idle ? "" : amount_text(cause), 14), "  ", document_text(cause), "\n");
+  }
+  return text + concat("  ", left("step", 20), right(format_seconds(step.seconds), 9), "\n");
+}
+
+std::string rank_table(const StepPrediction& step, std::int32_t rank) {
+  require(0 <= rank && rank < step.world_size, "rank_table: rank = ", rank, ", expected 0..",
+          step.world_size - 1);
+  std::string text =
+      concat("  ", left(concat("rank ", rank), 20), right("begins", 11), right("ends", 11),
+             right("alone", 11), right("in", 11), right("out", 11), "  waits for\n");
+  for (const PhasePrediction& phase : step.phases) {
+    const bool moves = moves_rows(phase.phase);
+    const LinkBytes link = moves ? phase.links[rank] : LinkBytes{};
+    const std::int32_t other = phase.waits_for[rank];
+    text += concat("  ", left(std::string(to_string(phase.phase)), 20),
+                   right(format_moment(phase.begin[rank]), 11),
+                   right(format_seconds(phase.end[rank]), 11),
+                   right(format_seconds(phase.seconds[rank]), 11),
+                   right(moves ? format_bytes(link.in()) : "", 11),
+                   right(moves ? format_bytes(link.out()) : "", 11), "  ",
+                   other == rank ? "nobody" : concat("rank ", other), "\n");
+  }
+  return text;
+}
+
+namespace {
+
+constexpr double worth_saying = 0.01;  // this part of the step
 
 std::string cause_text(const StepCause& cause) {
   if (cause.resource == StepResource::nothing)
@@ -25,8 +144,7 @@ std::string cause_text(const StepCause& cause) {
           : concat(format_bytes(cause.amount), " ", to_string(cause.resource), " at rank ",
                    cause.rank);
   if (cause.document >= 0) {
-    text += concat(", ", detail::document_percent(cause), " of it because of document ",
-                   cause.document);
+    text += concat(", ", document_percent(cause), " of it because of document ", cause.document);
   }
   return text;
 }
@@ -54,31 +172,20 @@ std::string transfer_sentence(const StepPrediction& step) {
 }
 
 std::string work_sentence(const StepPrediction& step) {
-  const auto most = std::max_element(step.work.begin(), step.work.end());
-  const double mean = std::accumulate(step.work.begin(), step.work.end(), 0.0) /
-                      static_cast<double>(step.work.size());
-  const double factor = mean > 0 ? static_cast<double>(*most) / mean : 1;
+  const double factor = imbalance(step.work);
   return concat("Attention work is ", factor <= 1.05 ? "even" : "uneven", ": rank ",
-                most - step.work.begin(), " has the most, ", format_fixed(factor, 3),
-                " times the mean.");
+                std::ranges::max_element(step.work) - step.work.begin(), " has the most, ",
+                format_fixed(factor, 3), " times the mean.");
 }
 
 std::string remedy_text(const Remedy& remedy) {
-  switch (remedy.kind) {
-    case RemedyKind::relay:
-      return "Forwarding K and V as the relay schedule says";
-    case RemedyKind::once_per_node:
-      return "Sending K and V over the network once per node";
-    case RemedyKind::even_work:
-      return "Perfectly even work";
-    case RemedyKind::double_nvlink:
-      return "Twice the NVLink speed";
-    case RemedyKind::double_network:
-      return "Twice the network speed";
-    case RemedyKind::double_compute:
-      return "Twice the attention speed";
-  }
-  return "?";
+  constexpr std::string_view texts[] = {"Forwarding K and V as the relay schedule says",
+                                        "Sending K and V over the network once per node",
+                                        "Perfectly even work",
+                                        "Twice the NVLink speed",
+                                        "Twice the network speed",
+                                        "Twice the attention speed"};
+  return std::string(texts[static_cast<std::size_t>(remedy.kind)]);
 }
 
 void add_remedies(const StepPrediction& step, std::span<const Remedy> remedies,
@@ -102,10 +209,6 @@ void add_remedies(const StepPrediction& step, std::span<const Remedy> remedies,
 
 }  // namespace
 
-std::string detail::document_percent(const StepCause& cause) {
-  return percent(static_cast<double>(cause.document_amount), static_cast<double>(cause.amount));
-}
-
 std::vector<std::string> explain_step(const StepPrediction& step,
                                       std::span<const Remedy> remedies) {
   std::vector<std::string> sentences;
@@ -120,6 +223,113 @@ std::vector<std::string> explain_step(const StepPrediction& step,
   sentences.push_back(work_sentence(step));
   add_remedies(step, remedies, sentences);
   return sentences;
+}
+
+namespace {
+
+/// `text` holds no control characters.
+std::string json_string(std::string_view text) {
+  std::string result = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') result += '\\';
+    result += c;
+  }
+  return result + '"';
+}
+
+void append(std::string& out, std::int64_t value) {
+  std::array<char, 24> buffer{};
+  const auto end = std::to_chars(buffer.data(), buffer.data() + buffer.size(), value).ptr;
+  out.append(buffer.data(), end);
+}
+
+/// Microseconds, to the nanosecond.
+void append_us(std::string& out, double seconds) {
+  std::array<char, 64> buffer{};
+  const auto end = std::to_chars(buffer.data(), buffer.data() + buffer.size(), seconds * 1e6,
+                                 std::chars_format::fixed, 3)
+                       .ptr;
+  out.append(buffer.data(), end);
+}
+
+class TraceWriter {
+ public:
+  void name(std::string_view what, std::int64_t pid, std::int64_t tid, std::string_view name) {
+    open();
+    out_ += "\"ph\":\"M\",\"name\":";
+    out_ += json_string(what);
+    place(pid, tid);
+    out_ += ",\"args\":{\"name\":" + json_string(name) + "}}";
+  }
+
+  void phase(std::int64_t pid, std::int32_t rank, const PhasePrediction& phase) {
+    const std::size_t r = rank;
+    open();
+    out_ += "\"ph\":\"X\",\"cat\":";
+    out_ += moves_rows(phase.phase) ? "\"transfer\"" : "\"kernel\"";
+    out_ += ",\"name\":" + json_string(to_string(phase.phase));
+    place(pid, rank);
+    out_ += ",\"ts\":";
+    append_us(out_, phase.begin[r]);
+    out_ += ",\"dur\":";
+    append_us(out_, std::max(0.0, phase.end[r] - phase.begin[r]));
+    out_ += ",\"args\":{\"alone_us\":";
+    append_us(out_, phase.seconds[r]);
+    if (!phase.links.empty()) {
+      argument("nvlink_in_bytes", phase.links[r].nvlink_in);
+      argument("nvlink_out_bytes", phase.links[r].nvlink_out);
+      argument("network_in_bytes", phase.links[r].network_in);
+      argument("network_out_bytes", phase.links[r].network_out);
+    }
+    argument("waits_for_rank", phase.waits_for[r]);
+    out_ += "}}";
+  }
+
+  [[nodiscard]] std::string finish() && { return std::move(out_) + "\n]}\n"; }
+
+ private:
+  void open() {
+    out_ += first_ ? "\n{" : ",\n{";
+    first_ = false;
+  }
+
+  void place(std::int64_t pid, std::int64_t tid) {
+    out_ += ",\"pid\":";
+    append(out_, pid);
+    out_ += ",\"tid\":";
+    append(out_, tid);
+  }
+
+  void argument(std::string_view name, std::int64_t value) {
+    out_ += ",\"";
+    out_ += name;
+    out_ += "\":";
+    append(out_, value);
+  }
+
+  std::string out_ = "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[";
+  bool first_ = true;
+};
+
+}  // namespace
+
+std::string chrome_trace(std::span<const NamedStep> steps) {
+  TraceWriter writer;
+  std::int64_t first_pid = 0;
+  for (const NamedStep& named : steps) {
+    const StepPrediction& step = named.step;
+    const std::int32_t ranks_per_node = step.options.hardware.ranks_per_node;
+    for (std::int32_t rank = 0; rank < step.world_size; ++rank) {
+      const std::int32_t node = rank / ranks_per_node;
+      const std::int64_t pid = first_pid + node;
+      if (rank % ranks_per_node == 0)
+        writer.name("process_name", pid, rank, concat(printable_line(named.name), ", node ", node));
+      writer.name("thread_name", pid, rank, concat("rank ", rank));
+      for (const PhasePrediction& phase : step.phases) writer.phase(pid, rank, phase);
+    }
+    first_pid += (step.world_size + ranks_per_node - 1) / ranks_per_node;
+  }
+  return std::move(writer).finish();
 }
 
 }  // namespace waybill
