@@ -11,10 +11,11 @@
 namespace waybill {
 namespace {
 
-// Three significant digits for 0 <= value < 10000.
-std::string three_digits(double value) {
-  const int digits = value < 9.995 ? 2 : value < 99.95 ? 1 : 0;
-  return format_fixed(value, digits);
+/// Three significant digits of a number >= 0, in the first unit in which it is below 999.5.
+std::string scaled(double value, double step, std::initializer_list<const char*> units) {
+  const char* const* unit = units.begin();
+  for (; value >= 999.5 && unit + 1 < units.end(); ++unit) value /= step;
+  return format_fixed(value, value < 9.995 ? 2 : value < 99.95 ? 1 : 0) + *unit;
 }
 
 }  // namespace
@@ -30,38 +31,19 @@ std::string format_count(std::int64_t count) {
 }
 
 std::string format_bytes(std::int64_t num_bytes) {
-  static constexpr std::array units = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
   if (num_bytes < 1024) return concat(num_bytes, " B");
-  double value = static_cast<double>(num_bytes);
-  std::size_t unit = 0;
-  while (value >= 999.5 && unit + 1 < units.size()) {
-    value /= 1024;
-    ++unit;
-  }
-  return three_digits(value) + " " + units[unit];
+  return scaled(static_cast<double>(num_bytes), 1024,
+                {" B", " KiB", " MiB", " GiB", " TiB", " PiB", " EiB"});
 }
 
 std::string format_si(double value) {
-  static constexpr std::array units = {"", " k", " M", " G", " T", " P", " E"};
   if (value < 0) return concat("-", format_si(-value));
   if (value < 999.5) return format_fixed(value, value == std::floor(value) ? 0 : 2);
-  std::size_t unit = 0;
-  while (value >= 999.5 && unit + 1 < units.size()) {
-    value /= 1000;
-    ++unit;
-  }
-  return three_digits(value) + units[unit];
+  return scaled(value, 1000, {"", " k", " M", " G", " T", " P", " E"});
 }
 
 std::string format_seconds(double seconds) {
-  static constexpr std::array units = {"ns", "us", "ms", "s"};
-  double value = seconds * 1e9;
-  std::size_t unit = 0;
-  while (value >= 999.5 && unit + 1 < units.size()) {
-    value /= 1000;
-    ++unit;
-  }
-  return three_digits(value) + " " + units[unit];
+  return scaled(seconds * 1e9, 1000, {" ns", " us", " ms", " s"});
 }
 
 std::string format_moment(double seconds) { return seconds > 0 ? format_seconds(seconds) : "0"; }

@@ -170,11 +170,8 @@ void count_homes_and_work(const QkvPlan& plan, PlanSummary& summary) {
 }
 
 void count_documents(const QkvPlan& plan, PlanSummary& summary) {
-  std::vector<std::int64_t> lengths(plan.num_documents());
-  for (std::size_t d = 0; d < lengths.size(); ++d) {
-    for (std::int64_t i = plan.doc_shard_offsets[d]; i < plan.doc_shard_offsets[d + 1]; ++i)
-      lengths[d] += plan.shard_len[plan.doc_shards[i]];
-  }
+  std::vector<std::int64_t> lengths;
+  for (const DocumentFigures& document : document_figures(plan)) lengths.push_back(document.tokens);
   if (lengths.empty()) return;
   const auto middle = lengths.begin() + (std::ssize(lengths) - 1) / 2;
   std::nth_element(lengths.begin(), middle, lengths.end());

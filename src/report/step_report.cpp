@@ -1,8 +1,6 @@
 #include "waybill/report/step_report.h"
 
 #include <algorithm>
-#include <array>
-#include <charconv>
 #include <functional>
 #include <numeric>
 
@@ -13,22 +11,17 @@
 namespace waybill {
 namespace {
 
+using detail::pad_left;
+using detail::pad_right;
+
 constexpr std::size_t label_width = 20;
 constexpr std::size_t column_width = 15;
 
-std::string left(const std::string& text, std::size_t width) {
-  return detail::pad_right(text, width);
-}
-
-std::string right(const std::string& text, std::size_t width) {
-  return detail::pad_left(text, width);
-}
-
 /// A line of the table: a label, and a cell for each prediction.
-std::string row(std::string label, std::span<const NamedStep> steps,
+std::string row(const std::string& label, std::span<const NamedStep> steps,
                 const std::function<std::string(const NamedStep&)>& cell) {
-  std::string text = "  " + left(std::move(label), label_width);
-  for (const NamedStep& step : steps) text += right(cell(step), column_width);
+  std::string text = "  " + pad_right(label, label_width);
+  for (const NamedStep& step : steps) text += pad_left(cell(step), column_width);
   return text + "\n";
 }
 
@@ -96,35 +89,35 @@ std::string step_table(std::span<const NamedStep> steps) {
 }
 
 std::string phase_table(const StepPrediction& step) {
-  std::string text = concat("  ", left("phase", 20), right("time", 9), "  ", left("rank", 6),
-                            left("busy", 12), right("with", 14), "  mostly\n");
+  std::string text = concat("  ", pad_right("phase", 20), pad_left("time", 9), "  ", pad_right("rank", 6),
+                            pad_right("busy", 12), pad_left("with", 14), "  mostly\n");
   for (const StepCause& cause : step.path) {
     const bool idle = cause.resource == StepResource::nothing;
     text +=
-        concat("  ", left(std::string(to_string(cause.phase)), 20),
-               right(format_seconds(cause.seconds), 9), "  ", left(std::to_string(cause.rank), 6),
-               left(std::string(to_string(cause.resource)), 12),
-               right(idle ? "" : amount_text(cause), 14), "  ", document_text(cause), "\n");
+        concat("  ", pad_right(std::string(to_string(cause.phase)), 20),
+               pad_left(format_seconds(cause.seconds), 9), "  ", pad_right(std::to_string(cause.rank), 6),
+               pad_right(std::string(to_string(cause.resource)), 12),
+               pad_left(idle ? "" : amount_text(cause), 14), "  ", document_text(cause), "\n");
   }
-  return text + concat("  ", left("step", 20), right(format_seconds(step.seconds), 9), "\n");
+  return text + concat("  ", pad_right("step", 20), pad_left(format_seconds(step.seconds), 9), "\n");
 }
 
 std::string rank_table(const StepPrediction& step, std::int32_t rank) {
   require(0 <= rank && rank < step.world_size, "rank_table: rank = ", rank, ", expected 0..",
           step.world_size - 1);
   std::string text =
-      concat("  ", left(concat("rank ", rank), 20), right("begins", 11), right("ends", 11),
-             right("alone", 11), right("in", 11), right("out", 11), "  waits for\n");
+      concat("  ", pad_right(concat("rank ", rank), 20), pad_left("begins", 11), pad_left("ends", 11),
+             pad_left("alone", 11), pad_left("in", 11), pad_left("out", 11), "  waits for\n");
   for (const PhasePrediction& phase : step.phases) {
     const bool moves = moves_rows(phase.phase);
     const LinkBytes link = moves ? phase.links[rank] : LinkBytes{};
     const std::int32_t other = phase.waits_for[rank];
-    text += concat("  ", left(std::string(to_string(phase.phase)), 20),
-                   right(format_moment(phase.begin[rank]), 11),
-                   right(format_seconds(phase.end[rank]), 11),
-                   right(format_seconds(phase.seconds[rank]), 11),
-                   right(moves ? format_bytes(link.in()) : "", 11),
-                   right(moves ? format_bytes(link.out()) : "", 11), "  ",
+    text += concat("  ", pad_right(std::string(to_string(phase.phase)), 20),
+                   pad_left(format_moment(phase.begin[rank]), 11),
+                   pad_left(format_seconds(phase.end[rank]), 11),
+                   pad_left(format_seconds(phase.seconds[rank]), 11),
+                   pad_left(moves ? format_bytes(link.in()) : "", 11),
+                   pad_left(moves ? format_bytes(link.out()) : "", 11), "  ",
                    other == rank ? "nobody" : concat("rank ", other), "\n");
   }
   return text;
@@ -237,84 +230,38 @@ std::string json_string(std::string_view text) {
   return result + '"';
 }
 
-void append(std::string& out, std::int64_t value) {
-  std::array<char, 24> buffer{};
-  const auto end = std::to_chars(buffer.data(), buffer.data() + buffer.size(), value).ptr;
-  out.append(buffer.data(), end);
+std::string microseconds(double seconds) { return format_fixed(seconds * 1e6, 3); }
+
+std::string name_event(std::string_view what, std::int64_t pid, std::int32_t rank,
+                       std::string_view name) {
+  return concat("{\"ph\":\"M\",\"name\":\"", what, "\",\"pid\":", pid, ",\"tid\":", rank,
+                ",\"args\":{\"name\":", json_string(name), "}}");
 }
 
-/// Microseconds, to the nanosecond.
-void append_us(std::string& out, double seconds) {
-  std::array<char, 64> buffer{};
-  const auto end = std::to_chars(buffer.data(), buffer.data() + buffer.size(), seconds * 1e6,
-                                 std::chars_format::fixed, 3)
-                       .ptr;
-  out.append(buffer.data(), end);
+std::string phase_event(std::int64_t pid, std::int32_t rank, const PhasePrediction& phase) {
+  std::string text =
+      concat("{\"ph\":\"X\",\"cat\":", moves_rows(phase.phase) ? "\"transfer\"" : "\"kernel\"",
+             ",\"name\":", json_string(to_string(phase.phase)), ",\"pid\":", pid, ",\"tid\":", rank,
+             ",\"ts\":", microseconds(phase.begin[rank]),
+             ",\"dur\":", microseconds(std::max(0.0, phase.end[rank] - phase.begin[rank])),
+             ",\"args\":{\"alone_us\":", microseconds(phase.seconds[rank]));
+  if (!phase.links.empty()) {
+    const LinkBytes& links = phase.links[rank];
+    text += concat(",\"nvlink_in_bytes\":", links.nvlink_in, ",\"nvlink_out_bytes\":",
+                   links.nvlink_out, ",\"network_in_bytes\":", links.network_in,
+                   ",\"network_out_bytes\":", links.network_out);
+  }
+  return text + concat(",\"waits_for_rank\":", phase.waits_for[rank], "}}");
 }
-
-class TraceWriter {
- public:
-  void name(std::string_view what, std::int64_t pid, std::int64_t tid, std::string_view name) {
-    open();
-    out_ += "\"ph\":\"M\",\"name\":";
-    out_ += json_string(what);
-    place(pid, tid);
-    out_ += ",\"args\":{\"name\":" + json_string(name) + "}}";
-  }
-
-  void phase(std::int64_t pid, std::int32_t rank, const PhasePrediction& phase) {
-    const std::size_t r = rank;
-    open();
-    out_ += "\"ph\":\"X\",\"cat\":";
-    out_ += moves_rows(phase.phase) ? "\"transfer\"" : "\"kernel\"";
-    out_ += ",\"name\":" + json_string(to_string(phase.phase));
-    place(pid, rank);
-    out_ += ",\"ts\":";
-    append_us(out_, phase.begin[r]);
-    out_ += ",\"dur\":";
-    append_us(out_, std::max(0.0, phase.end[r] - phase.begin[r]));
-    out_ += ",\"args\":{\"alone_us\":";
-    append_us(out_, phase.seconds[r]);
-    if (!phase.links.empty()) {
-      argument("nvlink_in_bytes", phase.links[r].nvlink_in);
-      argument("nvlink_out_bytes", phase.links[r].nvlink_out);
-      argument("network_in_bytes", phase.links[r].network_in);
-      argument("network_out_bytes", phase.links[r].network_out);
-    }
-    argument("waits_for_rank", phase.waits_for[r]);
-    out_ += "}}";
-  }
-
-  [[nodiscard]] std::string finish() && { return std::move(out_) + "\n]}\n"; }
-
- private:
-  void open() {
-    out_ += first_ ? "\n{" : ",\n{";
-    first_ = false;
-  }
-
-  void place(std::int64_t pid, std::int64_t tid) {
-    out_ += ",\"pid\":";
-    append(out_, pid);
-    out_ += ",\"tid\":";
-    append(out_, tid);
-  }
-
-  void argument(std::string_view name, std::int64_t value) {
-    out_ += ",\"";
-    out_ += name;
-    out_ += "\":";
-    append(out_, value);
-  }
-
-  std::string out_ = "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[";
-  bool first_ = true;
-};
 
 }  // namespace
 
 std::string chrome_trace(std::span<const NamedStep> steps) {
-  TraceWriter writer;
+  std::string text = "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[";
+  const auto add = [&](const std::string& event) {
+    text += text.back() == '[' ? "\n" : ",\n";
+    text += event;
+  };
   std::int64_t first_pid = 0;
   for (const NamedStep& named : steps) {
     const StepPrediction& step = named.step;
@@ -323,13 +270,14 @@ std::string chrome_trace(std::span<const NamedStep> steps) {
       const std::int32_t node = rank / ranks_per_node;
       const std::int64_t pid = first_pid + node;
       if (rank % ranks_per_node == 0)
-        writer.name("process_name", pid, rank, concat(printable_line(named.name), ", node ", node));
-      writer.name("thread_name", pid, rank, concat("rank ", rank));
-      for (const PhasePrediction& phase : step.phases) writer.phase(pid, rank, phase);
+        add(name_event("process_name", pid, rank,
+                       concat(printable_line(named.name), ", node ", node)));
+      add(name_event("thread_name", pid, rank, concat("rank ", rank)));
+      for (const PhasePrediction& phase : step.phases) add(phase_event(pid, rank, phase));
     }
     first_pid += (step.world_size + ranks_per_node - 1) / ranks_per_node;
   }
-  return std::move(writer).finish();
+  return text + "\n]}\n";
 }
 
 }  // namespace waybill
