@@ -8,7 +8,7 @@
 #include "report/format.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/planner/planner.h"
-#include "waybill/report/text_summary.h"
+#include "waybill/report/plan_summary.h"
 
 #ifdef WAYBILL_CLI_CUDA
 #include <array>

@@ -9,7 +9,6 @@
 #include "waybill/core/random.h"
 #include "waybill/core/topology.h"
 #include "waybill/moe/ep_config.h"
-#include "waybill/report/expert_calls.h"
 #include "waybill/report/expert_summary.h"
 
 namespace waybill::cli {

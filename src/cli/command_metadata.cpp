@@ -1,8 +1,7 @@
 #include <memory>
 
 #include "plans.h"
-#include "waybill/json/dispatch_json.h"
-#include "waybill/json/metadata_json.h"
+#include "waybill/json/plan_json.h"
 
 namespace waybill::cli {
 namespace {

@@ -3,7 +3,6 @@
 #include "documents.h"
 #include "options.h"
 #include "program.h"
-#include "waybill/json/attention_plan_json.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/planner/planner.h"
 

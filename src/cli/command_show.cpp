@@ -3,7 +3,7 @@
 
 #include "plans.h"
 #include "report/format.h"
-#include "waybill/report/text_summary.h"
+#include "waybill/report/plan_summary.h"
 
 namespace waybill::cli {
 namespace {

@@ -10,7 +10,6 @@
 #include "program.h"
 #include "report/format.h"
 #include "waybill/json/length_distribution_json.h"
-#include "waybill/json/lengths.h"
 #include "waybill/routing/length_distribution.h"
 
 namespace waybill::cli {

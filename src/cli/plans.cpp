@@ -8,10 +8,7 @@
 #include "core/printable.h"
 #include "documents.h"
 #include "report/format.h"
-#include "waybill/json/attention_plan_json.h"
-#include "waybill/json/dispatch_json.h"
 #include "waybill/json/file.h"
-#include "waybill/json/metadata_json.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/planner/planner.h"
 

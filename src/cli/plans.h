@@ -10,7 +10,7 @@
 #include "options.h"
 #include "program.h"
 #include "waybill/cost_model/predict_step.h"
-#include "waybill/json/options.h"
+#include "waybill/json/file.h"
 #include "waybill/planner/attention_plan.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/step_report.h"

@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "command_line.h"
-#include "waybill/report/text_summary.h"
+#include "waybill/report/plan_summary.h"
 
 namespace waybill::cli {
 

@@ -6,7 +6,6 @@
 
 #include "waybill/core/topology.h"
 #include "waybill/cost_model/predict_step.h"
-#include "waybill/cost_model/step_options.h"
 #include "waybill/planner/relay.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"

@@ -10,7 +10,6 @@
 #include "moe/token_routes.h"
 #include "waybill/core/error.h"
 #include "waybill/cost_model/call_overhead.h"
-#include "waybill/cost_model/expert_costs.h"
 
 namespace waybill {
 

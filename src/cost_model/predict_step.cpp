@@ -9,8 +9,6 @@
 #include "planner/relay_checks.h"
 #include "routing/homes.h"
 #include "waybill/core/error.h"
-#include "waybill/cost_model/remedies.h"
-#include "waybill/cost_model/step_options.h"
 
 namespace waybill {
 namespace {

@@ -1,5 +1,3 @@
-#include "waybill/json/attention_plan_json.h"
-
 #include <limits>
 #include <utility>
 
@@ -8,6 +6,7 @@
 #include "waybill/core/error.h"
 #include "waybill/core/topology.h"
 #include "waybill/json/file.h"
+#include "waybill/json/plan_json.h"
 
 namespace waybill {
 namespace detail {

@@ -1,11 +1,10 @@
-#include "waybill/json/dispatch_json.h"
-
 #include <array>
 #include <utility>
 
 #include "parts.h"
 #include "waybill/core/error.h"
 #include "waybill/json/file.h"
+#include "waybill/json/plan_json.h"
 
 namespace waybill {
 namespace detail {

@@ -1,5 +1,3 @@
-#include "waybill/json/lengths.h"
-
 #include <charconv>
 #include <string>
 
@@ -7,6 +5,7 @@
 #include "parts.h"
 #include "waybill/core/error.h"
 #include "waybill/json/file.h"
+#include "waybill/json/length_distribution_json.h"
 
 namespace waybill {
 namespace {

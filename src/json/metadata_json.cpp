@@ -1,10 +1,9 @@
-#include "waybill/json/metadata_json.h"
-
 #include <utility>
 
 #include "parts.h"
 #include "waybill/core/error.h"
 #include "waybill/json/file.h"
+#include "waybill/json/plan_json.h"
 
 namespace waybill {
 namespace detail {

@@ -7,7 +7,7 @@
 
 #include "node.h"
 #include "waybill/core/index_array.h"
-#include "waybill/json/options.h"
+#include "waybill/json/file.h"
 #include "waybill/routing/attention_layout.h"
 #include "waybill/routing/metadata.h"
 #include "waybill/routing/qkv_plan.h"

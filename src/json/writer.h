@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include "waybill/json/options.h"
+#include "waybill/json/file.h"
 
 namespace waybill::detail {
 

@@ -1,6 +1,6 @@
 #include "report/format.h"
 #include "waybill/core/error.h"
-#include "waybill/report/expert_calls.h"
+#include "waybill/report/expert_summary.h"
 
 namespace waybill {
 namespace {

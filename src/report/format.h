@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "waybill/report/text_summary.h"
+#include "waybill/report/plan_summary.h"
 
 namespace waybill {
 

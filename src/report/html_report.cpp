@@ -6,7 +6,7 @@
 #include "report/format.h"
 #include "report/plan_figures.h"
 #include "waybill/core/error.h"
-#include "waybill/report/text_summary.h"
+#include "waybill/report/plan_summary.h"
 
 namespace waybill {
 namespace {

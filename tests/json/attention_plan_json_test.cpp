@@ -1,8 +1,7 @@
-#include "waybill/json/attention_plan_json.h"
-
 #include <gtest/gtest.h>
 
 #include "json/support.h"
+#include "waybill/json/plan_json.h"
 #include "waybill/planner/planner.h"
 
 namespace waybill::json_tests {

@@ -1,9 +1,6 @@
-#include "waybill/json/dispatch_json.h"
-
 #include <gtest/gtest.h>
 
 #include "json/support.h"
-#include "waybill/json/metadata_json.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/routing/generators.h"
 #include "waybill/routing/qkv_routing.h"

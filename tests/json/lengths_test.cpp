@@ -1,9 +1,8 @@
-#include "waybill/json/lengths.h"
-
 #include <gtest/gtest.h>
 
 #include "json/support.h"
 #include "waybill/json/file.h"
+#include "waybill/json/length_distribution_json.h"
 
 namespace waybill::json_tests {
 namespace {

@@ -1,9 +1,8 @@
-#include "waybill/json/metadata_json.h"
-
 #include <gtest/gtest.h>
 
 #include "json/support.h"
 #include "support/expect_error.h"
+#include "waybill/json/plan_json.h"
 #include "waybill/routing/compute_metadata.h"
 
 namespace waybill::json_tests {

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "waybill/core/topology.h"
-#include "waybill/cost_model/step_options.h"
+#include "waybill/cost_model/predict_step.h"
 #include "waybill/planner/planner_options.h"
 
 namespace waybill {

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "waybill/core/link_speeds.h"
+#include "waybill/cost_model/predict_experts.h"
 #include "waybill/moe/ep_config.h"
 #include "waybill/report/plan_summary.h"
-#include "waybill/report/text_summary.h"
 
 namespace waybill {
 
@@ -87,5 +87,13 @@ struct ExpertSummary {
 /// the style gb_per_s is not looked at.
 [[nodiscard]] std::string expert_text(const ExpertSummary& summary, const LinkSpeeds& speeds = {},
                                       const TextStyle& style = {});
+
+/// The calls of a layer as predicted, a line each, and what the figures rest on; low latency where
+/// `max_tokens` is small enough. 80 columns. @throws as predict_experts
+[[nodiscard]] std::string expert_calls_text(const EPConfig& config,
+                                            const EPDispatchOptions& dispatch,
+                                            std::span<const std::vector<std::int32_t>> ids,
+                                            const ExpertCostOptions& options = {},
+                                            const TextStyle& style = {});
 
 }  // namespace waybill

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "waybill/cost_model/compare_plans.h"
-#include "waybill/cost_model/remedies.h"
+#include "waybill/cost_model/predict_step.h"
 
 namespace waybill {
 
