@@ -13,7 +13,7 @@
 #include <thread>
 
 #include "core/printable.h"
-#include "json/writer.h"
+#include "json/text.h"
 #include "program.h"
 #include "report/format.h"
 #include "transport/peer_memory.h"
