@@ -4,27 +4,14 @@
 
 namespace waybill {
 
-void TextPart::write(std::ostream& out) const {
-  switch (kind_) {
-    case Kind::integer:
-      out << content_.integer;
-      return;
-    case Kind::natural:
-      out << content_.natural;
-      return;
-    case Kind::real:
-      out << content_.real;
-      return;
-    case Kind::character:
-      out << content_.character;
-      return;
-    case Kind::text:
-      out.write(content_.text.data, static_cast<std::streamsize>(content_.text.size));
-      return;
-    case Kind::object:
-      content_.object.write(out, content_.object.value);
-      return;
-  }
+void TextPart::write_integer(std::ostream& out, const TextPart& part) { out << part.integer_; }
+void TextPart::write_natural(std::ostream& out, const TextPart& part) { out << part.natural_; }
+void TextPart::write_real(std::ostream& out, const TextPart& part) { out << part.real_; }
+void TextPart::write_character(std::ostream& out, const TextPart& part) {
+  out << static_cast<char>(part.integer_);
+}
+void TextPart::write_text(std::ostream& out, const TextPart& part) {
+  out.write(static_cast<const char*>(part.object_), static_cast<std::streamsize>(part.size_));
 }
 
 std::string detail::join_parts(std::initializer_list<TextPart> parts) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <iosfwd>
@@ -10,65 +11,58 @@
 
 namespace waybill {
 
-/// A value on its way into a text, whatever its type: what takes parts need not be a template. It
-/// reads like operator<<. Strings and objects are not copied and have to outlive it.
+/// A value on its way into a text, whatever its type: a function that takes parts need not be a
+/// template. It reads like operator<<. Strings and objects are not copied and have to outlive it.
 class TextPart {
  public:
   template <class Value>
   TextPart(const Value& value) noexcept {  // NOLINT(google-explicit-constructor): any value is one
     if constexpr (std::same_as<Value, char> || std::same_as<Value, signed char> ||
                   std::same_as<Value, unsigned char>) {
-      kind_ = Kind::character;
-      content_.character = static_cast<char>(value);
+      integer_ = static_cast<char>(value);
+      write_ = &write_character;
     } else if constexpr (std::signed_integral<Value> || std::same_as<Value, bool>) {
-      kind_ = Kind::integer;
-      content_.integer = value;
+      integer_ = value;
+      write_ = &write_integer;
     } else if constexpr (std::unsigned_integral<Value>) {
-      kind_ = Kind::natural;
-      content_.natural = value;
+      natural_ = value;
+      write_ = &write_natural;
     } else if constexpr (std::same_as<Value, double> || std::same_as<Value, float>) {
-      kind_ = Kind::real;
-      content_.real = static_cast<double>(value);
+      real_ = static_cast<double>(value);
+      write_ = &write_real;
     } else if constexpr (std::is_convertible_v<const Value&, std::string_view>) {
       const std::string_view text = value;
-      kind_ = Kind::text;
-      content_.text = {text.data(), text.size()};
+      object_ = text.data();
+      size_ = text.size();
+      write_ = &write_text;
     } else {
-      kind_ = Kind::object;
-      content_.object = {&value, &write_object<Value>};
+      object_ = &value;
+      write_ = &write_object<Value>;
     }
   }
 
   /// As `out << value` writes it.
-  void write(std::ostream& out) const;
+  void write(std::ostream& out) const { write_(out, *this); }
 
  private:
-  enum class Kind : std::uint8_t { integer, natural, real, character, text, object };
-  struct Text {
-    const char* data;
-    std::size_t size;
-  };
-  struct Object {
-    const void* value;
-    void (*write)(std::ostream& out, const void* value);
-  };
-
+  static void write_integer(std::ostream& out, const TextPart& part);
+  static void write_natural(std::ostream& out, const TextPart& part);
+  static void write_real(std::ostream& out, const TextPart& part);
+  static void write_character(std::ostream& out, const TextPart& part);
+  static void write_text(std::ostream& out, const TextPart& part);
   template <class Value>
-  static void write_object(std::ostream& out, const void* value) {
-    out << *static_cast<const Value*>(value);
+  static void write_object(std::ostream& out, const TextPart& part) {
+    out << *static_cast<const Value*>(part.object_);
   }
 
-  union Content {
-    std::int64_t integer;
-    std::uint64_t natural;
-    double real;
-    char character;
-    Text text;
-    Object object;
+  union {
+    std::int64_t integer_;
+    std::uint64_t natural_;
+    double real_;
+    const void* object_;
   };
-
-  Content content_;
-  Kind kind_;
+  std::size_t size_ = 0;  // bytes of a text
+  void (*write_)(std::ostream& out, const TextPart& part);
 };
 
 namespace detail {
