@@ -6,7 +6,6 @@
 #include "waybill/core/error.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/index_array.h"
-#include "waybill/core/tensor_view.h"
 #include "waybill/core/topology.h"
 #include "waybill/cost_model/call_overhead.h"
 #include "waybill/cost_model/compare_plans.h"

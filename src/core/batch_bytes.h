@@ -14,6 +14,6 @@ namespace waybill::detail {
 }
 
 /// The most that one put over a network carries.
-inline constexpr std::int64_t most_put_bytes = std::int64_t{256} << 10;
+inline constexpr std::int64_t max_put_bytes = std::int64_t{256} << 10;
 
 }  // namespace waybill::detail

@@ -109,7 +109,7 @@ class LoadCount {
   /// @return whether the token begins a put. Tokens ascend.
   [[nodiscard]] bool begins_put(std::int64_t& last, std::int64_t token, std::int64_t bytes) const {
     const std::int64_t step =
-        std::clamp<std::int64_t>(detail::most_put_bytes / bytes, 1, put_tokens);
+        std::clamp<std::int64_t>(detail::max_put_bytes / bytes, 1, put_tokens);
     const bool begins = first_ + token != last + 1 || token % put_tokens % step == 0;
     last = first_ + token;
     return begins;
@@ -300,7 +300,7 @@ class ExpertClock {
 
   /// A piece on its way through the node.
   [[nodiscard]] double piece() const {
-    return as_double(detail::most_put_bytes) / links_.nvlink_bytes_per_second + message_;
+    return as_double(detail::max_put_bytes) / links_.nvlink_bytes_per_second + message_;
   }
 
   [[nodiscard]] double ids_seconds() const {

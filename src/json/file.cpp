@@ -10,7 +10,7 @@
 #include <memory>
 #include <random>
 
-#include "core/errno_text.h"
+#include "core/printable.h"
 #include "waybill/core/error.h"
 
 namespace waybill {

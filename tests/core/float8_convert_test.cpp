@@ -1,11 +1,10 @@
-#include "core/float8_convert.h"
-
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <limits>
 #include <vector>
 
+#include "core/number.h"
 #include "waybill/core/random.h"
 
 namespace waybill {

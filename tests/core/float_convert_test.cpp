@@ -1,5 +1,3 @@
-#include "core/float_convert.h"
-
 #include <gtest/gtest.h>
 
 #include <bit>
@@ -7,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "core/number.h"
 #include "waybill/core/random.h"
 
 namespace waybill {

@@ -1,5 +1,3 @@
-#include "waybill/core/shape.h"
-
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -8,7 +6,7 @@
 #include <vector>
 
 #include "waybill/core/error.h"
-#include "waybill/core/tensor_view.h"
+#include "waybill/core/host_tensor.h"
 
 namespace waybill {
 namespace {

@@ -1,5 +1,3 @@
-#include "waybill/core/tensor_view.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include <vector>
 
 #include "support/expect_error.h"
+#include "waybill/core/host_tensor.h"
 
 namespace waybill {
 namespace {

@@ -1,5 +1,3 @@
-#include "waybill/core/text_part.h"
-
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "waybill/core/dtype.h"
+#include "waybill/core/error.h"
 #include "waybill/core/index_array.h"
 #include "waybill/core/topology.h"
 

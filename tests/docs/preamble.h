@@ -27,7 +27,6 @@
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/index_array.h"
 #include "waybill/core/random.h"
-#include "waybill/core/tensor_view.h"
 #include "waybill/core/topology.h"
 #include "waybill/core/wait.h"
 #include "waybill/cost_model/call_overhead.h"
