@@ -35,7 +35,7 @@ struct CodePoint {
 
 namespace waybill::detail {
 
-/// What the system says of an `errno`: "No such file or directory".
+/// The system's text for an `errno`: "No such file or directory".
 [[nodiscard]] std::string errno_text(int error);
 
 }  // namespace waybill::detail

@@ -130,7 +130,7 @@ class Interrupted : public Error {
 /// A wait that reached its deadline: who waited for whom, and for what.
 struct TimeoutInfo {
   std::string operation;         ///< "dispatch"
-  std::string what = "signal";   ///< what was counted: "signal", "exchange"
+  std::string what = "signal";   ///< the things that were counted: "signal", "exchange"
   std::int32_t rank = 0;         ///< the one that waited
   std::int32_t peer = 0;         ///< the one it waited for
   std::uint64_t wanted = 0;      ///< the least count that would have ended the wait
@@ -138,7 +138,7 @@ struct TimeoutInfo {
   double seconds = 0;            ///< how long it waited
   std::int32_t peer_node = -1;   ///< -1: not known
   std::int32_t peer_local = -1;  ///< the peer's index inside its node
-  bool in_call = false;          ///< of a collective call: ranks may be in different ones
+  bool in_call = false;          ///< in a collective call: ranks may be in different ones
 };
 
 /// A rank did not come before the deadline.

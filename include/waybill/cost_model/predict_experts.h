@@ -21,7 +21,7 @@ enum class ExpertPath : std::uint8_t {
 
 [[nodiscard]] std::string_view to_string(ExpertPath path);
 
-/// What a call of experts costs beside bytes over links ("measured" and "nominal" as in
+/// The costs of a call of experts besides bytes over links ("measured" and "nominal" as in
 /// HardwareFacts; docs/functions/predict_experts.md says from which runs).
 struct ExpertCosts {
   std::int32_t num_sms = 32;  ///< multiprocessors of the call; a quarter of them, 1 to 8, puts
@@ -37,10 +37,11 @@ struct ExpertCosts {
   /// A kernel that a call over several nodes has in addition. Fits calls of 128 tokens, 2 logical
   /// nodes.
   double kernel_seconds = 4e-6;
-  /// What follows the last row of a low latency dispatch: fence, signal, copy. Measured, 4 x H200.
+  /// The time after the last row of a low latency dispatch: fence, signal, copy. Measured, 4 x
+  /// H200.
   double last_row_seconds = 8e-6;
-  /// What a put takes of its block, beside its bytes, where it is awaited. Fits 4096 tokens, 2
-  /// logical nodes.
+  /// The time of its block that a put takes besides its bytes, where it is awaited. Fits 4096
+  /// tokens, 2 logical nodes.
   double put_seconds = 4e-6;
   /// 0: a network card reads rows from memory. Above: the nodes are parts of one host, rows to
   /// others are copied by blocks, each at this speed (measured, 2 x H200: 33e9), over NVLink.
@@ -52,7 +53,7 @@ struct ExpertCosts {
   friend bool operator==(const ExpertCosts&, const ExpertCosts&) = default;
 };
 
-/// What predict_experts is asked.
+/// The question to predict_experts.
 struct ExpertCostOptions {
   LinkSpeeds links = {};  ///< measured by `waybill calibrate`, or the defaults
   double message_seconds = HardwareFacts{}.message_seconds;
@@ -90,9 +91,9 @@ struct ExpertCallPrediction {
   double beside_seconds = 0;
   double network_seconds = 0;  ///< rows between nodes
   double nvlink_seconds = 0;   ///< rows inside the node
-  double block_seconds = 0;    ///< what multiprocessors store: rows, and copies where they arrive
-  double end_seconds = 0;      ///< what the longest of them does not cover: forwarding, sums
-  /// begin, the longer of network and beside + the longer of the other two, and end
+  double block_seconds = 0;    ///< stores of multiprocessors: rows, and copies where they arrive
+  double end_seconds = 0;      ///< forwarding and sums that the longest of them does not cover
+  /// begin + max(network, beside_seconds + max(nvlink, block)) + end
   double seconds = 0;
 };
 

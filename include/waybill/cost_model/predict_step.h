@@ -12,7 +12,7 @@
 
 namespace waybill {
 
-/// What a step costs beside bytes over NVLink and network (see HardwareFacts for "measured" and
+/// The costs of a step besides bytes over NVLink and network (see HardwareFacts for "measured" and
 /// "nominal").
 struct StepCosts {
   /// A phase in which nothing moves: launch, one round of signals, event. Measured, 4 x H200: 11
@@ -26,7 +26,7 @@ struct StepCosts {
   double forward_share = 0.72;
   /// As HardwareFacts::message_seconds, between nodes. Nominal.
   double network_message_seconds = 3e-6;
-  /// What a rank takes to post one more message to another node while others are under way: in the
+  /// The time of a rank to post one more message to another node while others are under way: in the
   /// signals of a call (call_overhead) and the puts of experts. Nominal.
   double network_post_seconds = 0.3e-6;
   /// Rows are forwarded in pieces of this size: each rank on the way adds the time of one piece and
@@ -43,7 +43,7 @@ struct StepCosts {
   friend bool operator==(const StepCosts&, const StepCosts&) = default;
 };
 
-/// What predict_step is asked.
+/// The question to predict_step.
 struct StepOptions {
   ModelShape model = {};
   AttentionMask mask = {};
@@ -76,7 +76,7 @@ inline constexpr int num_step_phases = 7;
 /// False for the two kernels.
 [[nodiscard]] bool moves_rows(StepPhase phase);
 
-/// What of a rank is busy.
+/// The busy link of a rank, or its kernel.
 enum class StepResource : std::uint8_t {
   nothing,
   compute,
@@ -88,7 +88,8 @@ enum class StepResource : std::uint8_t {
 
 [[nodiscard]] std::string_view to_string(StepResource resource);
 
-/// What takes time in a phase: a rank, what of it is busy, and the document behind most of that.
+/// The cause of the time of a phase: a rank, its busy link or kernel, and the document that causes
+/// most of that.
 struct StepCause {
   StepPhase phase = StepPhase::dispatch;
   std::int32_t rank = 0;
@@ -96,7 +97,7 @@ struct StepCause {
   double seconds = 0;  ///< that the rank alone takes, or that the step's path spends in the phase
   std::int64_t amount = 0;  ///< bytes, or (query, key) pairs
   std::int64_t document = -1;
-  std::int64_t document_amount = 0;  ///< of `amount`
+  std::int64_t document_amount = 0;  ///< its part of `amount`
 
   friend bool operator==(const StepCause&, const StepCause&) = default;
 };
@@ -180,7 +181,7 @@ class StepPredictor {
   std::unique_ptr<Memory> memory_;
 };
 
-/// What could be changed about a step.
+/// A possible change to a step.
 enum class RemedyKind : std::uint8_t {
   relay,          ///< forward KV as the planner's schedule says
   once_per_node,  ///< send KV over the network once per node
@@ -194,7 +195,7 @@ enum class RemedyKind : std::uint8_t {
 
 struct Remedy {
   RemedyKind kind = RemedyKind::relay;
-  double seconds = 0;  ///< of the step with it
+  double seconds = 0;  ///< the step takes with it
 
   friend bool operator==(const Remedy&, const Remedy&) = default;
 };

@@ -37,8 +37,8 @@ inline constexpr std::int64_t max_stream_bytes = std::int64_t{1} << 30;
 void require_writable(const std::filesystem::path& path);
 
 /// Replaces the file by `text`, whole or not at all, also when the machine stops meanwhile: writes
-/// a new file beside it and renames that when it is on the disk. A link is followed; something that
-/// is not a regular file (a device, a pipe) is written in place.
+/// a new file in its folder and renames that when it is on the disk. A link is followed; something
+/// that is not a regular file (a device, a pipe) is written in place.
 /// @throws IoError naming the file and the system's reason; what was there is then still there.
 void write_file(const std::filesystem::path& path, std::string_view text);
 
