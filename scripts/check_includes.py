@@ -18,7 +18,7 @@ DEPENDS = re.compile(r"waybill_add_module\(\s*(\w+)\s+DEPENDS\s+([\w\s]*?)\s+(?:
 
 @functools.cache
 def modules_of(root):
-    """Which modules a module may include besides itself: DEPENDS in its CMakeLists.txt, the one table."""
+    """Which modules a module may include besides itself: DEPENDS in its CMakeLists.txt."""
     table = {}
     for cmake in sorted((root / "src").glob("*/CMakeLists.txt")):
         found = DEPENDS.search(cmake.read_text(encoding="utf-8"))
@@ -109,7 +109,8 @@ def check_quoted(path, name):
         if not (ROOT / "include" / name).is_file():
             return f'"{name}" does not exist'
         if module and target != module and target not in modules()[module]:
-            return f'"{name}": {module} may include {", ".join(sorted(modules()[module])) or "only std"}'
+            allowed = ", ".join(sorted(modules()[module])) or "only std"
+            return f'"{name}": {module} may include {allowed}'
         return None
     if str(path).startswith("include/"):
         return f'"{name}": a public header includes "waybill/MODULE/x.h" or <x>'
