@@ -54,8 +54,7 @@ MainJob run_main_job(const DemoOptions& options, Console& console) {
     const auto start = Clock::now();
     const std::string text = work();
     const std::chrono::duration<double> seconds = Clock::now() - start;
-    const std::string gap(label.size() < label_width ? label_width - label.size() : 1, ' ');
-    console.print(concat("  ", ++num_done, "  ", label, gap, text, "  [",
+    console.print(concat("  ", ++num_done, "  ", detail::pad_right(label, label_width), text, "  [",
                          format_seconds(seconds.count()), "]\n"));
   };
   run("documents", [&] {
@@ -189,9 +188,7 @@ constexpr std::array<std::size_t, 7> widths{13, 13, 13, 11, 11, 11, 0};
 std::string line_of(const Cells& cells) {
   std::string line = "  ";
   for (std::size_t i = 0; i < cells.size(); ++i) {
-    line += cells[i];
-    const std::size_t gap = cells[i].size() < widths[i] ? widths[i] - cells[i].size() : 1;
-    if (i + 1 < cells.size()) line.append(gap, ' ');
+    line += i + 1 < cells.size() ? detail::pad_right(cells[i] + " ", widths[i]) : cells[i];
   }
   return line + "\n";
 }

@@ -8,9 +8,7 @@
 namespace waybill::cli {
 namespace {
 
-std::string pad(const std::string& text, std::size_t width) {
-  return text.size() >= width ? text : std::string(width - text.size(), ' ') + text;
-}
+using detail::pad_left;
 
 std::string shard_lines(const QkvPlan& plan, std::int32_t rank) {
   // Where each shard stands in its document.
@@ -34,11 +32,12 @@ std::string shard_lines(const QkvPlan& plan, std::int32_t rank) {
                             "from place  attended by\n");
   const std::int64_t end = plan.rank_shard_offsets[rank + 1];
   for (std::int64_t n = plan.rank_shard_offsets[rank]; n < end; ++n) {
-    text += concat(pad(std::to_string(n), 8), pad(format_count(row), 11),
-                   pad(format_count(plan.shard_len[n]), 11), pad(std::to_string(document[n]), 10),
-                   pad(std::to_string(position[n]), 7), pad(format_count(first_token[n]), 13),
-                   pad(std::to_string(plan.kv_begin.empty() ? 0 : plan.kv_begin[n]), 17),
-                   pad(std::to_string(plan.q_dst[n]), 13), "\n");
+    text += concat(
+        pad_left(std::to_string(n), 8), pad_left(format_count(row), 11),
+        pad_left(format_count(plan.shard_len[n]), 11), pad_left(std::to_string(document[n]), 10),
+        pad_left(std::to_string(position[n]), 7), pad_left(format_count(first_token[n]), 13),
+        pad_left(std::to_string(plan.kv_begin.empty() ? 0 : plan.kv_begin[n]), 17),
+        pad_left(std::to_string(plan.q_dst[n]), 13), "\n");
     row += plan.shard_len[n];
   }
   return text + concat("It attends to the queries of ",
@@ -51,8 +50,8 @@ std::string table_line(const char* name, const Metadata& metadata) {
     require(!__builtin_add_overflow(rows, total, &rows), "show: ", name,
             ": the sum of num_total_recv_tokens exceeds 2^63 - 1");
   }
-  return concat("  ", name, std::string(8 - std::string_view(name).size(), ' '), "dst_rank ",
-                to_string(metadata.dst_rank.shape()), ", ", format_count(rows), " rows arrive\n");
+  return concat("  ", detail::pad_right(name, 8), "dst_rank ", to_string(metadata.dst_rank.shape()),
+                ", ", format_count(rows), " rows arrive\n");
 }
 
 std::string metadata_text(const Options& options, const Metadata& metadata) {

@@ -16,9 +16,7 @@ QkvRouting routing_of(const DispatchFile& file, int num_threads) {
 std::string phases_text(const DispatchCheck& check) {
   std::string text;
   for (const CheckPhase& phase : check.phases) {
-    std::string line = concat("  ", phase.name);
-    line.resize(std::max<std::size_t>(line.size(), 34), ' ');
-    text += concat(line, format_seconds(phase.seconds));
+    text += concat("  ", detail::pad_right(phase.name, 32), format_seconds(phase.seconds));
     if (phase.bytes > 0) text += concat(", ", format_bytes(phase.bytes));
     text += "\n";
   }

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <unordered_map>
 
+#include "flows.h"
 #include "planner/relay_checks.h"
 #include "routing/homes.h"
 #include "waybill/core/error.h"
