@@ -51,7 +51,7 @@ TEST(table_allocator, refuses_more_than_any_memory_holds) {
 namespace waybill {
 namespace {
 
-constexpr std::int64_t two_to_62 = std::numeric_limits<std::int64_t>::max();
+constexpr std::int64_t max_int64 = std::numeric_limits<std::int64_t>::max();
 
 /// The text of the InvalidArgument that `call` throws.
 template <class Call>
@@ -130,7 +130,7 @@ TEST(IndexArray, full_repeats_a_value) {
 
 TEST(IndexArray, refuses_what_is_no_shape) {
   EXPECT_THROW(IndexArray({2, -1}), InvalidArgument);
-  EXPECT_THROW(IndexArray({two_to_62, 2}), InvalidArgument);
+  EXPECT_THROW(IndexArray({max_int64, 2}), InvalidArgument);
   EXPECT_THROW(IndexArray({2}, DType::float32), InvalidArgument);
   EXPECT_THROW(IndexArray({2, 2}, std::vector<std::int64_t>{1, 2, 3}), InvalidArgument);
 }
@@ -171,7 +171,7 @@ TEST(IndexArray, conversion_checks_the_range) {
   EXPECT_NO_THROW((void)last(int32_max, DType::int32));
   EXPECT_NO_THROW((void)last(-int32_max - 1, DType::int32));
   EXPECT_NO_THROW((void)last(uint32_max, DType::uint32));
-  EXPECT_NO_THROW((void)last(two_to_62, DType::uint64));
+  EXPECT_NO_THROW((void)last(max_int64, DType::uint64));
   EXPECT_NO_THROW((void)last(1, DType::boolean));
   EXPECT_THROW((void)last(int32_max + 1, DType::int32), InvalidArgument);
   EXPECT_THROW((void)last(uint32_max + 1, DType::uint32), InvalidArgument);
