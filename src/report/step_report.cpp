@@ -89,25 +89,27 @@ std::string step_table(std::span<const NamedStep> steps) {
 }
 
 std::string phase_table(const StepPrediction& step) {
-  std::string text = concat("  ", pad_right("phase", 20), pad_left("time", 9), "  ", pad_right("rank", 6),
-                            pad_right("busy", 12), pad_left("with", 14), "  mostly\n");
+  std::string text =
+      concat("  ", pad_right("phase", 20), pad_left("time", 9), "  ", pad_right("rank", 6),
+             pad_right("busy", 12), pad_left("with", 14), "  mostly\n");
   for (const StepCause& cause : step.path) {
     const bool idle = cause.resource == StepResource::nothing;
-    text +=
-        concat("  ", pad_right(std::string(to_string(cause.phase)), 20),
-               pad_left(format_seconds(cause.seconds), 9), "  ", pad_right(std::to_string(cause.rank), 6),
-               pad_right(std::string(to_string(cause.resource)), 12),
-               pad_left(idle ? "" : amount_text(cause), 14), "  ", document_text(cause), "\n");
+    text += concat("  ", pad_right(std::string(to_string(cause.phase)), 20),
+                   pad_left(format_seconds(cause.seconds), 9), "  ",
+                   pad_right(std::to_string(cause.rank), 6),
+                   pad_right(std::string(to_string(cause.resource)), 12),
+                   pad_left(idle ? "" : amount_text(cause), 14), "  ", document_text(cause), "\n");
   }
-  return text + concat("  ", pad_right("step", 20), pad_left(format_seconds(step.seconds), 9), "\n");
+  return text +
+         concat("  ", pad_right("step", 20), pad_left(format_seconds(step.seconds), 9), "\n");
 }
 
 std::string rank_table(const StepPrediction& step, std::int32_t rank) {
   require(0 <= rank && rank < step.world_size, "rank_table: rank = ", rank, ", expected 0..",
           step.world_size - 1);
-  std::string text =
-      concat("  ", pad_right(concat("rank ", rank), 20), pad_left("begins", 11), pad_left("ends", 11),
-             pad_left("alone", 11), pad_left("in", 11), pad_left("out", 11), "  waits for\n");
+  std::string text = concat("  ", pad_right(concat("rank ", rank), 20), pad_left("begins", 11),
+                            pad_left("ends", 11), pad_left("alone", 11), pad_left("in", 11),
+                            pad_left("out", 11), "  waits for\n");
   for (const PhasePrediction& phase : step.phases) {
     const bool moves = moves_rows(phase.phase);
     const LinkBytes link = moves ? phase.links[rank] : LinkBytes{};
@@ -247,9 +249,9 @@ std::string phase_event(std::int64_t pid, std::int32_t rank, const PhasePredicti
              ",\"args\":{\"alone_us\":", microseconds(phase.seconds[rank]));
   if (!phase.links.empty()) {
     const LinkBytes& links = phase.links[rank];
-    text += concat(",\"nvlink_in_bytes\":", links.nvlink_in, ",\"nvlink_out_bytes\":",
-                   links.nvlink_out, ",\"network_in_bytes\":", links.network_in,
-                   ",\"network_out_bytes\":", links.network_out);
+    text += concat(
+        ",\"nvlink_in_bytes\":", links.nvlink_in, ",\"nvlink_out_bytes\":", links.nvlink_out,
+        ",\"network_in_bytes\":", links.network_in, ",\"network_out_bytes\":", links.network_out);
   }
   return text + concat(",\"waits_for_rank\":", phase.waits_for[rank], "}}");
 }
