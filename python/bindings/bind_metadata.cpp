@@ -13,7 +13,7 @@
 #include "arrays.h"
 #include "bindings.h"
 #include "metadata_fields.h"
-#include "waybill/json/metadata_json.h"
+#include "waybill/json/plan_json.h"
 #include "waybill/routing/e2e_metadata.h"
 #include "waybill/routing/validate.h"
 

@@ -15,7 +15,7 @@
 
 #include "interrupts.h"
 #include "runtime/abort_state.h"
-#include "waybill/core/tensor_view.h"
+#include "waybill/core/host_tensor.h"
 #include "waybill/core/wait.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 #include "waybill/runtime/world.h"

@@ -90,9 +90,9 @@ using FingerprintWords = std::array<std::uint64_t, fingerprint_words>;
 /// Whether two ranks mean the same call; tags do not count.
 [[nodiscard]] bool same_call(const FingerprintWords& mine, const FingerprintWords& theirs);
 
-/// The text of an error that says where two ranks differ: "dispatch: ranks disagree in call 7: rank 0 calls dispatch,
-/// rank 2 kv_gradient", "...: plan differs between rank 0 and rank 2 (0x1f.., 0x2e..), expected the
-/// same on all ranks".
+/// The text of an error that says where two ranks differ: "dispatch: ranks disagree in call 7: rank
+/// 0 calls dispatch, rank 2 kv_gradient", "...: plan differs between rank 0 and rank 2 (0x1f..,
+/// 0x2e..), expected the same on all ranks".
 [[nodiscard]] std::string describe_disagreement(std::string_view operation, std::uint64_t epoch,
                                                 Rank me, const FingerprintWords& mine, Rank peer,
                                                 const FingerprintWords& theirs);

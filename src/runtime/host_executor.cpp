@@ -189,8 +189,8 @@ class HostExecutor final : public Executor {
   }
 
   /// Until the own counter `idx` of the pad is at least the call's epoch; `peer` raises it. A rank
-  /// that has waited for half of the deadline notes for whom at all ranks, so that a rank that waits
-  /// for one that only waits itself names the silent one.
+  /// that has waited for half of the deadline notes for whom at all ranks, so that a rank that
+  /// waits for one that only waits itself names the silent one.
   /// @throws Disagreement when a rank has told that it means another call; Timeout naming the rank
   ///   at the end of the notes that begin with `peer`
   void await(const SequenceCall& call, const FingerprintExchange& exchange, const SignalPad& pad,
