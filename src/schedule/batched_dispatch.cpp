@@ -2,9 +2,9 @@
 #include <vector>
 
 #include "batch_jobs.h"
-#include "batch_writer.h"
+#include "batches.h"
 #include "batched_plans.h"
-#include "network_writer.h"
+#include "network.h"
 #include "plan_checks.h"
 #include "sort_unique.h"
 

@@ -1,10 +1,10 @@
 #include <algorithm>
 #include <vector>
 
-#include "batch_writer.h"
+#include "batches.h"
 #include "batched_plans.h"
 #include "gradient_returns.h"
-#include "network_writer.h"
+#include "network.h"
 #include "sort_unique.h"
 
 namespace waybill::detail {

@@ -10,7 +10,7 @@
 #include "network_phases.h"
 #include "plan_checks.h"
 #include "plan_fingerprint.h"
-#include "segment_writer.h"
+#include "segments.h"
 #include "waybill/core/error.h"
 
 namespace waybill {

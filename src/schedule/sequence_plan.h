@@ -6,7 +6,7 @@
 
 #include "schedule/network_phase.h"
 #include "schedule/network_program.h"
-#include "schedule/row_chunk.h"
+#include "schedule/work.h"
 #include "schedule/work_batch.h"
 #include "waybill/core/topology.h"
 #include "waybill/core/uninitialized_vector.h"

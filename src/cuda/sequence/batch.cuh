@@ -2,7 +2,7 @@
 
 #include "../device/arrive_and_wait.cuh"
 #include "../device/bulk.cuh"
-#include "sequence_params.h"
+#include "params.h"
 
 namespace waybill::cuda {
 

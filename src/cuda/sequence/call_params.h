@@ -2,7 +2,7 @@
 
 #include "../rank/gpu_rank.h"
 #include "runtime/executor.h"
-#include "sequence_params.h"
+#include "params.h"
 
 namespace waybill::cuda {
 

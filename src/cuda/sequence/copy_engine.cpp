@@ -5,7 +5,7 @@
 #include "../rank/cuda_check.h"
 #include "call_params.h"
 #include "core/to_size.h"
-#include "sequence_launch.h"
+#include "launch.h"
 
 namespace waybill::cuda {
 

@@ -2,7 +2,7 @@
 #include "../device/bulk.cuh"
 #include "batch.cuh"
 #include "places.cuh"
-#include "sequence_launch.h"
+#include "launch.h"
 
 namespace waybill::cuda {
 namespace {

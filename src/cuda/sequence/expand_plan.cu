@@ -1,4 +1,4 @@
-#include "sequence_launch.h"
+#include "launch.h"
 
 namespace waybill::cuda {
 namespace {

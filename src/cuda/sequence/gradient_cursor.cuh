@@ -1,6 +1,6 @@
 #pragma once
 
-#include "sequence_params.h"
+#include "params.h"
 
 namespace waybill::cuda {
 

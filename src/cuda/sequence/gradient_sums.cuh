@@ -3,7 +3,7 @@
 #include <type_traits>
 
 #include "../device/number.cuh"
-#include "sequence_launch.h"
+#include "launch.h"
 
 namespace waybill::cuda {
 

@@ -6,7 +6,7 @@
 #include "gradient_cursor.cuh"
 #include "gradient_sums.cuh"
 #include "places.cuh"
-#include "sequence_launch.h"
+#include "launch.h"
 
 namespace waybill::cuda {
 namespace {

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "../device/peers.cuh"
-#include "sequence_params.h"
+#include "params.h"
 
 // What an address of a plan names: a byte of a rank's window.
 

@@ -1,5 +1,5 @@
 #include "../device/number.cuh"
-#include "sequence_launch.h"
+#include "launch.h"
 
 namespace waybill::cuda {
 namespace {

@@ -1,4 +1,4 @@
-#include "gpu_executor.h"
+#include "executor.h"
 
 #include <algorithm>
 
@@ -7,8 +7,8 @@
 #include "../rank/cuda_check.h"
 #include "call_params.h"
 #include "copy_engine.h"
-#include "gpu_plan.h"
-#include "sequence_launch.h"
+#include "device_plan.h"
+#include "launch.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 
 namespace waybill::cuda {

@@ -1,4 +1,4 @@
-#include "segment_writer.h"
+#include "segments.h"
 
 #include <algorithm>
 #include <limits>

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "sequence_params.h"
+#include "params.h"
 #include "waybill/core/dtype.h"
 
 namespace waybill::cuda {

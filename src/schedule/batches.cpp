@@ -1,10 +1,10 @@
-#include "batch_writer.h"
+#include "batches.h"
 
 #include <algorithm>
 #include <numeric>
 #include <tuple>
 
-#include "segment_writer.h"
+#include "segments.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {

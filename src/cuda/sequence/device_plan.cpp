@@ -1,4 +1,4 @@
-#include "gpu_plan.h"
+#include "device_plan.h"
 
 #include <algorithm>
 #include <bit>
@@ -8,7 +8,7 @@
 #include "../rank/cuda_check.h"
 #include "core/memory_layout.h"
 #include "runtime/fingerprint.h"
-#include "sequence_launch.h"
+#include "launch.h"
 
 namespace waybill::cuda {
 namespace {

@@ -10,7 +10,7 @@
 #include "../network/path_params.h"
 #include "../rank/gpu_rank.h"
 #include "runtime/executor.h"
-#include "sequence_params.h"
+#include "params.h"
 
 namespace waybill::cuda {
 

@@ -1,11 +1,11 @@
-#include "network_writer.h"
+#include "network.h"
 
 #include <algorithm>
 #include <tuple>
 #include <utility>
 
 #include "batch_jobs.h"
-#include "batch_writer.h"
+#include "batches.h"
 
 namespace waybill::detail {
 namespace {

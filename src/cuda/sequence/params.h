@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "../device/arrive_params.h"
-#include "schedule/row_chunk.h"
+#include "schedule/work.h"
 #include "schedule/work_batch.h"
 
 namespace waybill::cuda {
