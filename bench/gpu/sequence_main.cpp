@@ -82,7 +82,7 @@ void relay_rows(Table& table, std::int32_t world_size, const char* lengths,
   direct.relay = {};
   relayed.name += ", relay";
   const auto parts = relayed.parts();
-  const CompileOptions options{.relay = RelayUse::always};
+  const CompileOptions options{.plan = {.relay = RelayUse::always}};
   const PlanLimits limits = operation == SequenceOperation::dispatch
                                 ? compile_dispatch(parts, Rank{0}, options).limits
                                 : compile_kv_gradient(parts, Rank{0}, options).limits;

@@ -1,14 +1,20 @@
 #include "network.h"
 
 #include <algorithm>
+#include <limits>
+#include <map>
 #include <tuple>
 #include <utility>
 
-#include "batch_jobs.h"
-#include "batches.h"
+#include "waybill/core/error.h"
 
 namespace waybill::detail {
 namespace {
+
+constexpr std::int32_t unknown = -1;
+constexpr std::int64_t first_phase = -1;  ///< in which ranks say that they have come
+constexpr std::int64_t last_phase = std::numeric_limits<std::int64_t>::max();
+constexpr int part_bits = 32;
 
 std::int32_t rank_of(std::uint64_t address) {
   return static_cast<std::int32_t>(address >> address_rank_shift);
@@ -17,6 +23,7 @@ std::int64_t offset_of(std::uint64_t address) {
   return static_cast<std::int64_t>(address & address_offset_mask);
 }
 
+/// Takes the rows for other nodes out of the batches of a plan.
 class NetworkSplitter {
  public:
   NetworkSplitter(SequencePlan& plan, const Topology& topology, std::int64_t stage_begin,
@@ -31,7 +38,7 @@ class NetworkSplitter {
         batches_(std::exchange(plan.batches, {})),
         waits_(std::exchange(plan.waits, {})),
         signals_(std::exchange(plan.signals, {})),
-        appender_(plan),
+        writer_(plan),
         last_put_(plan.world_size) {
     plan.num_chunks = 0;
     plan.num_addresses = 0;
@@ -42,10 +49,10 @@ class NetworkSplitter {
     for (const WorkBatch& batch : batches_) {
       if (is_leaf(batch)) leaf_bytes += network_bytes(batch);
     }
-    const std::int64_t most = batch_size(leaf_bytes, batch_bytes_);
+    const std::int64_t max_bytes = batch_size(leaf_bytes, batch_bytes_);
     for (const WorkBatch& batch : batches_) {
       if (is_leaf(batch)) {
-        write_leaves(batch, most);
+        write_leaves(batch, max_bytes);
         continue;
       }
       chosen_.clear();
@@ -87,7 +94,7 @@ class NetworkSplitter {
   }
 
   /// In batches that the network can take one by one, then the rest.
-  void write_leaves(const WorkBatch& batch, std::int64_t most_bytes) {
+  void write_leaves(const WorkBatch& batch, std::int64_t max_bytes) {
     std::vector<std::int32_t> rest;
     std::int64_t bytes = 0;
     chosen_.clear();
@@ -99,7 +106,7 @@ class NetworkSplitter {
       }
       chosen_.push_back(s);
       bytes += more;
-      if (bytes < most_bytes) continue;
+      if (bytes < max_bytes) continue;
       write(batch);
       chosen_.clear();
       bytes = 0;
@@ -117,7 +124,7 @@ class NetworkSplitter {
     } else if (from.kind == BatchKind::forward) {
       put_from_window();
     } else {
-      for (const std::int32_t s : chosen_) appender_.add(segments_[s], addresses_of(segments_[s]));
+      for (const std::int32_t s : chosen_) add(segments_[s], addresses_of(segments_[s]));
     }
     for (std::int32_t s = from.first_signal; s < from.first_signal + from.num_signals; ++s) {
       const BatchSlot& slot = signals_[s];
@@ -127,8 +134,12 @@ class NetworkSplitter {
     end_batch(from);
   }
 
+  void add(const RowSegment& segment, std::span<const std::uint64_t> addresses) {
+    writer_.add(segment.tensor, segment.row, segment.rows, addresses);
+  }
+
   void begin(BatchKind kind) {
-    appender_.begin(kind);
+    writer_.begin(kind);
     const NetworkProgram& network = plan_.network;
     step_ = {.first_wait = static_cast<std::int32_t>(network.waits.size()),
              .first_put = static_cast<std::int32_t>(network.puts.size()),
@@ -162,7 +173,7 @@ class NetworkSplitter {
         near_.push_back(static_cast<std::uint64_t>(to_int(plan_.rank)) << address_rank_shift |
                         static_cast<std::uint64_t>(where->second));
       }
-      if (!near_.empty()) appender_.add(segments_[s], near_);
+      if (!near_.empty()) add(segments_[s], near_);
     }
   }
 
@@ -172,7 +183,7 @@ class NetworkSplitter {
       put_far(segment, plan_.window_offsets[segment.tensor] +
                            segment.row * plan_.cuts[segment.tensor].row_bytes);
       keep_near(segment);
-      if (!near_.empty()) appender_.add(segment, near_);
+      if (!near_.empty()) add(segment, near_);
     }
   }
 
@@ -190,7 +201,7 @@ class NetworkSplitter {
     }
   }
 
-  /// What continues the last put to the peer is one with it, up to max_put_bytes.
+  /// A put that continues the last one to the peer is one with it, up to max_put_bytes.
   void add_put(std::int32_t peer, std::int64_t from, std::int64_t to, std::int64_t bytes) {
     std::vector<NetworkPut>& puts = plan_.network.puts;
     std::int32_t& last = last_put_[peer];
@@ -226,7 +237,7 @@ class NetworkSplitter {
     if (from.kind != BatchKind::send) {
       for (std::int32_t w = from.first_wait; w < from.first_wait + from.num_waits; ++w)
         network.waits.push_back(waits_[w]);
-    } else if (appender_.has_chunks()) {
+    } else if (writer_.has_chunks()) {
       const BatchSlot ready{plan_.world_size, network.num_ready++};
       plan_.signals.push_back(ready);
       network.waits.push_back(ready);
@@ -236,10 +247,10 @@ class NetworkSplitter {
   }
 
   void end_batch(const WorkBatch& from) {
-    if (appender_.is_empty()) return;
+    if (writer_.is_empty()) return;
     for (std::int32_t w = from.first_wait; w < from.first_wait + from.num_waits; ++w)
       plan_.waits.push_back(waits_[w]);
-    appender_.end();
+    writer_.end();
   }
 
   SequencePlan& plan_;
@@ -253,15 +264,210 @@ class NetworkSplitter {
   const std::vector<WorkBatch> batches_;
   const std::vector<BatchSlot> waits_;
   const std::vector<BatchSlot> signals_;
-  // What is being written.
+  // The batch and the step that are being written.
   std::vector<std::int32_t> chosen_;  ///< segments
   std::vector<std::uint64_t> near_;   ///< addresses of a segment
-  BatchAppender appender_;
+  BatchWriter writer_;
   NetworkStep step_;
   std::vector<std::int32_t> last_put_;  ///< [W] of the step; -1: none
 };
 
+/// For each slot of a rank's pad, and after these each of its counters (num_ready): the place where
+/// the level is written at which the batch or step that raises it ends; null: nobody raises it.
+using Raisers = std::vector<const std::int32_t*>;
+using Levels = std::vector<std::vector<std::int32_t>>;  ///< [W][batches or steps]
+
+std::size_t raiser_of(const SequencePlan& plan, const BatchSlot& slot) {
+  const bool ready = slot.rank == plan.world_size;
+  return slot.slot + (ready ? plan.num_slots * plan.world_size : 0);
+}
+
+std::vector<Raisers> find_raisers(std::span<const SequencePlan* const> plans,
+                                  const Levels& batch_ends, const Levels& step_ends) {
+  std::vector<Raisers> raisers;
+  for (const SequencePlan* plan : plans)
+    raisers.emplace_back(plan->num_slots * plan->world_size + plan->network.num_ready);
+  for (std::size_t r = 0; r < plans.size(); ++r) {
+    const SequencePlan& plan = *plans[r];
+    const auto note = [&](const BatchSlot& slot, const std::int32_t& end) {
+      const std::size_t rank = slot.rank == plan.world_size ? r : slot.rank;
+      raisers[rank].at(raiser_of(plan, slot)) = &end;
+    };
+    for (std::size_t b = 0; b < plan.batches.size(); ++b) {
+      const WorkBatch& batch = plan.batches[b];
+      for (std::int32_t s = 0; s < batch.num_signals; ++s)
+        note(plan.signals[batch.first_signal + s], batch_ends[r][b]);
+    }
+    for (std::size_t i = 0; i < plan.network.steps.size(); ++i) {
+      const NetworkStep& step = plan.network.steps[i];
+      for (std::int32_t s = 0; s < step.num_signals; ++s)
+        note(plan.network.signals[step.first_signal + s], step_ends[r][i]);
+    }
+  }
+  return raisers;
+}
+
+/// The highest of `level` and the ends of the waits of a rank; unknown: so far.
+std::int32_t end_of(const SequencePlan& plan, const Raisers& raisers,
+                    std::span<const BatchSlot> waits, std::int32_t level) {
+  for (const BatchSlot& slot : waits) {
+    const std::int32_t* const end = raisers.at(raiser_of(plan, slot));
+    if (end == nullptr) {
+      throw InternalError(
+          concat("network_levels: nobody raises slot ", slot.slot, " of rank ", plan.rank));
+    }
+    if (*end == unknown) return unknown;
+    level = std::max(level, *end);
+  }
+  return level;
+}
+
+/// For each step of each rank's network program how many crossings come before it, see
+/// network_phases. Any order in which every rank goes on that can finds them all.
+/// @throws InternalError when something waits for a slot that nobody raises, or for itself
+Levels network_levels(std::span<const SequencePlan* const> plans) {
+  Levels batches;
+  Levels steps;  // where steps end: one above the level
+  for (const SequencePlan* plan : plans) {
+    batches.emplace_back(plan->batches.size(), unknown);
+    steps.emplace_back(plan->network.steps.size(), unknown);
+  }
+  const std::vector<Raisers> raisers = find_raisers(plans, batches, steps);
+  std::vector<std::size_t> next_batch(plans.size());
+  std::vector<std::size_t> next_step(plans.size());
+  for (bool moves = true; moves;) {
+    moves = false;
+    for (std::size_t r = 0; r < plans.size(); ++r) {
+      const SequencePlan& plan = *plans[r];
+      for (std::size_t& b = next_batch[r]; b < batches[r].size(); ++b, moves = true) {
+        const WorkBatch& batch = plan.batches[b];
+        const auto waits = std::span(plan.waits).subspan(batch.first_wait, batch.num_waits);
+        batches[r][b] = end_of(plan, raisers[r], waits, b == 0 ? 0 : batches[r][b - 1]);
+        if (batches[r][b] == unknown) break;
+      }
+      for (std::size_t& i = next_step[r]; i < steps[r].size(); ++i, moves = true) {
+        const NetworkStep& step = plan.network.steps[i];
+        const auto waits = std::span(plan.network.waits).subspan(step.first_wait, step.num_waits);
+        const std::int32_t level = end_of(plan, raisers[r], waits, 0);
+        if (level == unknown) break;
+        steps[r][i] = level + 1;
+      }
+    }
+  }
+  for (std::size_t r = 0; r < plans.size(); ++r) {
+    if (next_batch[r] < batches[r].size() || next_step[r] < steps[r].size())
+      throw InternalError(concat("network_levels: rank ", r, " waits for itself"));
+    for (std::int32_t& step : steps[r]) --step;
+  }
+  return steps;
+}
+
+/// The phase of each step of a rank.
+std::vector<std::int64_t> number_steps(const NetworkProgram& network,
+                                       std::span<const std::int32_t> levels,
+                                       std::int64_t phase_bytes) {
+  std::map<std::int32_t, std::int64_t> bytes_of_level;
+  std::vector<std::int64_t> numbers;
+  for (std::size_t i = 0; i < network.steps.size(); ++i) {
+    std::int64_t& bytes = bytes_of_level[levels[i]];
+    numbers.push_back((std::int64_t{levels[i]} << part_bits) + bytes / phase_bytes);
+    const NetworkStep& step = network.steps[i];
+    for (std::int32_t p = 0; p < step.num_puts; ++p)
+      bytes += network.puts[step.first_put + p].size_bytes;
+  }
+  return numbers;
+}
+
+using Phases = std::map<std::int64_t, NetworkPhase>;  ///< by number
+
+/// A put that continues the last one is one with it.
+void add_put(NetworkPhase& phase, std::int32_t from, const NetworkPut& put) {
+  auto& [number, waits, sent, received, slots, arrived] = phase;
+  if (!sent.empty() && sent.back().offset_bytes + sent.back().size_bytes == put.from_bytes &&
+      received.back().offset_bytes + received.back().size_bytes == put.to_bytes) {
+    sent.back().size_bytes += put.size_bytes;
+    received.back().size_bytes += put.size_bytes;
+  } else {
+    sent.push_back({put.from_bytes, put.size_bytes, put.peer});
+    received.push_back({put.to_bytes, put.size_bytes, from});
+  }
+}
+
+/// The traffic from the plan's rank to `to`, as its sender and its receiver see it; slots are those
+/// of the receiver. Both sides find the same.
+/// @param numbers [steps] phases
+Phases traffic(const SequencePlan& plan, std::span<const std::int64_t> numbers, std::int32_t to) {
+  const NetworkProgram& network = plan.network;
+  Phases result;
+  for (std::size_t i = 0; i < network.steps.size(); ++i) {
+    const NetworkStep& step = network.steps[i];
+    for (std::int32_t p = step.first_put; p < step.first_put + step.num_puts; ++p) {
+      const NetworkPut& put = network.puts[p];
+      if (put.peer == to && put.size_bytes > 0) add_put(result[numbers[i]], to_int(plan.rank), put);
+    }
+    for (std::int32_t s = step.first_signal; s < step.first_signal + step.num_signals; ++s) {
+      const BatchSlot& slot = network.signals[s];
+      if (slot.rank == to) result[numbers[i]].slots.push_back(slot.slot);
+    }
+  }
+  // Ranks send a message also where no rows go.
+  if (plan.operation == SequenceOperation::kv_gradient) (void)result[first_phase];
+  if (result.empty()) (void)result[last_phase];
+  for (auto& [number, phase] : result) {
+    if (phase.sent.empty()) add_put(phase, to_int(plan.rank), {.peer = to});
+  }
+  return result;
+}
+
+template <class Value>
+void append(std::vector<Value>& to, std::span<const Value> values) {
+  to.insert(to.end(), values.begin(), values.end());
+}
+
+void drop_repeated(std::vector<BatchSlot>& waits) {
+  const auto key = [](const BatchSlot& slot) { return std::tuple(slot.rank, slot.slot); };
+  std::ranges::sort(waits, {}, key);
+  const auto repeated = std::ranges::unique(waits, {}, key);
+  waits.erase(repeated.begin(), repeated.end());
+}
+
 }  // namespace
+
+std::vector<NetworkPhase> network_phases(std::span<const SequencePlan* const> plans,
+                                         const Topology& topology, Rank rank,
+                                         std::int64_t phase_bytes) {
+  const Levels levels = network_levels(plans);
+  std::vector<std::vector<std::int64_t>> numbers;  // [W][steps]
+  for (std::size_t r = 0; r < plans.size(); ++r)
+    numbers.push_back(number_steps(plans[r]->network, levels[r], phase_bytes));
+  const std::size_t me = to_int(rank);
+  const NetworkProgram& own = plans[me]->network;
+  Phases phases;
+  for (std::size_t i = 0; i < own.steps.size(); ++i) {
+    const NetworkStep& step = own.steps[i];
+    append(phases[numbers[me][i]].waits,
+           std::span(own.waits).subspan(step.first_wait, step.num_waits));
+  }
+  const bool sends = plans[me]->operation == SequenceOperation::dispatch;
+  for (std::int32_t peer = 0; peer < topology.world_size; ++peer) {
+    if (topology.node(Rank{peer}) == topology.node(rank)) continue;
+    for (const auto& [number, phase] : traffic(*plans[me], numbers[me], peer))
+      append(phases[number].sent, std::span(phase.sent));
+    const Phases coming = traffic(*plans[peer], numbers[peer], to_int(rank));
+    for (const auto& [number, phase] : coming) {
+      append(phases[number].received, std::span(phase.received));
+      append(phases[number].slots, std::span(phase.slots));
+    }
+    phases[sends ? coming.rbegin()->first : first_phase].arrived.push_back(peer);
+  }
+  std::vector<NetworkPhase> result;
+  for (auto& [number, phase] : phases) {
+    phase.number = number;
+    drop_repeated(phase.waits);
+    result.push_back(std::move(phase));
+  }
+  return result;
+}
 
 std::vector<std::int64_t> staged_bytes(std::span<const SequencePart> parts,
                                        std::span<const PartRoutes> routes,

@@ -224,7 +224,7 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
 
   /// Gradients into this rank's window, where sums read them.
   void stage(const SequenceCall& call) const {
-    for (const StagedRows& staged : call.plan->staged) {
+    for (const RowSegment& staged : call.plan->staged) {
       const std::size_t t = staged.tensor;
       const ConstTensorView& input = call.inputs[t];
       const std::int64_t row_bytes = call.plan->tensors[t].row_bytes();

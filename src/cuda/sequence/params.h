@@ -5,7 +5,6 @@
 
 #include "../device/arrive_params.h"
 #include "schedule/work.h"
-#include "schedule/work_batch.h"
 
 namespace waybill::cuda {
 

@@ -6,7 +6,7 @@
 
 #include "../../network/path_params.h"
 #include "../params.h"
-#include "schedule/network_program.h"
+#include "schedule/work.h"
 #include "waybill/core/dtype.h"
 
 namespace waybill::cuda {
