@@ -43,7 +43,7 @@ std::vector<std::size_t> group_moves(std::vector<RowMove>& moves, std::int32_t r
   std::vector<RowMove> sorted;
   sorted.reserve(moves.size());
   std::vector<std::size_t> groups;
-  std::vector<std::size_t> earliest;  // of each group
+  std::vector<std::size_t> earliest;  // [groups] first move
   for (const std::size_t i : idx) {
     const bool joins = !sorted.empty() && rows_of(sorted.back()) == rows_of(moves[i]) &&
                        sorted.size() - groups.back() < static_cast<std::size_t>(max_addresses_sent);
@@ -133,8 +133,7 @@ class DispatchCompiler {
         first_tensor_(first_tensors(parts)),
         routes_(follow(who, parts, way, rows)),
         windows_(who, parts, rows, {}, batched_window_bits),
-        batches_(parts, routes_, options.plan.batch_bytes, is_waited_for),
-        writer_(plan) {}
+        batches_(parts, routes_, options.plan.batch_bytes, is_waited_for) {}
 
   void compile() {
     find_following_batches();
@@ -274,13 +273,13 @@ class DispatchCompiler {
         addresses_.push_back(windows_.address(t, move.dst_rank, move.dst_row));
         plan_.wire_bytes[move.dst_rank] += move.rows * plan_.cuts[t].row_bytes;
       }
-      writer_.add(t, first.row, first.rows, addresses_);
+      add_segment(plan_, t, first.row, first.rows, addresses_);
     }
   }
 
   /// Rows for which nobody waits, as many as fit into `num_bytes`.
   void write_leaves(std::int64_t num_bytes) {
-    writer_.begin(BatchKind::send);
+    begin_batch(plan_, BatchKind::send);
     while (num_bytes > 0 && next_leaf_ + 1 < leaf_groups_.size()) {
       const std::size_t begin = leaf_groups_[next_leaf_];
       const std::size_t end = leaf_groups_[++next_leaf_];
@@ -292,7 +291,7 @@ class DispatchCompiler {
           num_bytes -= move.rows * plan_.cuts[t].row_bytes;
       }
     }
-    writer_.end();
+    end_batch(plan_);
   }
 
   /// The batches in their order, and others' rows while nothing has arrived.
@@ -311,7 +310,7 @@ class DispatchCompiler {
 
   void write_batch(std::int32_t b) {
     const std::int32_t before = batches_.after[b];
-    writer_.begin(before < 0 ? BatchKind::send : BatchKind::forward);
+    begin_batch(plan_, before < 0 ? BatchKind::send : BatchKind::forward);
     if (before >= 0) plan_.waits.push_back({batches_.jobs[before].rank, slots_[before]});
     auto& moves = moves_[b];
     const auto groups = group_moves(moves, to_int(plan_.rank), plan_.world_size);
@@ -321,7 +320,7 @@ class DispatchCompiler {
          s != signals_.end() && s->first == b; ++s) {
       plan_.signals.push_back({s->second, slots_[b]});
     }
-    writer_.end();
+    end_batch(plan_);
   }
 
   const char* const who_;
@@ -333,7 +332,6 @@ class DispatchCompiler {
   std::vector<PartRoutes> routes_;
   WindowMap windows_;
   HopBatches batches_;
-  BatchWriter writer_;
   std::vector<std::pair<std::int32_t, std::int32_t>> edges_;
   std::vector<std::int32_t> order_;          ///< batches
   std::vector<std::int32_t> slots_;          ///< [batches] index in the pad; -1: nobody waits

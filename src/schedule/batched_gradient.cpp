@@ -33,11 +33,11 @@ struct GradientReturns {
   std::vector<std::vector<std::int32_t>> key;  ///< [parts][hops] the first copy in what it returns
   std::vector<std::vector<std::int64_t>> sum_row;   ///< [parts][hops] at dst, of the sums there
   std::vector<std::vector<std::int64_t>> land_row;  ///< [parts][hops] at src, where rows are put
-  PartRows rows;                                    ///< of the tensors, with those that are put
-  PartRows sums;                                    ///< of the sums
+  PartRows rows;                                    ///< [parts][W] with those that are put
+  PartRows sums;                                    ///< [parts][W]
   std::vector<ReturnBatch> batches;
-  std::vector<BatchJob> jobs;       ///< of the batches
-  std::vector<std::int32_t> order;  ///< of the batches
+  std::vector<BatchJob> jobs;       ///< [batches]
+  std::vector<std::int32_t> order;  ///< batches, as they can be returned
   std::int32_t num_slots = 0;
 
  private:
@@ -133,7 +133,7 @@ struct GradientReturns {
 /// Rows of an entry that have the same addends.
 struct SumPiece {
   std::size_t part = 0;
-  std::int64_t to_row = 0;  ///< of the output, or of the sums in the window
+  std::int64_t to_row = 0;  ///< in the output, or in the sums of the window
   std::int64_t rows = 0;
   std::int64_t ready = 0;  ///< when all that it waits for has come
   std::size_t first_addend = 0;
@@ -147,7 +147,7 @@ struct Addend {
   std::int32_t from = 0;  ///< rank whose gradients they are
   std::int32_t rank = 0;  ///< where they lie
   bool sum = false;
-  std::int64_t row = 0;  ///< of the tensor, or of the sums there
+  std::int64_t row = 0;  ///< in the tensor, or in the sums there
 };
 
 class GradientCompiler {
@@ -162,7 +162,6 @@ class GradientCompiler {
         returns_(parts, routes_, needed, options.topology(plan.world_size),
                  options.plan.batch_bytes),
         windows_(who, parts, returns_.rows, returns_.sums, batched_window_bits),
-        writer_(plan),
         read_from_(plan.world_size, -1) {}
 
   void compile() {
@@ -317,13 +316,13 @@ class GradientCompiler {
         addresses_.push_back(windows_.address(tensor, addend.rank, addend.row));
         plan_.wire_bytes[addend.from] += piece.rows * plan_.cuts[tensor].row_bytes;
       }
-      writer_.add(t, piece.to_row, piece.rows, addresses_);
+      add_segment(plan_, t, piece.to_row, piece.rows, addresses_);
     }
   }
 
   /// One batch of sums, with the waits of all its pieces.
   void write_sums(BatchKind kind, std::span<const SumPiece> pieces) {
-    writer_.begin(kind);
+    begin_batch(plan_, kind);
     std::vector<std::int32_t> batches;
     for (const SumPiece& piece : pieces) {
       write_piece(piece);
@@ -341,14 +340,14 @@ class GradientCompiler {
       write_sums(BatchKind::partial, sums_of_[b]);
       plan_.signals.push_back(batch.network ? BatchSlot{me, batch.own_slot}
                                             : BatchSlot{batch.to, batch.slot});
-      writer_.end();
+      end_batch(plan_);
     }
     if (!batch.network) return;
-    writer_.begin(BatchKind::forward);
+    begin_batch(plan_, BatchKind::forward);
     if (batch.sums) plan_.waits.push_back({me, batch.own_slot});
     for (const auto& [p, h] : puts_of_[b]) write_put(p, h);
     plan_.signals.push_back({batch.to, batch.slot});
-    writer_.end();
+    end_batch(plan_);
   }
 
   void write_put(std::size_t p, std::size_t h) {
@@ -359,7 +358,7 @@ class GradientCompiler {
     for (std::int32_t t = first_tensor_[p] + shift; t < first_tensor_[p + 1] + shift; ++t) {
       const std::uint64_t to =
           windows_.address(t, hop.src_rank, returns_.land_row[p][h]) & ~address_sum_bit;
-      writer_.add(t, row, hop.num_rows, {&to, 1});
+      add_segment(plan_, t, row, hop.num_rows, {&to, 1});
     }
   }
 
@@ -370,7 +369,7 @@ class GradientCompiler {
       num_bytes -= bytes_of(leaves_[next_leaf_++]);
     if (first == next_leaf_) return;
     write_sums(BatchKind::sum, std::span(leaves_).subspan(first, next_leaf_ - first));
-    writer_.end();
+    end_batch(plan_);
   }
 
   /// Returns that others wait for as soon as they can be made; sums in between.
@@ -389,7 +388,7 @@ class GradientCompiler {
         write_leaves(sums_[next - 1].ready - busy);
         busy = std::max(busy, sums_[next - 1].ready) + bytes;
         write_sums(BatchKind::sum, std::span(sums_).subspan(first, next - first));
-        writer_.end();
+        end_batch(plan_);
       }
     };
     for (const std::int32_t b : returns_.order) {
@@ -411,7 +410,6 @@ class GradientCompiler {
   std::vector<PartRoutes> routes_;
   GradientReturns returns_;
   WindowMap windows_;
-  BatchWriter writer_;
   std::vector<std::vector<std::vector<std::int32_t>>> children_;   ///< [parts][hops]
   std::vector<std::vector<std::vector<std::int32_t>>> from_home_;  ///< [parts][entries]
   std::vector<std::int64_t> read_from_;                            ///< [W] stamp of the piece

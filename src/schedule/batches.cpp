@@ -105,40 +105,45 @@ std::int32_t HopBatches::following(std::int32_t batch, std::int32_t rank) {
   return made;
 }
 
-void BatchWriter::begin(BatchKind kind) {
-  batch_ = {.kind = kind,
-            .first_segment = static_cast<std::int32_t>(plan_.segments.size()),
-            .first_wait = static_cast<std::int32_t>(plan_.waits.size()),
-            .first_signal = static_cast<std::int32_t>(plan_.signals.size()),
-            .num_addresses = -static_cast<std::int32_t>(plan_.segment_addresses.size()),
-            .first_chunk = plan_.num_chunks};
+void begin_batch(SequencePlan& plan, BatchKind kind) {
+  plan.batches.push_back(
+      {.kind = kind,
+       .first_segment = static_cast<std::int32_t>(plan.segments.size()),
+       .first_wait = static_cast<std::int32_t>(plan.waits.size()),
+       .first_signal = static_cast<std::int32_t>(plan.signals.size()),
+       .num_addresses = -static_cast<std::int32_t>(plan.segment_addresses.size()),
+       .first_chunk = plan.num_chunks});
 }
 
-void BatchWriter::add(std::int32_t tensor, std::int64_t row, std::int64_t rows,
-                      std::span<const std::uint64_t> addresses) {
-  if (plan_.cuts[tensor].row_bytes == 0 || rows == 0) return;
-  append_segment(plan_,
+void add_segment(SequencePlan& plan, std::int32_t tensor, std::int64_t row, std::int64_t rows,
+                 std::span<const std::uint64_t> addresses) {
+  if (plan.cuts[tensor].row_bytes == 0 || rows == 0) return;
+  append_segment(plan,
                  {.row = row,
                   .rows = rows,
                   .tensor = tensor,
-                  .bucket = static_cast<std::int32_t>(plan_.batches.size()),
-                  .first_chunk = static_cast<std::int32_t>(plan_.num_chunks)},
+                  .bucket = static_cast<std::int32_t>(plan.batches.size()) - 1,
+                  .first_chunk = static_cast<std::int32_t>(plan.num_chunks)},
                  addresses);
 }
 
-bool BatchWriter::is_empty() const {
-  return std::ssize(plan_.segments) == batch_.first_segment &&
-         std::ssize(plan_.signals) == batch_.first_signal;
+bool is_batch_empty(const SequencePlan& plan) {
+  const WorkBatch& batch = plan.batches.back();
+  return std::ssize(plan.segments) == batch.first_segment &&
+         std::ssize(plan.signals) == batch.first_signal;
 }
 
-void BatchWriter::end() {
-  if (is_empty()) return;
-  batch_.num_segments = static_cast<std::int32_t>(plan_.segments.size()) - batch_.first_segment;
-  batch_.num_waits = static_cast<std::int32_t>(plan_.waits.size()) - batch_.first_wait;
-  batch_.num_signals = static_cast<std::int32_t>(plan_.signals.size()) - batch_.first_signal;
-  batch_.num_addresses += static_cast<std::int32_t>(plan_.segment_addresses.size());
-  batch_.num_chunks = plan_.num_chunks - batch_.first_chunk;
-  plan_.batches.push_back(batch_);
+void end_batch(SequencePlan& plan) {
+  if (is_batch_empty(plan)) {
+    plan.batches.pop_back();
+    return;
+  }
+  WorkBatch& batch = plan.batches.back();
+  batch.num_segments = static_cast<std::int32_t>(plan.segments.size()) - batch.first_segment;
+  batch.num_waits = static_cast<std::int32_t>(plan.waits.size()) - batch.first_wait;
+  batch.num_signals = static_cast<std::int32_t>(plan.signals.size()) - batch.first_signal;
+  batch.num_addresses += static_cast<std::int32_t>(plan.segment_addresses.size());
+  batch.num_chunks = plan.num_chunks - batch.first_chunk;
 }
 
 }  // namespace waybill::detail

@@ -72,30 +72,19 @@ class HopBatches {
   std::vector<std::vector<std::int32_t>> following_;  ///< [batches] those that wait for it
 };
 
-/// Writes the batches of a plan and their segments, one after another. Waits and signals that the
-/// plan gets in between are those of the batch.
-class BatchWriter {
- public:
-  explicit BatchWriter(SequencePlan& plan) : plan_(plan) {}
+/// Begins a batch of the plan. Segments, waits and signals that the plan gets until end_batch() are
+/// those of the batch.
+void begin_batch(SequencePlan& plan, BatchKind kind);
 
-  void begin(BatchKind kind);
+/// Appends a segment with these addresses to the batch that has begun, unless it has no bytes.
+void add_segment(SequencePlan& plan, std::int32_t tensor, std::int64_t row, std::int64_t rows,
+                 std::span<const std::uint64_t> addresses);
 
-  /// A segment with these addresses, unless it has no bytes.
-  void add(std::int32_t tensor, std::int64_t row, std::int64_t rows,
-           std::span<const std::uint64_t> addresses);
+/// Whether the batch that has begun has neither segments nor signals.
+[[nodiscard]] bool is_batch_empty(const SequencePlan& plan);
 
-  /// Whether the batch that has begun has chunks.
-  [[nodiscard]] bool has_chunks() const { return plan_.num_chunks > batch_.first_chunk; }
-  /// It has neither segments nor signals.
-  [[nodiscard]] bool is_empty() const;
-
-  /// Ends the batch; an empty one leaves nothing.
-  void end();
-
- private:
-  SequencePlan& plan_;
-  WorkBatch batch_;
-};
+/// Ends the batch that has begun; an empty one goes.
+void end_batch(SequencePlan& plan);
 
 /// Sorts values and leaves each once.
 template <class Value>

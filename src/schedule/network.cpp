@@ -38,7 +38,6 @@ class NetworkSplitter {
         batches_(std::exchange(plan.batches, {})),
         waits_(std::exchange(plan.waits, {})),
         signals_(std::exchange(plan.signals, {})),
-        writer_(plan),
         last_put_(plan.world_size) {
     plan.num_chunks = 0;
     plan.num_addresses = 0;
@@ -131,15 +130,15 @@ class NetworkSplitter {
       (is_far(slot.rank) ? plan_.network.signals : plan_.signals).push_back(slot);
     }
     end_step(from);
-    end_batch(from);
+    finish_batch(from);
   }
 
   void add(const RowSegment& segment, std::span<const std::uint64_t> addresses) {
-    writer_.add(segment.tensor, segment.row, segment.rows, addresses);
+    add_segment(plan_, segment.tensor, segment.row, segment.rows, addresses);
   }
 
   void begin(BatchKind kind) {
-    writer_.begin(kind);
+    begin_batch(plan_, kind);
     const NetworkProgram& network = plan_.network;
     step_ = {.first_wait = static_cast<std::int32_t>(network.waits.size()),
              .first_put = static_cast<std::int32_t>(network.puts.size()),
@@ -237,7 +236,7 @@ class NetworkSplitter {
     if (from.kind != BatchKind::send) {
       for (std::int32_t w = from.first_wait; w < from.first_wait + from.num_waits; ++w)
         network.waits.push_back(waits_[w]);
-    } else if (writer_.has_chunks()) {
+    } else if (plan_.num_chunks > plan_.batches.back().first_chunk) {
       const BatchSlot ready{plan_.world_size, network.num_ready++};
       plan_.signals.push_back(ready);
       network.waits.push_back(ready);
@@ -246,11 +245,12 @@ class NetworkSplitter {
     network.steps.push_back(step_);
   }
 
-  void end_batch(const WorkBatch& from) {
-    if (writer_.is_empty()) return;
-    for (std::int32_t w = from.first_wait; w < from.first_wait + from.num_waits; ++w)
-      plan_.waits.push_back(waits_[w]);
-    writer_.end();
+  void finish_batch(const WorkBatch& from) {
+    if (!is_batch_empty(plan_)) {
+      for (std::int32_t w = from.first_wait; w < from.first_wait + from.num_waits; ++w)
+        plan_.waits.push_back(waits_[w]);
+    }
+    end_batch(plan_);
   }
 
   SequencePlan& plan_;
@@ -267,7 +267,6 @@ class NetworkSplitter {
   // The batch and the step that are being written.
   std::vector<std::int32_t> chosen_;  ///< segments
   std::vector<std::uint64_t> near_;   ///< addresses of a segment
-  BatchWriter writer_;
   NetworkStep step_;
   std::vector<std::int32_t> last_put_;  ///< [W] of the step; -1: none
 };

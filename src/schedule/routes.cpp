@@ -36,7 +36,7 @@ PartRoutes link_hops(const SparseMetadata& metadata, std::vector<std::int32_t> h
   std::vector<std::size_t> by_entry(hops.size());
   std::vector<std::int64_t> fill = first_hop;
   for (std::size_t h = 0; h < hops.size(); ++h) by_entry[fill[hops[h].shard]++] = h;
-  std::vector<std::int32_t> count(metadata.world_size);  // of the entry at hand
+  std::vector<std::int32_t> count(metadata.world_size);  // [W] copies of the entry at hand
   std::vector<std::int32_t> first(metadata.world_size, -1);
   for (std::int64_t entry = 0; entry < metadata.num_entries(); ++entry) {
     if (routes.has_hops[entry] == 0) continue;

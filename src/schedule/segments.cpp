@@ -17,7 +17,7 @@ constexpr std::int64_t alignment_bytes = 256;
 /// multiprocessors that read, stage and write move half as much.
 constexpr std::int64_t min_local_piece_bytes = std::int64_t{1} << 19;
 
-/// With this many a second queue costs about as much time as it saves.
+/// With fewer bytes another queue costs more time than it saves.
 constexpr std::int64_t min_local_bytes = std::int64_t{4} << 20;
 
 /// Writes the entries of this rank as segments, and counts the chunks that they will be cut into.
@@ -352,7 +352,7 @@ namespace {
 
 /// Chunk k of the n of a bucket belongs at (k + 1/2) / n of the whole. As n is at most N, no two of
 /// one bucket share a position of N, so sorting by position is counting. Chunks that stay (the last
-/// bucket of a dispatch) are behind all others.
+/// bucket of a dispatch) come after all others.
 /// @return bucket by bucket: where the chunk goes
 std::vector<std::int32_t> interleaved(const SequencePlan& plan) {
   std::vector<std::int32_t> positions(plan.num_chunks);
@@ -379,8 +379,8 @@ std::vector<std::int32_t> interleaved(const SequencePlan& plan) {
   return positions;
 }
 
-/// Bytes behind the first row of an address of a chunk that begins `offset` bytes behind the first
-/// row of its segment. Sums on the way are wider than the rows.
+/// The address of a chunk that begins `offset` bytes after the first row of its segment, whose own
+/// address is `address`. Sums on the way are wider than the rows.
 std::uint64_t address_of(const SequencePlan& plan, const RowSegment& segment, std::uint64_t address,
                          std::int64_t offset) {
   if (plan.batches.empty() || (address & address_sum_bit) == 0)

@@ -64,8 +64,8 @@ class WindowMap {
 /// Rows of all tensors of a part on their way to one place of a window.
 struct RowMove {
   std::int32_t tensor = 0;       ///< first of the part
-  std::int32_t num_tensors = 0;  ///< of the part: all go the same way
-  std::int64_t row = 0;          ///< of this rank's tensor, or of its window's
+  std::int32_t num_tensors = 0;  ///< as many as the part has: all go the same way
+  std::int64_t row = 0;          ///< in this rank's tensor, or in its window
   std::int64_t rows = 0;
   std::int32_t dst_rank = 0;
   std::int64_t dst_row = 0;

@@ -20,7 +20,7 @@ struct SequencePlan {
   SequenceOperation operation = SequenceOperation::dispatch;
   std::int32_t world_size = 1;
   Rank rank{};
-  std::vector<TensorFormat> tensors;             ///< of all parts, in order
+  std::vector<TensorFormat> tensors;             ///< those of all parts, in order
   std::vector<std::int64_t> own_rows;            ///< [tensors]: rows of this rank's tensor
   std::vector<std::int64_t> window_rows;         ///< [tensors]: rows in this rank's window
   std::vector<std::int64_t> window_offsets;      ///< [tensors]: bytes, in this rank's window
@@ -47,8 +47,8 @@ struct SequencePlan {
   /// Empty: all segments at once, in any order; addresses are in reach of their ranks. Else all
   /// work is in batches, one after another: the chunks of a segment are adjacent from its
   /// first_chunk on, `bucket` is the segment's batch, and the rows of a tensor in the window are
-  /// followed by rows that this rank passes on. kv_gradient: `window_offsets` and `cuts` have twice as many
-  /// values, entry tensors + t for the sums on the way of tensor t, in float32 (float64 for
+  /// followed by rows that this rank passes on. kv_gradient: `window_offsets` and `cuts` have twice
+  /// as many values, entry tensors + t for the sums on the way of tensor t, in float32 (float64 for
   /// float64).
   std::vector<WorkBatch> batches;
   std::vector<BatchSlot> waits;

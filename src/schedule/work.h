@@ -17,7 +17,7 @@ struct RowChunk {
   std::int32_t rows = 0;           ///< more than one only when part_bytes is the whole row
   std::int32_t tensor = 0;         ///< index of the tensor in the call
   std::int32_t col_bytes = 0;      ///< where the part begins in its row
-  std::int32_t part_bytes = 0;     ///< of each row
+  std::int32_t part_bytes = 0;     ///< bytes from each row
   std::int32_t first_address = 0;  ///< into SequencePlan::addresses
   std::int32_t num_addresses = 0;
 };
@@ -32,7 +32,7 @@ struct RowSegment {
   /// Distance from rank + 1 to its first address's rank. In plans with batches: the batch.
   std::int32_t bucket = 0;
   std::int32_t first_chunk = 0;        ///< counted in its bucket; with batches in the plan
-  std::int32_t first_address = 0;      ///< of its chunks, into SequencePlan::addresses
+  std::int32_t first_address = 0;      ///< the first of its chunks, into SequencePlan::addresses
   std::int32_t first_destination = 0;  ///< into SequencePlan::segment_addresses
   std::int32_t num_destinations = 0;
 };
@@ -42,7 +42,7 @@ static_assert(sizeof(RowSegment) == 40 && std::is_trivially_copyable_v<RowSegmen
 struct RowCut {
   std::int64_t row_bytes = 0;
   std::int32_t rows_each = 1;   ///< rows of a chunk
-  std::int32_t part_bytes = 0;  ///< of a row
+  std::int32_t part_bytes = 0;  ///< bytes of a row in a chunk
   std::int32_t parts = 1;       ///< chunks across a row
 };
 
@@ -83,7 +83,7 @@ struct WorkBatch {
   std::int32_t num_signals = 0;
   /// All of its segments, in SequencePlan::segment_addresses.
   std::int32_t num_addresses = 0;
-  std::int64_t first_chunk = 0;  ///< of its first segment
+  std::int64_t first_chunk = 0;  ///< the first of its first segment
   std::int64_t num_chunks = 0;
 };
 static_assert(sizeof(WorkBatch) == 48 && std::is_trivially_copyable_v<WorkBatch>);
@@ -132,7 +132,8 @@ struct NetworkProgram {
   std::vector<BatchSlot> waits;
   std::vector<BatchSlot> signals;  ///< to ranks on other nodes, as the signals of batches
   std::int32_t num_ready = 0;
-  std::int64_t stage_bytes = 0;  ///< of the window, after its tensors: rows that wait to be put
+  std::int64_t stage_bytes =
+      0;  ///< room in the window, after its tensors, for rows that wait to be put
 
   [[nodiscard]] bool empty() const { return steps.empty(); }
 };
@@ -157,7 +158,7 @@ struct NetworkPhase {
   std::vector<BatchSlot> waits;    ///< as NetworkProgram::waits
   std::vector<NetworkPiece> sent;  ///< by peer, in the order in which it receives them
   std::vector<NetworkPiece> received;
-  std::vector<std::int32_t> slots;    ///< of the own pad, raised when the phase is done
+  std::vector<std::int32_t> slots;    ///< in the own pad, raised when the phase is done
   std::vector<std::int32_t> arrived;  ///< ranks on other nodes of which nothing comes any more
                                       ///< (dispatch), or that have come to this call (kv_gradient)
 };

@@ -30,9 +30,9 @@ struct NodeRows {
 /// A part of the workspace of experts (ExpertWorkspaceLayout) of which rows go to the ranks of this
 /// one's local index on the other nodes. Every rank has the same parts at the same addresses.
 struct WorkspacePart {
-  std::int64_t from_bytes = 0;       ///< of the sender's workspace: the rows for node 0
+  std::int64_t from_bytes = 0;       ///< in the sender's workspace: the rows for node 0
   std::int64_t from_node_bytes = 0;  ///< on to the rows for the next node; 0: all get the same
-  std::int64_t to_bytes = 0;         ///< of the receiver's workspace: the rows from node 0
+  std::int64_t to_bytes = 0;         ///< in the receiver's workspace: the rows from node 0
   std::int64_t to_node_bytes = 0;    ///< on to the rows from the next node
   std::int64_t row_bytes = 0;
 };
