@@ -1,5 +1,3 @@
-#include "device_plan.h"
-
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -7,8 +5,9 @@
 
 #include "../rank/cuda_check.h"
 #include "core/memory_layout.h"
+#include "executor.h"
 #include "runtime/fingerprint.h"
-#include "launch.h"
+#include "waybill/core/error.h"
 
 namespace waybill::cuda {
 namespace {
@@ -17,63 +16,54 @@ namespace {
 /// many.
 constexpr std::int64_t spare_segments = 4096;
 
-template <class T>
-void copy_values(std::byte* to, const std::vector<T>& values) {
-  if (!values.empty()) std::memcpy(to, values.data(), values.size() * sizeof(T));
-}
-
-void check_count(std::size_t count, std::int64_t most, const char* what) {
-  require(static_cast<std::int64_t>(count) <= most, "replace_plan: the plan has ", count, " ", what,
-          ", expected at most ", most);
-}
-
 }  // namespace
 
-PlanLayout::PlanLayout(const SequencePlan& plan)
-    : max_chunks(plan.num_chunks), max_addresses(plan.num_addresses) {
-  max_segments =
-      std::max<std::int64_t>(std::ssize(plan.segments), std::min(max_chunks, spare_segments));
-  const auto copies = std::ssize(plan.segment_addresses);
-  max_segment_addresses =
-      std::max<std::int64_t>(copies, std::min(max_addresses, 4 * spare_segments));
-  waybill::detail::MemoryLayout parts;
-  const auto take = [&]<class T>(T /*of*/, std::int64_t count) {
-    return parts.take(count, std::int64_t{sizeof(T)});
+/// The one list of the tables: visit(table, its values on the host, their number, the number for
+/// which a plan like this one has room, name). There are no values on the host of the head, and of
+/// tables that the device makes.
+template <class Visit>
+void GpuPlan::for_each_table(const SequencePlan& plan, Visit&& visit) {
+  const auto list = [&](Table which, const auto& values, std::int64_t room, const char* name) {
+    visit(which, values.data(), std::ssize(values), room, name);
   };
-  (void)parts.take(sizeof(PlanHead));
-  bucket_chunks_at = take(std::int64_t{}, plan.world_size);
-  segments_at = take(RowSegment{}, max_segments);
-  segment_addresses_at = take(std::uint64_t{}, max_segment_addresses);
   // With batches there is room for plans with twice as many, and some more.
-  const auto twice = [&](std::size_t count) {
+  const auto twice = [&](std::int64_t count) {
     constexpr std::int64_t spare = 64;
-    return plan.batches.empty() && plan.network.empty()
-               ? 0
-               : 2 * static_cast<std::int64_t>(count) + spare;
+    return plan.batches.empty() && plan.network.empty() ? 0 : 2 * count + spare;
   };
-  max_batches = twice(plan.batches.size());
-  max_waits = 2 * std::ssize(plan.waits) + max_batches;
-  max_signals = 2 * std::ssize(plan.signals) + max_batches;
-  batches_at = take(WorkBatch{}, max_batches);
-  waits_at = take(BatchSlot{}, max_waits);
-  signals_at = take(BatchSlot{}, max_signals);
+  const auto with_spare = [](std::int64_t count, std::int64_t of_chunks, std::int64_t spare) {
+    return std::max(count, std::min(of_chunks, spare));
+  };
+  const std::int64_t num_batches = std::ssize(plan.batches);
+  const std::int64_t max_batches = twice(num_batches);
   const NetworkProgram& network = plan.network;
-  max_steps = twice(network.steps.size());
-  max_puts = twice(network.puts.size());
-  max_step_waits = twice(network.waits.size());
-  max_step_signals = twice(network.signals.size());
-  steps_at = take(NetworkStep{}, max_steps);
-  puts_at = take(NetworkPut{}, max_puts);
-  step_waits_at = take(BatchSlot{}, max_step_waits);
-  step_signals_at = take(BatchSlot{}, max_step_signals);
-  upload_bytes = parts.total();
-  chunks_at = take(RowChunk{}, max_chunks);
-  addresses_at = take(std::uint64_t{}, max_addresses);
-  chunk_batches_at = take(std::int32_t{}, max_batches > 0 ? max_chunks : 0);
-  done_at = take(unsigned{}, max_batches);
-  steps_done_at = take(unsigned{}, max_steps);
-  ready_at = take(std::uint64_t{}, max_steps);
-  size_bytes = parts.total();
+  const std::int64_t num_steps = std::ssize(network.steps);
+  visit(head, static_cast<const PlanHead*>(nullptr), 1, 1, "heads");
+  list(bucket_chunks, plan.bucket_chunks, plan.world_size, "buckets");
+  list(segments, plan.segments,
+       with_spare(std::ssize(plan.segments), plan.num_chunks, spare_segments), "segments");
+  list(segment_addresses, plan.segment_addresses,
+       with_spare(std::ssize(plan.segment_addresses), plan.num_addresses, 4 * spare_segments),
+       "places of segments");
+  list(batches, plan.batches, max_batches, "batches");
+  list(waits, plan.waits, 2 * std::ssize(plan.waits) + max_batches, "waits");
+  list(signals, plan.signals, 2 * std::ssize(plan.signals) + max_batches, "signals");
+  list(steps, network.steps, twice(num_steps), "steps to other nodes");
+  list(puts, network.puts, twice(std::ssize(network.puts)), "puts to other nodes");
+  list(step_waits, network.waits, twice(std::ssize(network.waits)),
+       "waits of steps to other nodes");
+  list(step_signals, network.signals, twice(std::ssize(network.signals)), "signals to other nodes");
+  const auto make = [&]<class T>(Table which, T /*entry*/, std::int64_t count, std::int64_t room,
+                                 const char* name) {
+    visit(which, static_cast<const T*>(nullptr), count, room, name);
+  };
+  make(chunks, RowChunk{}, plan.num_chunks, plan.num_chunks, "chunks");
+  make(addresses, std::uint64_t{}, plan.num_addresses, plan.num_addresses, "places");
+  make(chunk_batches, std::int32_t{}, num_batches > 0 ? plan.num_chunks : 0,
+       max_batches > 0 ? plan.num_chunks : 0, "chunks of batches");
+  make(done, unsigned{}, num_batches, max_batches, "batches");
+  make(steps_done, unsigned{}, num_steps, twice(num_steps), "steps to other nodes");
+  make(ready, std::uint64_t{}, network.num_ready, twice(num_steps), "counters of steps");
 }
 
 PlanPool::~PlanPool() {
@@ -83,7 +73,7 @@ PlanPool::~PlanPool() {
   }
 }
 
-/// None: one without memory, and then there is room for one more.
+/// A block without memory where none fits; then there is room for one more.
 PlanBlock PlanPool::find(std::int64_t size_bytes, std::int64_t upload_bytes) {
   const std::lock_guard lock(mutex_);
   const auto found = std::ranges::find_if(free_, [&](const PlanBlock& block) {
@@ -124,10 +114,15 @@ PlanBlock PlanPool::take(std::int64_t size_bytes, std::int64_t upload_bytes) {
 
 GpuPlan::GpuPlan(std::shared_ptr<PlanPool> pool, std::shared_ptr<GpuRank> gpu,
                  const SequencePlan& plan)
-    : pool_(std::move(pool)),
-      gpu_(std::move(gpu)),
-      layout_(plan),
-      block_(pool_->take(layout_.size_bytes, layout_.upload_bytes)) {}
+    : pool_(std::move(pool)), gpu_(std::move(gpu)) {
+  waybill::detail::MemoryLayout layout;
+  for_each_table(plan, [&]<class T>(Table which, const T* /*values*/, std::int64_t /*count*/,
+                                    std::int64_t room, const char* /*name*/) {
+    room_[which] = room;
+    at_[which] = layout.take(room, sizeof(T));
+  });
+  block_ = pool_->take(layout.total(), at_[chunks]);
+}
 
 // Asks nothing of a stream: the caller may have destroyed it before the plan.
 GpuPlan::~GpuPlan() { pool_->give(std::move(block_)); }
@@ -143,44 +138,31 @@ void GpuPlan::note_use(cudaStream_t stream) const {
 }
 
 template <class T>
-T* GpuPlan::table(std::int64_t at) const {
-  return reinterpret_cast<T*>(static_cast<std::byte*>(block_.device.get()) + at);
+T* GpuPlan::table(Table which) const {
+  return reinterpret_cast<T*>(static_cast<std::byte*>(block_.device.get()) + at_[which]);
 }
 
 void GpuPlan::write_upload(const SequencePlan& plan) const {
   auto* const pinned = static_cast<std::byte*>(block_.pinned.get());
-  auto& head = *new (pinned) PlanHead{};
-  head.num_chunks = plan.num_chunks;
-  head.num_wire_chunks = plan.num_wire_chunks;
-  const FingerprintWords words =
+  auto& words = *new (pinned) PlanHead{};
+  words.num_chunks = plan.num_chunks;
+  words.num_wire_chunks = plan.num_wire_chunks;
+  const FingerprintWords packed =
       pack_fingerprint({.plan = plan.fingerprint, .formats = plan.formats});
-  head.fingerprint[0] = words[1];
-  head.fingerprint[1] = words[2];
-  head.world_size = plan.world_size;
-  head.num_tensors = static_cast<std::int32_t>(plan.tensors.size());
-  head.num_batches = static_cast<std::int32_t>(plan.batches.size());
+  words.fingerprint[0] = packed[1];
+  words.fingerprint[1] = packed[2];
+  words.world_size = plan.world_size;
+  words.num_tensors = static_cast<std::int32_t>(plan.tensors.size());
+  words.num_batches = static_cast<std::int32_t>(plan.batches.size());
   const bool halves = !plan.tensors.empty() && dtype_bytes(plan.tensors[0].dtype) == 2;
-  head.sum_scale = halves ? 2 : 1;
-  head.num_network_puts = static_cast<std::int32_t>(plan.network.puts.size());
-  std::ranges::copy(plan.cuts, head.cuts);
-  std::ranges::copy(plan.window_offsets, head.window_offsets);
-  copy_values(pinned + layout_.bucket_chunks_at, plan.bucket_chunks);
-  copy_values(pinned + layout_.segments_at, plan.segments);
-  copy_values(pinned + layout_.segment_addresses_at, plan.segment_addresses);
-  copy_values(pinned + layout_.batches_at, plan.batches);
-  copy_values(pinned + layout_.waits_at, plan.waits);
-  copy_values(pinned + layout_.signals_at, plan.signals);
-  copy_values(pinned + layout_.steps_at, plan.network.steps);
-  copy_values(pinned + layout_.puts_at, plan.network.puts);
-  copy_values(pinned + layout_.step_waits_at, plan.network.waits);
-  copy_values(pinned + layout_.step_signals_at, plan.network.signals);
-}
-
-void GpuPlan::check_network_room(const NetworkProgram& network) const {
-  check_count(network.steps.size(), layout_.max_steps, "steps to other nodes");
-  check_count(network.puts.size(), layout_.max_puts, "puts to other nodes");
-  check_count(network.waits.size(), layout_.max_step_waits, "waits of steps to other nodes");
-  check_count(network.signals.size(), layout_.max_step_signals, "signals to other nodes");
+  words.sum_scale = halves ? 2 : 1;
+  words.num_network_puts = static_cast<std::int32_t>(plan.network.puts.size());
+  std::ranges::copy(plan.cuts, words.cuts);
+  std::ranges::copy(plan.window_offsets, words.window_offsets);
+  for_each_table(plan, [&]<class T>(Table which, const T* values, std::int64_t count,
+                                    std::int64_t /*room*/, const char* /*name*/) {
+    if (values != nullptr && count > 0) std::memcpy(pinned + at_[which], values, count * sizeof(T));
+  });
 }
 
 /// A graph with a gradient copies as many rows to the same addresses as when it was captured.
@@ -204,47 +186,46 @@ void GpuPlan::check_room(const SequencePlan& plan) const {
           "replace_plan: a graph holds the plan ", batched_ ? "with" : "without",
           " forwarding, expected one of the same kind");
   check_staging(plan);
-  require(plan.num_chunks <= layout_.max_chunks && plan.num_addresses <= layout_.max_addresses,
-          "replace_plan: the plan has ", plan.num_chunks, " chunks and ", plan.num_addresses,
-          " places, expected at most ", layout_.max_chunks, " and ", layout_.max_addresses,
-          ", as the first one had");
-  check_count(plan.segments.size(), layout_.max_segments, "segments");
-  check_count(plan.segment_addresses.size(), layout_.max_segment_addresses, "places of segments");
-  check_count(plan.batches.size(), layout_.max_batches, "batches");
-  check_count(plan.waits.size(), layout_.max_waits, "waits");
-  check_count(plan.signals.size(), layout_.max_signals, "signals");
-  check_network_room(plan.network);
+  for_each_table(plan, [&](Table which, const auto* /*values*/, std::int64_t count,
+                           std::int64_t /*room*/, const char* name) {
+    require(count <= room_[which], "replace_plan: the plan has ", count, " ", name,
+            ", expected at most ", room_[which]);
+  });
   if (plan.tensors.size() > max_call_tensors) {
     throw Unsupported(
         concat("plan: ", plan.tensors.size(), " tensors, expected at most ", max_call_tensors));
   }
 }
 
+/// Tables that nearly adjoin go in one copy.
 void GpuPlan::queue_upload(const SequencePlan& plan, cudaStream_t stream) const {
+  constexpr std::int64_t max_gap = 4096;
   auto* const pinned = static_cast<std::byte*>(block_.pinned.get());
   auto* const device = static_cast<std::byte*>(block_.device.get());
-  const auto copy = [&](std::int64_t from, std::size_t bytes) {
-    if (bytes == 0) return;
-    gpu_->check(
-        cudaMemcpyAsync(device + from, pinned + from, bytes, cudaMemcpyHostToDevice, stream),
-        "uploading a plan", "plan");
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  const auto copy = [&] {
+    if (begin == end) return;
+    gpu_->check(cudaMemcpyAsync(device + begin, pinned + begin, end - begin, cudaMemcpyHostToDevice,
+                                stream),
+                "uploading a plan", "plan");
   };
-  copy(0, layout_.segments_at + plan.segments.size() * sizeof(RowSegment));
-  copy(layout_.segment_addresses_at, plan.segment_addresses.size() * sizeof(std::uint64_t));
-  copy(layout_.batches_at, plan.batches.size() * sizeof(WorkBatch));
-  copy(layout_.waits_at, plan.waits.size() * sizeof(BatchSlot));
-  copy(layout_.signals_at, plan.signals.size() * sizeof(BatchSlot));
-  copy(layout_.steps_at, plan.network.steps.size() * sizeof(NetworkStep));
-  copy(layout_.puts_at, plan.network.puts.size() * sizeof(NetworkPut));
-  copy(layout_.step_waits_at, plan.network.waits.size() * sizeof(BatchSlot));
-  copy(layout_.step_signals_at, plan.network.signals.size() * sizeof(BatchSlot));
-  const auto clear = [&](std::int64_t from, std::size_t bytes) {
+  for_each_table(plan, [&]<class T>(Table which, const T* /*values*/, std::int64_t count,
+                                    std::int64_t /*room*/, const char* /*name*/) {
+    const auto bytes = count * std::int64_t{sizeof(T)};
     if (bytes == 0) return;
-    gpu_->check(cudaMemsetAsync(device + from, 0, bytes, stream), "uploading a plan", "plan");
-  };
-  clear(layout_.done_at, plan.batches.size() * sizeof(unsigned));
-  clear(layout_.steps_done_at, plan.network.steps.size() * sizeof(unsigned));
-  clear(layout_.ready_at, plan.network.num_ready * sizeof(std::uint64_t));
+    if (which < chunks) {
+      if (at_[which] - end > max_gap) {
+        copy();
+        begin = at_[which];
+      }
+      end = at_[which] + bytes;
+    } else if (which >= done) {
+      gpu_->check(cudaMemsetAsync(device + at_[which], 0, bytes, stream), "uploading a plan",
+                  "plan");
+    }
+  });
+  copy();
 }
 
 void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
@@ -260,42 +241,43 @@ void GpuPlan::fill(const SequencePlan& plan, cudaStream_t stream) {
     window_rows_ = plan.window_rows;
   }
   gpu_->check(cudaEventRecord(block_.uploaded, stream), "recording an event", "plan");
-  const ExpandParams params{
-      .head = table<const PlanHead>(0),
-      .bucket_chunks = table<const std::int64_t>(layout_.bucket_chunks_at),
-      .segments = table<const RowSegment>(layout_.segments_at),
-      .segment_addresses = table<const std::uint64_t>(layout_.segment_addresses_at),
-      .chunks = table<RowChunk>(layout_.chunks_at),
-      .addresses = table<std::uint64_t>(layout_.addresses_at),
-      .chunk_batches = table<std::int32_t>(layout_.chunk_batches_at)};
+  const ExpandParams params{.head = table<const PlanHead>(head),
+                            .bucket_chunks = table<const std::int64_t>(bucket_chunks),
+                            .segments = table<const RowSegment>(segments),
+                            .segment_addresses = table<const std::uint64_t>(segment_addresses),
+                            .chunks = table<RowChunk>(chunks),
+                            .addresses = table<std::uint64_t>(addresses),
+                            .chunk_batches = table<std::int32_t>(chunk_batches)};
   gpu_->check(launch_expand_plan(params, std::ssize(plan.segments), stream), "launching a kernel",
               "plan");
   gpu_->check(cudaEventRecord(block_.used, stream), "recording an event", "plan");
 }
 
-const std::uint64_t* GpuPlan::fingerprint() const { return table<const PlanHead>(0)->fingerprint; }
+const std::uint64_t* GpuPlan::fingerprint() const {
+  return table<const PlanHead>(head)->fingerprint;
+}
 
 void GpuPlan::point(SequenceParams& params) const {
   params.arrive.fingerprint.plan = fingerprint();
-  params.head = table<const PlanHead>(0);
-  params.chunks = table<const RowChunk>(layout_.chunks_at);
-  params.addresses = table<const std::uint64_t>(layout_.addresses_at);
-  params.batches = {.batches = table<const WorkBatch>(layout_.batches_at),
-                    .waits = table<const BatchSlot>(layout_.waits_at),
-                    .signals = table<const BatchSlot>(layout_.signals_at),
-                    .chunk_batches = table<const std::int32_t>(layout_.chunk_batches_at),
-                    .done = table<unsigned>(layout_.done_at)};
-  params.ready = table<std::uint64_t>(layout_.ready_at);
+  params.head = table<const PlanHead>(head);
+  params.chunks = table<const RowChunk>(chunks);
+  params.addresses = table<const std::uint64_t>(addresses);
+  params.batches = table<const WorkBatch>(batches);
+  params.waits = table<const BatchSlot>(waits);
+  params.signals = table<const BatchSlot>(signals);
+  params.chunk_batches = table<const std::int32_t>(chunk_batches);
+  params.done = table<unsigned>(done);
+  params.ready = table<std::uint64_t>(ready);
 }
 
 PathTables GpuPlan::path_tables() const {
-  return {.num_puts = &table<const PlanHead>(0)->num_network_puts,
-          .steps = table<const NetworkStep>(layout_.steps_at),
-          .puts = table<const NetworkPut>(layout_.puts_at),
-          .waits = table<const BatchSlot>(layout_.step_waits_at),
-          .signals = table<const BatchSlot>(layout_.step_signals_at),
-          .done = table<unsigned>(layout_.steps_done_at),
-          .ready = table<std::uint64_t>(layout_.ready_at),
+  return {.num_puts = &table<const PlanHead>(head)->num_network_puts,
+          .steps = table<const NetworkStep>(steps),
+          .puts = table<const NetworkPut>(puts),
+          .waits = table<const BatchSlot>(step_waits),
+          .signals = table<const BatchSlot>(step_signals),
+          .done = table<unsigned>(steps_done),
+          .ready = table<std::uint64_t>(ready),
           .num_steps = 0,
           .first_steps = 0,
           .steps_of_peer = 0,

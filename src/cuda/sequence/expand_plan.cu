@@ -1,4 +1,4 @@
-#include "launch.h"
+#include "kernels.h"
 
 namespace waybill::cuda {
 namespace {
