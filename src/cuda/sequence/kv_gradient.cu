@@ -1,3 +1,5 @@
+#include <span>
+#include <tuple>
 #include <type_traits>
 
 #include "../device/arrive_and_wait.cuh"
@@ -423,35 +425,25 @@ __global__ void __launch_bounds__(warps_of<Batched> * 32, 1)
 }
 
 using Kernel = void (*)(SequenceParams);
+using KernelOfTypes = std::tuple<DType, DType, Kernel>;  ///< from, to
 
 template <bool Bulk, bool Batched>
-Kernel kernel_of(DType from, DType to) {
+std::span<const KernelOfTypes> list_kernels() {
   using enum DType;
-  if (from == bfloat16 && to == bfloat16) {
-    return kv_gradient_kernel<BFloat16, BFloat16, Bulk, Batched>;
-  }
-  if (from == bfloat16 && to == float32) {
-    return kv_gradient_kernel<BFloat16, Float32, Bulk, Batched>;
-  }
-  if (from == float16 && to == float16) {
-    return kv_gradient_kernel<Float16, Float16, Bulk, Batched>;
-  }
-  if (from == float16 && to == float32) {
-    return kv_gradient_kernel<Float16, Float32, Bulk, Batched>;
-  }
-  if (from == float32 && to == float32) {
-    return kv_gradient_kernel<Float32, Float32, Bulk, Batched>;
-  }
-  if (from == float64 && to == float64) {
-    return kv_gradient_kernel<Float64, Float64, Bulk, Batched>;
-  }
-  return nullptr;
+  static const KernelOfTypes kernels[] = {
+      {bfloat16, bfloat16, kv_gradient_kernel<BFloat16, BFloat16, Bulk, Batched>},
+      {bfloat16, float32, kv_gradient_kernel<BFloat16, Float32, Bulk, Batched>},
+      {float16, float16, kv_gradient_kernel<Float16, Float16, Bulk, Batched>},
+      {float16, float32, kv_gradient_kernel<Float16, Float32, Bulk, Batched>},
+      {float32, float32, kv_gradient_kernel<Float32, Float32, Bulk, Batched>},
+      {float64, float64, kv_gradient_kernel<Float64, Float64, Bulk, Batched>}};
+  return kernels;
 }
 
 /// Without bulk copies one kernel does both.
-Kernel kernel_of(DType from, DType to, bool bulk, bool batched) {
-  if (!bulk) return kernel_of<false, false>(from, to);
-  return batched ? kernel_of<true, true>(from, to) : kernel_of<true, false>(from, to);
+std::span<const KernelOfTypes> list_kernels(bool bulk, bool batched) {
+  if (!bulk) return list_kernels<false, false>();
+  return batched ? list_kernels<true, true>() : list_kernels<true, false>();
 }
 
 std::size_t shared_bytes(bool bulk, bool batched) {
@@ -462,14 +454,10 @@ std::size_t shared_bytes(bool bulk, bool batched) {
 }  // namespace
 
 cudaError_t prepare_kv_gradient(bool bulk) {
-  using enum DType;
-  constexpr DType pairs[][2] = {{bfloat16, bfloat16}, {bfloat16, float32}, {float16, float16},
-                                {float16, float32},   {float32, float32},  {float64, float64}};
-  for (const auto& [from, to] : pairs) {
-    for (const bool batched : {false, true}) {
+  for (const bool batched : {false, true}) {
+    for (const auto& [from, to, kernel] : list_kernels(bulk, batched)) {
       const cudaError_t status =
-          cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel_of(from, to, bulk, batched)),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize,
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(shared_bytes(bulk, batched)));
       if (status != cudaSuccess) return status;
     }
@@ -479,11 +467,14 @@ cudaError_t prepare_kv_gradient(bool bulk) {
 
 cudaError_t launch_kv_gradient(const SequenceParams& params, DType from, DType to, bool bulk,
                                bool batched, int num_sms, cudaStream_t stream) {
-  const Kernel kernel = kernel_of(from, to, bulk, batched);
-  if (kernel == nullptr) return cudaErrorInvalidValue;
   const int threads = 32 * (bulk && batched ? warps_of<true> : warps_of<false>);
-  kernel<<<static_cast<unsigned>(num_sms), threads, shared_bytes(bulk, batched), stream>>>(params);
-  return cudaGetLastError();
+  for (const auto& [kernel_from, kernel_to, kernel] : list_kernels(bulk, batched)) {
+    if (kernel_from != from || kernel_to != to) continue;
+    kernel<<<static_cast<unsigned>(num_sms), threads, shared_bytes(bulk, batched), stream>>>(
+        params);
+    return cudaGetLastError();
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace waybill::cuda
