@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "schedule/work.h"
+#include "waybill/core/table_allocator.h"
 #include "waybill/core/topology.h"
-#include "waybill/core/uninitialized_vector.h"
 #include "waybill/schedule/sequence_part.h"
 
 namespace waybill {

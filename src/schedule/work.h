@@ -138,7 +138,7 @@ struct NetworkProgram {
   [[nodiscard]] bool empty() const { return steps.empty(); }
 };
 
-inline constexpr std::int64_t max_put_bytes = detail::most_put_bytes;
+inline constexpr std::int64_t max_put_bytes = detail::max_put_bytes;
 
 /// Adjacent bytes of this rank's window on their way to, or from, a rank on another node.
 struct NetworkPiece {

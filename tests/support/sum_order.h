@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/float_convert.h"
+#include "core/number.h"
 #include "core/to_size.h"
 #include "support/sequence_case.h"
 #include "waybill/core/topology.h"
