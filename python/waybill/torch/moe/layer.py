@@ -159,10 +159,9 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         self.payload, self.rows, self.fixed_rows = payload, rows, fixed
         given_id = self._options["dropped_id"]
         self.dropped_id: int = self.num_tot_experts if given_id is None else given_id
-        layer_options = _core.layer_options(
-            options, self.num_sm, self.enable_local_combine, factor, fixed or 0, most
-        )
-        self._layer: Any = _core.ExpertLayer(self.world._world, compiled, layer_options)
+        sizes = (factor, fixed or 0, most)
+        made = _core.layer_options(options, self.num_sm, self.enable_local_combine, *sizes)
+        self._layer: Any = _core.ExpertLayer(self.world._world, compiled, made)
         self._lock = threading.RLock()
         self._unwinding = Unwinding()
         self._lent = []
