@@ -70,13 +70,11 @@ std::int64_t pad_size(std::int32_t world_size, std::int32_t num_slots) {
 
 /// Options by which all ranks compile and check plans of all.
 std::vector<Setting> common_settings(const SequenceDispatcherOptions& options) {
-  const SequencePlanOptions& plan = options.plan;
-  return {{"max_window_bytes", concat(options.max_window_bytes)},
-          {"plan.relay", concat(static_cast<int>(plan.relay))},
-          {"plan.batch_bytes", concat(plan.batch_bytes)},
-          {"plan.phase_bytes", concat(plan.phase_bytes)},
-          {"plan.nvlink_bytes_per_second", concat(plan.nvlink_bytes_per_second)},
-          {"plan.network_bytes_per_second", concat(plan.network_bytes_per_second)}};
+  std::vector<Setting> settings{{"max_window_bytes", concat(options.max_window_bytes)}};
+  for_common_options(options.plan, [&](const char* name, auto value) {
+    settings.push_back({name, concat(value)});
+  });
+  return settings;
 }
 
 /// The world's speeds, unless the options have others than the defaults.
@@ -98,12 +96,12 @@ CompileOptions options_of_plans(const SequenceDispatcherOptions& options, const 
   const bool batches = executor.runs_batches();
   // Copy engines forward nothing.
   const bool forwards = batches && (options.num_sms != 0 || !executor.expands_plans());
-  CompileOptions compile = compile_options(options.plan);
+  CompileOptions compile{.plan = options.plan};
   compile.chunks = !executor.expands_plans();
   compile.separate_local_copies = options.local_by_copy_engine && executor.expands_plans();
   compile.num_sms = options.num_sms;
   compile.ranks_per_node = batches ? world.topology().ranks_per_node : 0;
-  if (!forwards) compile.relay = RelayUse::never;
+  if (!forwards) compile.plan.relay = RelayUse::never;
   compile.split_network = batches && executor.splits_network();
   compile.two_sided_network = batches && executor.is_two_sided();
   return compile;
@@ -158,7 +156,7 @@ void check_options(const SequenceDispatcherOptions& options, const CompileOption
   const std::int32_t nodes = world.topology().num_nodes();
   require(options.num_sms > 0 || nodes == 1 || !world.executor().expands_plans(), who,
           ": num_sms = 0 on ", nodes, " nodes, expected at least 1: copy engines wait for nobody");
-  require(options.plan.relay != RelayUse::always || compile.relay == RelayUse::always, who,
+  require(options.plan.relay != RelayUse::always || compile.plan.relay == RelayUse::always, who,
           ": relay = always with num_sms = ", options.num_sms,
           ", expected at least 1: copy engines forward nothing");
   const std::int64_t chunk_bytes = options.plan.chunk_bytes;
@@ -209,7 +207,7 @@ SequenceDispatcher::State::State(const World& its_world, const SequenceDispatche
     : world(its_world),
       options(with_links(given, world)),
       compile(options_of_plans(options, world)) {
-  options.plan.relay = compile.relay;
+  options.plan.relay = compile.plan.relay;
   agree_on_settings(world.transport(), "SequenceDispatcher", [&] {
     check_options(given, compile, world);
     return common_settings(options);
