@@ -103,13 +103,14 @@ View view_as(const auto& array, std::string_view dtype) {
 
 }  // namespace
 
-std::optional<IndexArray> index_array(const ArrayArg& array) {
+bool copy_indices(const ArrayArg& array, IndexArray& copy) {
   for (const DType known :
        {DType::int64, DType::int32, DType::uint32, DType::uint64, DType::boolean}) {
-    if (dlpack_dtype(known) == array.dtype())
-      return IndexArray::copy_of(array.data(), shape_of(array), known);
+    if (dlpack_dtype(known) != array.dtype()) continue;
+    copy = IndexArray::copy_of(array.data(), shape_of(array), known);
+    return true;
   }
-  return std::nullopt;
+  return false;
 }
 
 nb::object numpy_array(IndexArray&& array) {

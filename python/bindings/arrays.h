@@ -26,8 +26,8 @@ using ArrayArg = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 using PayloadArg = nb::ndarray<nb::ro, nb::device::cpu>;
 using OutputArg = nb::ndarray<nb::device::cpu>;
 
-/// A copy; empty for another dtype than the five.
-[[nodiscard]] std::optional<IndexArray> index_array(const ArrayArg& array);
+/// @return false, without a copy, for another dtype than the five
+[[nodiscard]] bool copy_indices(const ArrayArg& array, IndexArray& copy);
 
 /// A numpy array over the memory of `array`, which it keeps.
 [[nodiscard]] nb::object numpy_array(IndexArray&& array);
@@ -75,10 +75,8 @@ struct nanobind::detail::type_caster<waybill::IndexArray> {
 
   bool from_python(handle source, std::uint8_t flags, cleanup_list* cleanup) noexcept try {
     make_caster<waybill::python::ArrayArg> array;
-    if (!array.from_python(source, flags, cleanup)) return false;
-    std::optional<waybill::IndexArray> copy = waybill::python::index_array(array.value);
-    if (copy) value = std::move(*copy);
-    return copy.has_value();
+    return array.from_python(source, flags, cleanup) &&
+           waybill::python::copy_indices(array.value, value);
   } catch (const std::bad_alloc&) {
     return false;
   }

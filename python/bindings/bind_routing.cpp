@@ -29,7 +29,7 @@ using namespace nb::literals;
 namespace {
 
 /// With callers_seq_len and callers_dispatch the face puts the argument itself into the result.
-nb::tuple compute_metadata_py(IndexArray seq_len, IndexArray dispatch, bool intermediate,
+nb::tuple compute_metadata_py(IndexArray&& seq_len, IndexArray&& dispatch, bool intermediate,
                               bool keep_undispatched, bool capsules, bool callers_seq_len,
                               bool callers_dispatch) {
   DispatchMetadata result = unlocked([&] {

@@ -20,38 +20,30 @@ const SequencePlan& detail::compiled_plan(const PlanHandle& handle) noexcept {
   return handle.plan_ == nullptr ? none : *handle.plan_;
 }
 
+namespace {
+constexpr auto& of = detail::compiled_plan;
+}
+
 PlanHandle::PlanHandle() noexcept = default;
 PlanHandle::PlanHandle(PlanHandle&&) noexcept = default;
 PlanHandle& PlanHandle::operator=(PlanHandle&&) noexcept = default;
 PlanHandle::~PlanHandle() = default;
 
-SequenceOperation PlanHandle::operation() const noexcept {
-  return detail::compiled_plan(*this).operation;
-}
-std::span<const TensorFormat> PlanHandle::tensors() const noexcept {
-  return detail::compiled_plan(*this).tensors;
-}
-std::span<const std::int64_t> PlanHandle::own_rows() const noexcept {
-  return detail::compiled_plan(*this).own_rows;
-}
+SequenceOperation PlanHandle::operation() const noexcept { return of(*this).operation; }
+std::span<const TensorFormat> PlanHandle::tensors() const noexcept { return of(*this).tensors; }
+std::span<const std::int64_t> PlanHandle::own_rows() const noexcept { return of(*this).own_rows; }
 std::span<const std::int64_t> PlanHandle::window_rows() const noexcept {
-  return detail::compiled_plan(*this).window_rows;
+  return of(*this).window_rows;
 }
 std::span<const std::int64_t> PlanHandle::window_offsets() const noexcept {
-  return std::span(detail::compiled_plan(*this).window_offsets).first(tensors().size());
+  return std::span(of(*this).window_offsets).first(tensors().size());
 }
-std::int64_t PlanHandle::window_bytes() const noexcept {
-  return detail::compiled_plan(*this).window_bytes;
-}
-std::int32_t PlanHandle::num_slots() const noexcept {
-  return detail::compiled_plan(*this).num_slots;
-}
+std::int64_t PlanHandle::window_bytes() const noexcept { return of(*this).window_bytes; }
+std::int32_t PlanHandle::num_slots() const noexcept { return of(*this).num_slots; }
 std::span<const std::int64_t> PlanHandle::wire_bytes() const noexcept {
-  return detail::compiled_plan(*this).wire_bytes;
+  return of(*this).wire_bytes;
 }
-const PlanLimits& PlanHandle::limits() const noexcept {
-  return detail::compiled_plan(*this).limits;
-}
+const PlanLimits& PlanHandle::limits() const noexcept { return of(*this).limits; }
 
 namespace {
 
