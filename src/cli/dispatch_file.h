@@ -7,7 +7,7 @@
 
 #include "waybill/json/options.h"
 #include "waybill/planner/attention_plan.h"
-#include "waybill/routing/e2e_metadata.h"
+#include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/metadata.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"

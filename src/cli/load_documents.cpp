@@ -9,7 +9,7 @@
 #include "report/format.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/json/lengths.h"
-#include "waybill/routing/length_distribution.h"
+#include "waybill/routing/generators.h"
 
 namespace waybill::cli {
 namespace {

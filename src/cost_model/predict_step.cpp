@@ -6,7 +6,7 @@
 
 #include "flows.h"
 #include "phase_clock.h"
-#include "planner/relay_checks.h"
+#include "planner/node_routes.h"
 #include "predictor_memory.h"
 #include "routing/homes.h"
 #include "step_causes.h"

@@ -8,7 +8,7 @@
 #include "node.h"
 #include "waybill/core/index_array.h"
 #include "waybill/json/options.h"
-#include "waybill/routing/attention_layout.h"
+#include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/metadata.h"
 #include "waybill/routing/qkv_plan.h"
 #include "writer.h"

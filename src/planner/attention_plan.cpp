@@ -1,15 +1,35 @@
 #include "waybill/planner/attention_plan.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <numeric>
 #include <ostream>
 #include <sstream>
 
 #include "planner/node_routes.h"
 #include "waybill/core/error.h"
+#include "waybill/planner/relay.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
+namespace {
+
+constexpr std::string_view names[] = {"direct", "once_per_node", "relay"};
+
+}  // namespace
+
+std::string_view to_string(TransferMode transfer) {
+  return names[static_cast<std::size_t>(transfer)];
+}
+
+std::optional<TransferMode> transfer_from_name(std::string_view name) {
+  for (const TransferMode transfer :
+       {TransferMode::direct, TransferMode::once_per_node, TransferMode::relay}) {
+    if (name == to_string(transfer)) return transfer;
+  }
+  return std::nullopt;
+}
+
 namespace {
 
 double mean_of(const std::vector<std::int64_t>& values) {

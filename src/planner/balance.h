@@ -1,15 +1,91 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <span>
 #include <vector>
 
-#include "capacity.h"
 #include "home_layout.h"
-#include "receiver_pool.h"
 #include "slab.h"
 #include "waybill/planner/planner_options.h"
+#include "waybill/routing/qkv_plan.h"
 
 namespace waybill::detail {
+
+/// Counts the rows of Q and KV in the buffers of each rank while queries move, never too low.
+/// Without a limit it does nothing.
+class Capacity {
+ public:
+  void reset(const HomeLayout& home, const SlabCosts& costs, std::int64_t limit);
+
+  [[nodiscard]] bool limited() const { return limit_ > 0; }
+  [[nodiscard]] bool exceeded(std::int32_t rank) const;
+  [[nodiscard]] std::int64_t needed(std::int32_t rank) const;
+  [[nodiscard]] std::int64_t limit() const { return limit_; }
+
+  /// The part of `slab`, from its end, for which `rank` has room; empty where there is none.
+  [[nodiscard]] Slab fitting(std::int32_t rank, std::int32_t doc, Slab slab) const;
+
+  /// Rows of KV for which some rank has room.
+  [[nodiscard]] std::int64_t most_kv_room() const;
+
+  void give(std::int32_t rank, std::int32_t doc, Slab slab);
+  void take(std::int32_t rank, Slab slab);  ///< queries leave; KV is counted on
+  void take_piece(std::int32_t piece);      ///< a whole piece leaves its home, and its KV
+
+ private:
+  [[nodiscard]] Slab keys_of(Slab slab) const;
+  [[nodiscard]] std::int64_t new_kv_rows(std::int32_t rank, std::int32_t doc, Slab slab) const;
+
+  struct Held {
+    Slab rows;
+    std::int32_t doc = -1;
+  };
+
+  const HomeLayout* home_ = nullptr;
+  const SlabCosts* costs_ = nullptr;
+  std::int64_t limit_ = 0;
+  std::vector<std::int64_t> q_rows_;   ///< [W]
+  std::vector<std::int64_t> kv_rows_;  ///< [W]
+  std::vector<Held> held_;             ///< [W] KV of the document that came last
+};
+
+/// Ranks by how much work they can still take, in buckets: all operations take constant time, and
+/// what they return depends only on the order of the calls.
+class ReceiverPool {
+ public:
+  /// Empties the pool; room is at most `most_room`.
+  void reset(std::int32_t world_size, std::int64_t most_room);
+
+  /// Adds a rank that is not in it, or changes its room.
+  void put(std::int32_t rank, std::int64_t room);
+  void remove(std::int32_t rank);
+  [[nodiscard]] bool contains(std::int32_t rank) const {
+    return bucket_[static_cast<std::size_t>(rank)] >= 0;
+  }
+
+  /// The rank with the most room, or -1.
+  [[nodiscard]] std::int32_t most_room() const;
+  /// The rank with the least room of at least `room`, else the one with the most, or -1.
+  [[nodiscard]] std::int32_t least_room(std::int64_t room) const;
+  /// The next rank in the pool with about as much room or more; -1: none.
+  [[nodiscard]] std::int32_t roomier(std::int32_t rank) const;
+
+ private:
+  static constexpr std::int32_t num_buckets = 1024;
+
+  [[nodiscard]] std::int32_t bucket_of(std::int64_t room) const;
+  [[nodiscard]] std::int32_t bucket_at_least(std::int32_t bucket) const;  // or -1
+  [[nodiscard]] std::int32_t bucket_at_most(std::int32_t bucket) const;   // or -1
+
+  std::array<std::uint64_t, num_buckets / 64> used_{};
+  std::array<std::int32_t, num_buckets> first_{};
+  std::array<std::int32_t, num_buckets> last_{};
+  std::vector<std::int32_t> bucket_;  // [W] or -1
+  std::vector<std::int32_t> next_;    // [W]
+  std::vector<std::int32_t> prev_;    // [W]
+  double scale_ = 0;
+};
 
 /// Queries of a home piece, positions in the document, that another rank attends to.
 struct Move {
@@ -108,6 +184,29 @@ class Balancer {
   std::vector<SlabBid> bids_;
   std::vector<std::int32_t> aside_;  ///< ranks that lack capacity for the bid at hand
   std::vector<Move> moves_;
+};
+
+/// Turns moves, ordered by piece and position, into shards. Neighbours with the same destination
+/// are one shard. With a window, keys are cut where the queries that travel begin to need them.
+class PlanWriter {
+ public:
+  void write(const HomeLayout& home, std::span<const Move> moves, const PlannerOptions& options,
+             QkvPlan& plan);
+
+ private:
+  struct Cut {
+    std::int64_t position = 0;
+    std::int32_t doc = 0;
+  };
+
+  void find_cuts(const HomeLayout& home, std::span<const Move> moves,
+                 const PlannerOptions& options);
+  void write_kv_begin(const AttentionMask& mask, QkvPlan& plan);
+  void number_by_rank(const HomeLayout& home, QkvPlan& plan);
+
+  std::vector<Cut> cuts_;  // by document and position
+  std::vector<std::int64_t> ends_;
+  std::vector<std::int64_t> piece_shards_;  // [pieces + 1]: shards by piece, in its order
 };
 
 }  // namespace waybill::detail

@@ -1,9 +1,8 @@
-#include "build_plan.h"
-
 #include <algorithm>
 #include <limits>
 #include <numeric>
 
+#include "balance.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {

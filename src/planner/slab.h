@@ -3,7 +3,6 @@
 #include <cstdint>
 
 #include "home_layout.h"
-#include "waybill/planner/attention_mask.h"
 #include "waybill/planner/planner_options.h"
 
 namespace waybill::detail {

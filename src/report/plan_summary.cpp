@@ -5,7 +5,7 @@
 
 #include "figures.h"
 #include "waybill/core/error.h"
-#include "waybill/routing/document_plan.h"
+#include "waybill/routing/qkv_plan.h"
 
 namespace waybill {
 namespace {

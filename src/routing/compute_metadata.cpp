@@ -142,14 +142,6 @@ std::vector<std::int64_t> count_received(const Job& job) {
   return received;
 }
 
-IndexArray used_copies(const IndexArray& dispatch) {
-  IndexArray mask(dispatch.shape(), DType::boolean);
-  std::transform(dispatch.i64().begin(), dispatch.i64().end(),
-                 static_cast<std::uint8_t*>(mask.data()),
-                 [](std::int64_t dst) -> std::uint8_t { return dst >= 0 ? 1 : 0; });
-  return mask;
-}
-
 Metadata reverse_metadata(const Job& job, const IndexArray& seq_len, const IndexArray& dispatch) {
   const std::vector<std::int64_t> received = count_received(job);
   const std::int64_t most = *std::max_element(received.begin(), received.end());
@@ -177,7 +169,7 @@ Metadata reverse_metadata(const Job& job, const IndexArray& seq_len, const Index
   rev.world_size = job.world_size;
   rev.num_total_recv_tokens = last_column(rev.num_recv_tokens);
   if (job.has_copies) {
-    rev.seq_recv_mask = used_copies(dispatch);
+    rev.seq_recv_mask = detail::used_copies(dispatch);
     rev.recv_seq_lens = seq_len;
   }
   return rev;

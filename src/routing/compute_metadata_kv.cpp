@@ -1,11 +1,10 @@
-#include "waybill/routing/compute_metadata_kv.h"
-
 #include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "dense_checks.h"
 #include "waybill/core/error.h"
+#include "waybill/routing/compute_metadata.h"
 
 namespace waybill {
 namespace {
@@ -277,13 +276,6 @@ void fill_reverse(const KvJob& job, const Groups& groups, const std::vector<std:
   }
 }
 
-IndexArray used_copies(const KvJob& job, const Shape& shape) {
-  IndexArray mask(shape, DType::boolean);
-  auto* const used = static_cast<std::uint8_t*>(mask.data());
-  for (std::size_t at = 0; at < job.place.size(); ++at) used[at] = job.used(at) ? 1 : 0;
-  return mask;
-}
-
 /// The inverse of `slots`: a copy's place in [W, R].
 IndexArray global_seq_ids(const std::vector<std::int64_t>& slots, const Shape& shape) {
   IndexArray ids = IndexArray::full(shape, -1);
@@ -317,11 +309,30 @@ KvMetadata compute_metadata_kv(const KvMapping& mapping, const IndexArray& seq_l
   result.fwd.world_size = job.world_size;
   result.rev.num_seqs = IndexArray({job.world_size}, groups.rank_slots);
   result.rev.world_size = job.world_size;
-  result.rev.seq_recv_mask = used_copies(job, copies_shape);
+  result.rev.seq_recv_mask = detail::used_copies(result.fwd.dst_rank);
   result.rev.recv_seq_lens = *tables.seq_len;
   if (return_intermediate) {
     result.kv_dst_global_seq_id = global_seq_ids(slots, copies_shape);
   }
+  return result;
+}
+
+E2eMetadata compute_e2e_metadata(const IndexArray& mlp_seq_len, const IndexArray& mlp_num_seqs,
+                                 const IndexArray& mlp_q_dispatch, const KvMapping& mapping,
+                                 bool return_intermediate) {
+  DispatchMetadata q = compute_metadata(mlp_seq_len, mlp_q_dispatch, return_intermediate);
+  KvMetadata kv =
+      compute_metadata_kv(mapping, mlp_seq_len, mlp_num_seqs, mlp_q_dispatch, return_intermediate);
+  E2eMetadata result;
+  result.attention = compute_attn_layout_seqlens(mlp_seq_len, mapping.q_to_num_kv_token,
+                                                 mlp_q_dispatch, /*leading_zero=*/true,
+                                                 /*shard_to_tuple=*/true);
+  result.fwd_q = std::move(q.fwd);
+  result.rev_q = std::move(q.rev);
+  result.fwd_kv = std::move(kv.fwd);
+  result.rev_kv = std::move(kv.rev);
+  result.q_intermediates = std::move(q.intermediates);
+  result.kv_dst_global_seq_id = std::move(kv.kv_dst_global_seq_id);
   return result;
 }
 

@@ -101,4 +101,13 @@ inline void check_lengths(const char* who, const char* name, const IndexArray& a
   throw_invalid(who, ": the sum of ", name, " exceeds 2^40 rows; no such buffer exists");
 }
 
+/// seq_recv_mask: which copies of a dispatch have a destination.
+inline IndexArray used_copies(const IndexArray& dst_rank) {
+  IndexArray mask(dst_rank.shape(), DType::boolean);
+  const auto ranks = dst_rank.i64();
+  std::transform(ranks.begin(), ranks.end(), static_cast<std::uint8_t*>(mask.data()),
+                 [](std::int64_t rank) -> std::uint8_t { return rank >= 0 ? 1 : 0; });
+  return mask;
+}
+
 }  // namespace waybill::detail

@@ -1,10 +1,9 @@
-#include "kv_tables.h"
-
 #include <algorithm>
 
 #include "core/parallel_for.h"
 #include "core/to_size.h"
-#include "recv_counts.h"
+#include "homes.h"
+#include "kv_groups.h"
 
 namespace waybill::detail {
 namespace {

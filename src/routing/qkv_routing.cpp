@@ -5,8 +5,6 @@
 
 #include "homes.h"
 #include "kv_groups.h"
-#include "kv_tables.h"
-#include "recv_counts.h"
 
 namespace waybill {
 namespace {

@@ -5,7 +5,6 @@
 #include <span>
 
 #include "homes.h"
-#include "recv_counts.h"
 
 namespace waybill {
 namespace {

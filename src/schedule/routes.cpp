@@ -7,7 +7,6 @@
 #include "batch_jobs.h"
 #include "plan_checks.h"
 #include "planner/node_routes.h"
-#include "planner/relay_checks.h"
 #include "routing/homes.h"
 #include "waybill/core/error.h"
 

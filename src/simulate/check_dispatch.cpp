@@ -10,7 +10,7 @@
 #include "identity_rows.h"
 #include "waybill/core/error.h"
 #include "waybill/simulate/check.h"
-#include "waybill/simulate/dispatch.h"
+#include "waybill/simulate/orchestrate.h"
 
 namespace waybill {
 namespace {

@@ -7,7 +7,6 @@
 #include "copy_job.h"
 #include "view_checks.h"
 #include "waybill/core/error.h"
-#include "waybill/simulate/dispatch.h"
 
 namespace waybill {
 namespace {

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "planner/balance.h"
-#include "planner/build_plan.h"
 #include "planner_cases.h"
 #include "waybill/json/attention_plan_json.h"
 #include "waybill/planner/planner.h"

@@ -5,7 +5,7 @@
 #include <string_view>
 
 #include "waybill/json/options.h"
-#include "waybill/routing/e2e_metadata.h"
+#include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/qkv_plan.h"
 
 namespace waybill {

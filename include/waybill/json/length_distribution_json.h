@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "waybill/json/options.h"
-#include "waybill/routing/length_distribution.h"
+#include "waybill/routing/generators.h"
 
 namespace waybill {
 

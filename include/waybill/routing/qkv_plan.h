@@ -73,4 +73,13 @@ struct QkvPlan {
   friend bool operator==(const QkvPlan&, const QkvPlan&) = default;
 };
 
+/// (query, key) pairs of each shard's queries under the plan's mask. [N]
+/// `q_len * kv_len - q_len * (q_len - 1) / 2` for a context of kv_len rows that ends with the
+/// shard; `q_len * kv_len` for a full mask.
+/// @throws InvalidArgument when plan.check() does, or for a document of over 2^31 tokens.
+[[nodiscard]] std::vector<std::int64_t> shard_work(const QkvPlan& plan);
+
+/// The sum of shard_work by attending rank. [W]
+[[nodiscard]] std::vector<std::int64_t> rank_work(const QkvPlan& plan);
+
 }  // namespace waybill

@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include "waybill/routing/e2e_metadata.h"
+#include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/metadata.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"

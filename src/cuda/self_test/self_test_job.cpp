@@ -5,7 +5,7 @@
 #include <numeric>
 
 #include "core/float_convert.h"
-#include "routing/for_each_entry.h"
+#include "routing/homes.h"
 
 namespace waybill::cuda {
 namespace {

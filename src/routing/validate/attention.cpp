@@ -1,7 +1,7 @@
 #include <algorithm>
 
-#include "follow_plan.h"
-#include "index_reader.h"
+#include "plan_index.h"
+#include "send_table.h"
 
 namespace waybill::validation {
 namespace {

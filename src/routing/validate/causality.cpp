@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "follow_plan.h"
+#include "plan_index.h"
 
 namespace waybill::validation {
 namespace {

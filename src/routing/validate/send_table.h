@@ -6,11 +6,35 @@
 #include <vector>
 
 #include "findings.h"
+#include "waybill/core/index_array.h"
 #include "waybill/core/uninitialized_vector.h"
 #include "waybill/routing/metadata.h"
 #include "waybill/routing/sparse_metadata.h"
 
 namespace waybill::validation {
+
+/// The elements of an array of any dtype as int64, without copying where they are. Never throws
+/// for a value: one over 2^63 - 1 reads as 2^63 - 1, which no check lets pass.
+class IndexReader {
+ public:
+  explicit IndexReader(const IndexArray& array);
+  [[nodiscard]] std::int64_t operator[](std::int64_t idx) const { return values_[idx]; }
+  [[nodiscard]] std::span<const std::int64_t> span() const { return values_; }
+  IndexReader(const IndexReader&) = delete;
+  IndexReader& operator=(const IndexReader&) = delete;
+
+ private:
+  std::vector<std::int64_t> converted_;
+  std::span<const std::int64_t> values_;
+};
+
+/// False, and a finding, unless `array` has this shape.
+[[nodiscard]] bool check_shape(const char* table, const char* field, const IndexArray& array,
+                               const Shape& expected, Findings& findings);
+
+/// A finding unless `array` has this dtype.
+void check_dtype(const char* table, const char* field, const IndexArray& array, DType expected,
+                 const char* why, Findings& findings);
 
 /// No buffer has more rows, and no offset may be larger.
 inline constexpr std::int64_t max_offset = std::int64_t{1} << 62;
@@ -86,5 +110,78 @@ struct SendTable {
 [[nodiscard]] bool check_offsets(const char* table, const char* field,
                                  std::span<const std::int64_t> offsets, std::int64_t num_parts,
                                  std::int64_t size, Findings& findings);
+
+/// A copy, seen from where it lands.
+struct Arrival {
+  std::int64_t row;    ///< first row in the destination's buffer
+  std::int32_t entry;  ///< of the table
+  std::int32_t slot;   ///< which copy of the entry
+};
+
+/// The copies of a table by destination, in the order of their rows there. At the same row, those
+/// without rows come first; among these the order is the global one.
+struct Arrivals {
+  std::vector<std::int64_t> offsets;  ///< [W + 1]
+  UninitializedVector<Arrival> list;  ///< [destinations]
+  std::vector<std::int64_t> rows;     ///< [W]: sum of the lengths
+  /// [W]: 1 where the rows are without gap or overlap. Before check_tiling only of those whose
+  /// rows come in the global order.
+  std::vector<std::uint8_t> tiled;
+
+  [[nodiscard]] std::span<const Arrival> of(std::int32_t rank) const {
+    return {list.data() + offsets[rank], list.data() + offsets[rank + 1]};
+  }
+};
+
+/// Counting sort by rank. Where the global order is not the order of rows: a radix sort of that
+/// rank's copies. Linear.
+[[nodiscard]] Arrivals sort_arrivals(const SendTable& table);
+
+/// Every buffer is written exactly once, from row 0 without gap or overlap.
+void check_tiling(const SendTable& table, Arrivals& arrivals, Findings& findings);
+
+/// No buffer is larger than `capacity` rows; -1: any.
+void check_capacity(const SendTable& table, const Arrivals& arrivals, std::int64_t capacity,
+                    Findings& findings);
+
+/// The reverse table sends back what arrived, in the order of rows, to `copy * T + begin`.
+void check_reverse(const SendTable& forward, const Arrivals& arrivals, const SendTable& reverse,
+                   Findings& findings);
+
+/// The reverse of a table with copies, by itself: what arrives at a home rank is exactly the copies
+/// that its seq_recv_mask names, each at `copy * T + begin`. After the table's load as reverse.
+void check_planes(const Metadata& reverse, const SendTable& table, const Arrivals& arrivals,
+                  Findings& findings);
+
+/// What is wrong with a number of rows or tokens.
+[[nodiscard]] inline FindingKind count_kind(std::int64_t got) {
+  return got < 0 ? FindingKind::negative : FindingKind::count;
+}
+
+/// What ranks are told to expect agrees with the entries: rows by pair of ranks, and totals.
+/// `received_rows` [W] is the sum of the lengths by destination. Where the arrivals are known they
+/// make the check faster; otherwise null.
+void check_counts(const SparseMetadata& metadata, const SendTable& table,
+                  std::span<const std::int64_t> received_rows, const Arrivals* arrivals,
+                  Findings& findings);
+
+/// Which entries num_seqs counts.
+enum class NumSeqs {
+  with_rows,            ///< tables of Q: those with rows
+  with_rows_or_copies,  ///< tables of KV and of copies count either those or all that are sent
+};
+
+/// The dense form, with num_seqs.
+void check_counts(const Metadata& metadata, const SendTable& table,
+                  std::span<const std::int64_t> received_rows, NumSeqs num_seqs,
+                  Findings& findings);
+
+/// Sum of the lengths by destination, where there are no arrivals to tell it. [W]
+[[nodiscard]] std::vector<std::int64_t> received_rows(const SendTable& table);
+
+/// seq_recv_mask and recv_seq_lens: in the reverse of a forward table with copies only, and there
+/// they repeat which copies and lengths went out.
+void check_masks(const Metadata& fwd, const Metadata& rev, const SendTable& forward,
+                 const char* reverse_name, Findings& findings);
 
 }  // namespace waybill::validation

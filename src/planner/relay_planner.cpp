@@ -1,9 +1,9 @@
-#include "waybill/planner/relay.h"
+#include "relay_planner.h"
 
 #include <algorithm>
 
-#include "relay_planner.h"
 #include "waybill/core/error.h"
+#include "waybill/planner/relay.h"
 
 namespace waybill::detail {
 namespace {
