@@ -16,6 +16,7 @@
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/random.h"
 #include "waybill/json/length_distribution_json.h"
+#include "waybill/planner/planner.h"
 #include "waybill/report/plan_summary.h"
 #include "waybill/routing/generators.h"
 #include "waybill/routing/qkv_plan.h"
