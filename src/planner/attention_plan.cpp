@@ -71,13 +71,7 @@ std::vector<LinkBytes> AttentionPlan::links_of(TransferMode transfer) const {
   if (!full_nodes || topology.num_nodes() < 2) return links;
   const QkvRouting routing = compute_qkv_routing(plan);
   auto sums = route_over_nodes(routing.fwd_kv, topology, options.model.kv_row_bytes()).links;
-  const auto q = direct_links(routing.fwd_q, topology, options.model.q_row_bytes());
-  for (std::size_t r = 0; r < sums.size(); ++r) {
-    sums[r].nvlink_in += q[r].nvlink_in;
-    sums[r].nvlink_out += q[r].nvlink_out;
-    sums[r].network_in += q[r].network_in;
-    sums[r].network_out += q[r].network_out;
-  }
+  detail::add_links(sums, direct_links(routing.fwd_q, topology, options.model.q_row_bytes()));
   return sums;
 }
 

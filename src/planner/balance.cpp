@@ -22,6 +22,7 @@ void Capacity::reset(const HomeLayout& home, const SlabCosts& costs, std::int64_
   q_rows_.assign(home.tokens.begin(), home.tokens.end());
   kv_rows_.assign(home.world_size, 0);
   held_.assign(home.world_size, {});
+  held_doc_.assign(home.world_size, -1);
   for (const HomePiece& piece : home.pieces)
     kv_rows_[piece.rank] += rows_of(keys_of(slab_of(piece)));
 }
@@ -41,10 +42,10 @@ std::int64_t Capacity::needed(std::int32_t rank) const {
 
 std::int64_t Capacity::new_kv_rows(std::int32_t rank, std::int32_t doc, Slab slab) const {
   const Slab rows = keys_of(slab);
-  const Held& held = held_[rank];
-  if (held.doc != doc) return rows.end - rows.begin;
-  return std::max<std::int64_t>(0, std::min(held.rows.begin, rows.end) - rows.begin) +
-         std::max<std::int64_t>(0, rows.end - std::max(held.rows.end, rows.begin));
+  if (held_doc_[rank] != doc) return rows.end - rows.begin;
+  const Slab& held = held_[rank];
+  return std::max<std::int64_t>(0, std::min(held.begin, rows.end) - rows.begin) +
+         std::max<std::int64_t>(0, rows.end - std::max(held.end, rows.begin));
 }
 
 Slab Capacity::fitting(std::int32_t rank, std::int32_t doc, Slab slab) const {
@@ -60,7 +61,7 @@ Slab Capacity::fitting(std::int32_t rank, std::int32_t doc, Slab slab) const {
   return slab;
 }
 
-std::int64_t Capacity::most_kv_room() const {
+std::int64_t Capacity::max_kv_room() const {
   return limit_ - *std::min_element(kv_rows_.begin(), kv_rows_.end());
 }
 
@@ -68,12 +69,13 @@ void Capacity::give(std::int32_t rank, std::int32_t doc, Slab slab) {
   if (!limited()) return;
   q_rows_[rank] += slab.end - slab.begin;
   kv_rows_[rank] += new_kv_rows(rank, doc, slab);
-  Held& held = held_[rank];
+  Slab& held = held_[rank];
   const Slab rows = keys_of(slab);
-  if (held.doc == doc && rows.begin <= held.rows.end && held.rows.begin <= rows.end) {
-    held.rows = {std::min(held.rows.begin, rows.begin), std::max(held.rows.end, rows.end)};
+  if (held_doc_[rank] == doc && rows.begin <= held.end && held.begin <= rows.end) {
+    held = {std::min(held.begin, rows.begin), std::max(held.end, rows.end)};
   } else {
-    held = {.rows = rows, .doc = doc};
+    held = rows;
+    held_doc_[rank] = doc;
   }
 }
 
@@ -88,12 +90,12 @@ void Capacity::take_piece(std::int32_t piece_idx) {
   kv_rows_[piece.rank] -= rows_of(keys_of(slab_of(piece)));
 }
 
-void ReceiverPool::reset(std::int32_t world_size, std::int64_t most_room) {
+void ReceiverPool::reset(std::int32_t world_size, std::int64_t max_room) {
   used_.fill(0);
   bucket_.assign(world_size, -1);
   next_.resize(world_size);
   prev_.resize(world_size);
-  scale_ = most_room > 0 ? (num_buckets - 1) / static_cast<double>(most_room) : 0;
+  scale_ = max_room > 0 ? (num_buckets - 1) / static_cast<double>(max_room) : 0;
 }
 
 std::int32_t ReceiverPool::bucket_of(std::int64_t room) const {
@@ -146,14 +148,14 @@ std::int32_t ReceiverPool::bucket_at_most(std::int32_t bucket) const {
   }
 }
 
-std::int32_t ReceiverPool::most_room() const {
+std::int32_t ReceiverPool::roomiest() const {
   const std::int32_t bucket = bucket_at_most(num_buckets - 1);
   return bucket < 0 ? -1 : first_[bucket];
 }
 
-std::int32_t ReceiverPool::least_room(std::int64_t room) const {
+std::int32_t ReceiverPool::smallest_fit(std::int64_t room) const {
   const std::int32_t bucket = bucket_at_least(bucket_of(room) + 1);
-  return bucket < 0 ? most_room() : first_[bucket];
+  return bucket < 0 ? roomiest() : first_[bucket];
 }
 
 std::int32_t ReceiverPool::roomier(std::int32_t rank) const {
@@ -172,9 +174,9 @@ void Balancer::run(const HomeLayout& home, const PlannerOptions& options, double
   count_home_work();
   mean_ = std::accumulate(load_.begin(), load_.end(), 0.0) / home.world_size;
   costs_ = SlabCosts(options, mean_);
-  // At most what int64 holds; a crumb stays below what the balance notices.
+  // At most what int64 holds; what is negligible stays below what the balance notices.
   limit_ = static_cast<std::int64_t>(std::min(std::max(target * mean_, std::ceil(mean_)), 9.0e18));
-  crumb_ = static_cast<std::int64_t>((options.imbalance_target - 1) * mean_ / 3);
+  negligible_ = static_cast<std::int64_t>((options.imbalance_target - 1) * mean_ / 3);
   ranks_per_node_ = options.hardware.ranks_per_node;
   capacity_.reset(home, costs_, options.max_tokens_per_rank);
   count_home_bytes();
@@ -371,9 +373,9 @@ void Balancer::shed(std::int32_t rank, std::int64_t surplus) {
     settled_[idx] = 1;
     Slab whole = slab_of(piece);
     if (capacity_.limited() && costs_.mask.is_full()) {
-      if (whole.doc_len > capacity_.most_kv_room()) continue;
+      if (whole.doc_len > capacity_.max_kv_room()) continue;
     } else if (capacity_.limited() && !costs_.mask.has_window()) {
-      whole.end = std::min(whole.end, capacity_.most_kv_room());
+      whole.end = std::min(whole.end, capacity_.max_kv_room());
     }
     if (whole.end <= whole.begin) continue;
     // What is left of a piece still is a shard of its home, or two: they take what they took.
@@ -391,17 +393,17 @@ void Balancer::shed(std::int32_t rank, std::int64_t surplus) {
 
 void Balancer::shed_all() {
   for (std::int32_t rank = 0; rank < home_->world_size; ++rank) {
-    if (load_[rank] > limit_) shed(rank, load_[rank] - limit_ + crumb_);
+    if (load_[rank] > limit_) shed(rank, load_[rank] - limit_ + negligible_);
   }
 }
 
 namespace {
 
 // Ranks looked at for one that does not get more bytes than usual.
-constexpr int most_tries = 32;
+constexpr int max_tries = 32;
 
 // How often the limit may rise.
-constexpr int most_rounds = 8;
+constexpr int max_rounds = 8;
 
 }  // namespace
 
@@ -441,7 +443,7 @@ void Balancer::make_bids() {
 }
 
 void Balancer::serve_bids() {
-  for (int round = 0; round < most_rounds; ++round) {
+  for (int round = 0; round < max_rounds; ++round) {
     for (SlabBid& bid : bids_) {
       if (static_cast<double>(bid.work) > slab_work_) {
         serve_large(bid);
@@ -486,7 +488,7 @@ bool Balancer::needs_serving(SlabBid& bid) {
 }
 
 void Balancer::put_back(std::int32_t rank) {
-  if (room(rank) > crumb_ / 2) {
+  if (room(rank) > negligible_ / 2) {
     pool_.put(rank, room(rank));
   } else {
     pool_.remove(rank);
@@ -496,7 +498,7 @@ void Balancer::put_back(std::int32_t rank) {
 // Out of the pool; back in it for the next bid if only capacity was lacking.
 void Balancer::set_aside(std::int32_t rank) {
   pool_.remove(rank);
-  if (capacity_.limited() && room(rank) > crumb_) aside_.push_back(rank);
+  if (capacity_.limited() && room(rank) > negligible_) aside_.push_back(rank);
 }
 
 // From the end to the beginning, each rank as much as it has room for; the rest, where keys are
@@ -504,7 +506,7 @@ void Balancer::set_aside(std::int32_t rank) {
 void Balancer::serve_large(SlabBid& bid) {
   serve_homes(bid);
   while (needs_serving(bid)) {
-    const std::int32_t most = pool_.most_room();
+    const std::int32_t most = pool_.roomiest();
     if (most < 0) return;
     const std::int32_t rank = bid.work < room(most) ? rank_for_rest(bid) : rank_for_end(bid);
     if (!give_end(bid, rank)) {
@@ -553,18 +555,18 @@ std::int32_t Balancer::rank_in_node(std::int32_t node) const {
 
 // Near home, then where the keys went before: over the network they cross once per node.
 std::int32_t Balancer::rank_for_end(const SlabBid& bid) const {
-  if (ranks_per_node_ >= home_->world_size) return pool_.most_room();
+  if (ranks_per_node_ >= home_->world_size) return pool_.roomiest();
   const std::int32_t home = home_->pieces[regions_[bid.last - 1].piece].rank;
   std::int32_t rank = rank_in_node(home / ranks_per_node_);
   if (rank < 0 && bid.node >= 0) rank = rank_in_node(bid.node);
-  return rank >= 0 ? rank : pool_.most_room();
+  return rank >= 0 ? rank : pool_.roomiest();
 }
 
 std::int32_t Balancer::rank_for_rest(const SlabBid& bid) const {
   std::int32_t best = -1;
   double least = 0;
-  std::int32_t rank = pool_.least_room(bid.work);
-  for (int i = 0; i < most_tries && rank >= 0; ++i, rank = pool_.roomier(rank)) {
+  std::int32_t rank = pool_.smallest_fit(bid.work);
+  for (int i = 0; i < max_tries && rank >= 0; ++i, rank = pool_.roomier(rank)) {
     const double bytes = bytes_in_after(bid, rank);
     if (best < 0 || bytes < least) {
       best = rank;

@@ -27,7 +27,7 @@ class Capacity {
   [[nodiscard]] Slab fitting(std::int32_t rank, std::int32_t doc, Slab slab) const;
 
   /// Rows of KV for which some rank has room.
-  [[nodiscard]] std::int64_t most_kv_room() const;
+  [[nodiscard]] std::int64_t max_kv_room() const;
 
   void give(std::int32_t rank, std::int32_t doc, Slab slab);
   void take(std::int32_t rank, Slab slab);  ///< queries leave; KV is counted on
@@ -37,37 +37,31 @@ class Capacity {
   [[nodiscard]] Slab keys_of(Slab slab) const;
   [[nodiscard]] std::int64_t new_kv_rows(std::int32_t rank, std::int32_t doc, Slab slab) const;
 
-  struct Held {
-    Slab rows;
-    std::int32_t doc = -1;
-  };
-
   const HomeLayout* home_ = nullptr;
   const SlabCosts* costs_ = nullptr;
   std::int64_t limit_ = 0;
-  std::vector<std::int64_t> q_rows_;   ///< [W]
-  std::vector<std::int64_t> kv_rows_;  ///< [W]
-  std::vector<Held> held_;             ///< [W] KV of the document that came last
+  std::vector<std::int64_t> q_rows_;    ///< [W]
+  std::vector<std::int64_t> kv_rows_;   ///< [W]
+  std::vector<Slab> held_;              ///< [W] KV rows of the document that came last
+  std::vector<std::int32_t> held_doc_;  ///< [W] that document, or -1
 };
 
 /// Ranks by how much work they can still take, in buckets: all operations take constant time, and
 /// what they return depends only on the order of the calls.
 class ReceiverPool {
  public:
-  /// Empties the pool; room is at most `most_room`.
-  void reset(std::int32_t world_size, std::int64_t most_room);
+  /// Empties the pool; room is at most `max_room`.
+  void reset(std::int32_t world_size, std::int64_t max_room);
 
   /// Adds a rank that is not in it, or changes its room.
   void put(std::int32_t rank, std::int64_t room);
   void remove(std::int32_t rank);
-  [[nodiscard]] bool contains(std::int32_t rank) const {
-    return bucket_[static_cast<std::size_t>(rank)] >= 0;
-  }
+  [[nodiscard]] bool contains(std::int32_t rank) const { return bucket_[rank] >= 0; }
 
   /// The rank with the most room, or -1.
-  [[nodiscard]] std::int32_t most_room() const;
+  [[nodiscard]] std::int32_t roomiest() const;
   /// The rank with the least room of at least `room`, else the one with the most, or -1.
-  [[nodiscard]] std::int32_t least_room(std::int64_t room) const;
+  [[nodiscard]] std::int32_t smallest_fit(std::int64_t room) const;
   /// The next rank in the pool with about as much room or more; -1: none.
   [[nodiscard]] std::int32_t roomier(std::int32_t rank) const;
 
@@ -156,13 +150,11 @@ class Balancer {
   [[nodiscard]] std::int32_t rank_for_rest(const SlabBid& bid) const;
   bool give_end(SlabBid& bid, std::int32_t rank);
   void give(SlabBid& bid, std::int32_t region, Slab slab, std::int32_t rank, bool first);
-  [[nodiscard]] std::int64_t room(std::int32_t rank) const {
-    return limit_ - load_[static_cast<std::size_t>(rank)];
-  }
+  [[nodiscard]] std::int64_t room(std::int32_t rank) const { return limit_ - load_[rank]; }
   void move_load(Region& region, Slab slab, std::int32_t rank);
   [[nodiscard]] double bytes_in_after(const SlabBid& bid, std::int32_t rank) const;
   [[nodiscard]] std::int64_t work_of(std::int32_t piece) const {
-    return costs_.work(slab_of(home_->pieces[static_cast<std::size_t>(piece)]));
+    return costs_.work(slab_of(home_->pieces[piece]));
   }
 
   const HomeLayout* home_ = nullptr;
@@ -172,7 +164,7 @@ class Balancer {
   std::int32_t ranks_per_node_ = 0;
   double mean_ = 0;
   std::int64_t limit_ = 0;             ///< work that no rank shall exceed
-  std::int64_t crumb_ = 0;             ///< work that is not worth a move of its own
+  std::int64_t negligible_ = 0;        ///< work that is not worth a move of its own
   double slab_work_ = 0;               ///< what a rank with room takes, typically
   double mean_bytes_in_ = 0;           ///< expected
   std::vector<std::int64_t> load_;     ///< [W]
@@ -188,25 +180,7 @@ class Balancer {
 
 /// Turns moves, ordered by piece and position, into shards. Neighbours with the same destination
 /// are one shard. With a window, keys are cut where the queries that travel begin to need them.
-class PlanWriter {
- public:
-  void write(const HomeLayout& home, std::span<const Move> moves, const PlannerOptions& options,
-             QkvPlan& plan);
-
- private:
-  struct Cut {
-    std::int64_t position = 0;
-    std::int32_t doc = 0;
-  };
-
-  void find_cuts(const HomeLayout& home, std::span<const Move> moves,
-                 const PlannerOptions& options);
-  void write_kv_begin(const AttentionMask& mask, QkvPlan& plan);
-  void number_by_rank(const HomeLayout& home, QkvPlan& plan);
-
-  std::vector<Cut> cuts_;  // by document and position
-  std::vector<std::int64_t> ends_;
-  std::vector<std::int64_t> piece_shards_;  // [pieces + 1]: shards by piece, in its order
-};
+void write_plan(const HomeLayout& home, std::span<const Move> moves, const PlannerOptions& options,
+                QkvPlan& plan);
 
 }  // namespace waybill::detail

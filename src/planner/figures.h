@@ -4,23 +4,17 @@
 #include <vector>
 
 #include "home_layout.h"
+#include "node_routes.h"
 #include "waybill/planner/attention_plan.h"
 
 namespace waybill::detail {
 
-/// KV shards [first, last) of the plan, all of one document, that a rank needs; some may be its
-/// own.
-struct KvNeed {
+/// Shards [first, last) of a document, or other things counted, and the rank that has or needs
+/// them.
+struct RankRange {
   std::int32_t rank = 0;
   std::int32_t first = 0;
   std::int32_t last = 0;
-};
-
-/// Consecutive shards of a document with one home.
-struct HomeRun {
-  std::int32_t first = 0;
-  std::int32_t last = 0;
-  std::int32_t rank = 0;
 };
 
 /// Documents of which rows of KV cross: who needs them and where they are.
@@ -38,8 +32,8 @@ class FigureCounter {
   void count(const HomeLayout& home, AttentionPlan& plan);
 
   /// What crosses, for the relay.
-  std::vector<KvNeed> needs;
-  std::vector<HomeRun> runs;
+  std::vector<RankRange> needs;  ///< KV shards of a document that a rank needs, own ones too
+  std::vector<RankRange> runs;   ///< consecutive shards of a document with one home
   std::vector<KvDocument> documents;
   std::vector<LinkBytes> q_links;   ///< [W] of Q alone
   std::vector<std::int32_t> nodes;  ///< [W]
@@ -51,7 +45,9 @@ class FigureCounter {
                 AttentionPlan& plan);
   void send_whole_runs(const KvDocument& doc, AttentionPlan& plan) const;
   void add_link(std::vector<LinkBytes>& links, std::int32_t src, std::int32_t dst,
-                std::int64_t num_bytes) const;
+                std::int64_t num_bytes) const {
+    add_bytes(links, nodes[src] == nodes[dst], src, dst, num_bytes);
+  }
 
   std::vector<std::int32_t> need_of_rank_;  // [W] into needs, -1
   std::vector<std::int64_t> position_;      // of the shards of a document, and its end

@@ -53,6 +53,45 @@ void route_once_per_node(const Topology& nodes, std::int32_t home,
   }
 }
 
+/// What hops forward: the shards of a plan, or the entries of metadata.
+struct RelayedShards {
+  std::int32_t world_size = 0;
+  std::span<const std::int64_t> num_rows;  ///< [N]
+  std::span<const std::int32_t> home;      ///< [N] rank
+};
+
+/// The one check of a hop of a relay schedule: ranks, shard and rows are in range, and whoever
+/// sends them has them. Hops before `idx` are right. What hops together bring, and their stages,
+/// are the caller's to compare.
+/// @return what the hop does not keep, to follow "expected"; null: nothing
+[[nodiscard]] const char* wrong_with_hop(std::span<const RelayHop> hops, std::size_t idx,
+                                         const RelayedShards& shards);
+
+/// The sum, also where it does not fit: figures of a plan that nobody has checked.
+[[nodiscard]] inline std::int64_t add_wrapping(std::int64_t sum, std::int64_t number) {
+  return static_cast<std::int64_t>(static_cast<std::uint64_t>(sum) +
+                                   static_cast<std::uint64_t>(number));
+}
+
+/// Adds what rows cost the two ranks between which they travel, inside a node or between nodes.
+inline void add_bytes(std::span<LinkBytes> links, bool is_in_node, std::int32_t src,
+                      std::int32_t dst, std::int64_t num_bytes) {
+  std::int64_t& out = is_in_node ? links[src].nvlink_out : links[src].network_out;
+  std::int64_t& in = is_in_node ? links[dst].nvlink_in : links[dst].network_in;
+  out = add_wrapping(out, num_bytes);
+  in = add_wrapping(in, num_bytes);
+}
+
+/// Adds rank by rank.
+inline void add_links(std::span<LinkBytes> sums, std::span<const LinkBytes> links) {
+  for (std::size_t r = 0; r < sums.size(); ++r) {
+    sums[r].nvlink_in += links[r].nvlink_in;
+    sums[r].nvlink_out += links[r].nvlink_out;
+    sums[r].network_in += links[r].network_in;
+    sums[r].network_out += links[r].network_out;
+  }
+}
+
 }  // namespace waybill::detail
 
 namespace waybill {
@@ -86,21 +125,3 @@ void add_hop(std::span<LinkBytes> links, const Topology& topology, std::int32_t 
                                    double network_bytes_per_second);
 
 }  // namespace waybill
-
-namespace waybill::detail {
-
-/// What hops forward: the shards of a plan, or the entries of metadata.
-struct RelayedShards {
-  std::int32_t world_size = 0;
-  std::span<const std::int64_t> num_rows;  ///< [N]
-  std::span<const std::int32_t> home;      ///< [N] rank
-};
-
-/// The one check of a hop of a relay schedule: ranks, shard and rows are in range, and whoever
-/// sends them has them. Hops before `idx` are right. What hops together bring, and their stages,
-/// are the caller's to compare.
-/// @return what the hop does not keep, to follow "expected"; null: nothing
-[[nodiscard]] const char* wrong_with_hop(std::span<const RelayHop> hops, std::size_t idx,
-                                         const RelayedShards& shards);
-
-}  // namespace waybill::detail

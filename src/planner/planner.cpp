@@ -14,8 +14,8 @@
 namespace waybill {
 namespace {
 
-constexpr std::int64_t most_tokens = std::int64_t{1} << 40;
-constexpr std::int64_t most_hidden = std::int64_t{1} << 24;
+constexpr std::int64_t max_tokens = std::int64_t{1} << 40;
+constexpr std::int64_t max_hidden = std::int64_t{1} << 24;
 
 void check_range(const char* who, const char* field, std::int64_t got, std::int64_t low,
                  std::int64_t high) {
@@ -41,13 +41,13 @@ std::string to_string(const AttentionMask& mask) {
 
 void PlannerOptions::check(const char* who) const {
   check_range(who, "world_size", world_size, 1, max_world_size);
-  check_range(who, "tokens_per_rank", tokens_per_rank, 0, most_tokens / world_size);
-  check_range(who, "model.q_hidden", model.q_hidden, 1, most_hidden);
-  check_range(who, "model.kv_hidden", model.kv_hidden, 1, most_hidden);
-  check_range(who, "mask.window", mask.window, 0, most_tokens);
+  check_range(who, "tokens_per_rank", tokens_per_rank, 0, max_tokens / world_size);
+  check_range(who, "model.q_hidden", model.q_hidden, 1, max_hidden);
+  check_range(who, "model.kv_hidden", model.kv_hidden, 1, max_hidden);
+  check_range(who, "mask.window", mask.window, 0, max_tokens);
   require(!mask.is_full() || mask.window == 0, who, ": mask.window = ", mask.window,
           ", expected 0: the mask is full");
-  check_range(who, "max_tokens_per_rank", max_tokens_per_rank, 0, most_tokens);
+  check_range(who, "max_tokens_per_rank", max_tokens_per_rank, 0, max_tokens);
   check_range(who, "block_tokens", block_tokens, 1, std::int64_t{1} << 20);
   require(std::isfinite(imbalance_target) && imbalance_target > 1, who,
           ": imbalance_target = ", imbalance_target, ", expected a number > 1");
@@ -67,7 +67,6 @@ void PlannerOptions::check(const char* who) const {
 struct Planner::Memory {
   detail::HomeLayout home;
   detail::Balancer balancer;
-  detail::PlanWriter writer;
   detail::FigureCounter figures;
   detail::RelayPlanner relay;
   AttentionPlan plan;  ///< the latest result
@@ -93,7 +92,7 @@ std::int32_t Planner::Memory::rank_over_capacity() const {
 void Planner::Memory::write_next(const PlannerOptions& options) {
   next.options = options;
   next.options.tokens_per_rank = home.tokens_per_rank;
-  writer.write(home, balancer.moves(), options, next.plan);
+  detail::write_plan(home, balancer.moves(), options, next.plan);
   figures.count(home, next);
 }
 
@@ -170,6 +169,21 @@ AttentionPlan plan_attention(std::span<const std::vector<std::int64_t>> rank_doc
   Planner planner;
   (void)planner.plan(rank_doc_lengths, options);
   return planner.take();
+}
+
+QkvPlan plan_pieces(std::span<const std::vector<DocumentRange>> rank_pieces,
+                    const PlannerOptions& options) {
+  options.check("plan_pieces");
+  require(options.max_tokens_per_rank == 0 && options.byte_weight == 0,
+          "plan_pieces: max_tokens_per_rank = ", options.max_tokens_per_rank,
+          ", byte_weight = ", options.byte_weight, ", expected 0: plans of pieces have no figures");
+  detail::HomeLayout home;
+  detail::lay_out(rank_pieces, options, home);
+  detail::Balancer balancer;
+  balancer.run(home, options, options.imbalance_target);
+  QkvPlan plan;
+  detail::write_plan(home, balancer.moves(), options, plan);
+  return plan;
 }
 
 }  // namespace waybill

@@ -24,20 +24,18 @@ class RelayPlanner {
     std::int32_t hop = -1;
     std::int32_t stage = -1;
   };
-  /// Holders in the order in which they got the rows; those before `front` have no room.
-  struct Queue {
-    std::vector<Holder> holders;
-    std::size_t front = 0;
-  };
-  /// A rank that gets the rows, and over the network the receivers [first, last) of its node.
-  struct Entry {
-    std::int32_t rank = 0;
-    std::size_t first = 0;
-    std::size_t last = 0;
-  };
+  /// One kind of link, and who has the rows at hand, in the order in which they got them; those
+  /// before `front` have no room.
   struct Tier {
     bool network = false;
     std::int64_t cap = 0;
+    std::vector<Holder> holders = {};
+    std::size_t front = 0;
+
+    void begin_with(Holder first) {
+      holders.assign(1, first);
+      front = 0;
+    }
   };
 
   void start(const FigureCounter& figures, AttentionPlan& plan);
@@ -46,9 +44,9 @@ class RelayPlanner {
   void send_shard(std::int32_t shard, std::int32_t home);
   void send_part(const RelayHop& part, std::int32_t home);
   void spread_in_node(const RelayHop& part, std::size_t first, std::size_t last, Holder root);
-  void order_by_room(std::vector<Entry>& entries, std::int64_t num_rows, const Tier& tier);
-  [[nodiscard]] std::size_t least_loaded(const Queue& queue, const Tier& tier) const;
-  Holder hop(const RelayHop& part, Queue& queue, Tier& tier, std::int32_t dst);
+  void order_by_room(std::vector<RankRange>& entries, std::int64_t num_rows, const Tier& tier);
+  [[nodiscard]] std::size_t lightest_holder(const Tier& tier) const;
+  Holder hop(const RelayHop& part, Tier& tier, std::int32_t dst);
   [[nodiscard]] std::int64_t& bytes_out(std::int32_t rank, const Tier& tier) const;
   [[nodiscard]] std::int32_t entry_of_node(std::size_t first, std::size_t last) const;
   [[nodiscard]] std::size_t end_of_node(std::size_t first) const;
@@ -64,11 +62,9 @@ class RelayPlanner {
   std::vector<std::int32_t> in_node_;    ///< [shards of the document + 1] receivers near home
   std::vector<std::int32_t> beyond_;     ///< the same in other nodes
   std::vector<std::uint8_t> reserved_;   ///< [N] 1: on NVLink, 2: on the network
-  std::vector<KvNeed> needs_;            ///< of the document at hand, by rank
-  std::vector<Entry> entries_;
-  std::vector<Entry> in_turn_;
-  Queue node_queue_;
-  Queue network_queue_;
+  std::vector<RankRange> needs_;         ///< of the document at hand, by rank
+  std::vector<RankRange> entries_;
+  std::vector<RankRange> in_turn_;
 };
 
 }  // namespace waybill::detail

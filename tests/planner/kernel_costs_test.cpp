@@ -112,7 +112,7 @@ TEST(KernelCosts, TheBalancerCountsTheShardsOfItsPlan) {
     detail::Balancer balancer;
     balancer.run(home, options, options.imbalance_target);
     QkvPlan plan;
-    detail::PlanWriter().write(home, balancer.moves(), options, plan);
+    detail::write_plan(home, balancer.moves(), options, plan);
     ASSERT_EQ(balancer.load(), load_of(plan, options)) << "seed " << seed;
     const auto& moves = balancer.moves();
     const auto twice = std::ranges::adjacent_find(moves, {}, &detail::Move::piece);
