@@ -67,19 +67,13 @@ struct RelayedShards {
 [[nodiscard]] const char* wrong_with_hop(std::span<const RelayHop> hops, std::size_t idx,
                                          const RelayedShards& shards);
 
-/// The sum, also where it does not fit: figures of a plan that nobody has checked.
-[[nodiscard]] inline std::int64_t add_wrapping(std::int64_t sum, std::int64_t number) {
-  return static_cast<std::int64_t>(static_cast<std::uint64_t>(sum) +
-                                   static_cast<std::uint64_t>(number));
-}
-
 /// Adds what rows cost the two ranks between which they travel, inside a node or between nodes.
 inline void add_bytes(std::span<LinkBytes> links, bool is_in_node, std::int32_t src,
                       std::int32_t dst, std::int64_t num_bytes) {
   std::int64_t& out = is_in_node ? links[src].nvlink_out : links[src].network_out;
   std::int64_t& in = is_in_node ? links[dst].nvlink_in : links[dst].network_in;
-  out = add_wrapping(out, num_bytes);
-  in = add_wrapping(in, num_bytes);
+  out += num_bytes;
+  in += num_bytes;
 }
 
 /// Adds rank by rank.

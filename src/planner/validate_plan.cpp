@@ -38,6 +38,22 @@ void compare_links(const std::string& field, const std::vector<LinkBytes>& got,
   }
 }
 
+// Numbers of an untrusted plan may be absurd; then they only have to differ.
+std::int64_t add_wrapping(std::int64_t sum, std::int64_t number) {
+  return static_cast<std::int64_t>(static_cast<std::uint64_t>(sum) +
+                                   static_cast<std::uint64_t>(number));
+}
+
+// By other code than the planner's, which is what is checked.
+void count_rows(std::vector<LinkBytes>& links, std::int32_t src, std::int32_t dst,
+                std::int64_t num_bytes, std::int32_t ranks_per_node) {
+  if (src == dst) return;
+  const bool is_near = src / ranks_per_node == dst / ranks_per_node;
+  const auto add = [&](std::int64_t& sum) { sum = add_wrapping(sum, num_bytes); };
+  add(is_near ? links[src].nvlink_out : links[src].network_out);
+  add(is_near ? links[dst].nvlink_in : links[dst].network_in);
+}
+
 // Adds what a forward table moves; `received`: rows that come, local ones included.
 void count_table(const SparseMetadata& table, std::int64_t row_bytes, std::int32_t ranks_per_node,
                  std::vector<LinkBytes>& links, std::vector<std::int64_t>& received) {
@@ -46,9 +62,7 @@ void count_table(const SparseMetadata& table, std::int64_t row_bytes, std::int32
     for (std::int64_t c = table.destination_begin(n); c < table.destination_end(n); ++c) {
       const std::int32_t dst = table.dst_rank[c];
       received[dst] += rows;
-      if (src != dst)
-        detail::add_bytes(links, src / ranks_per_node == dst / ranks_per_node, src, dst,
-                          rows * row_bytes);
+      count_rows(links, src, dst, rows * row_bytes, ranks_per_node);
     }
   });
 }
@@ -75,8 +89,8 @@ std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
               : growing * position + growing * (growing + 1) / 2 + (len - growing) * window;
       const HardwareFacts& facts = plan.options.hardware;
       std::int64_t& sum = work[qkv.q_dst[n]];
-      sum = detail::add_wrapping(sum, pairs);
-      sum = detail::add_wrapping(sum, facts.row_pairs * len + (len > 0 ? facts.shard_pairs : 0));
+      sum = add_wrapping(sum, pairs);
+      sum = add_wrapping(sum, facts.row_pairs * len + (len > 0 ? facts.shard_pairs : 0));
       position += len;
     }
   }
@@ -243,9 +257,8 @@ void check_relay(const AttentionPlan& plan, const QkvRouting& routing,
       continue;
     }
     num_stages = std::max(num_stages, std::int64_t{hop.stage} + 1);
-    const std::int32_t ranks_per_node = plan.options.hardware.ranks_per_node;
-    detail::add_bytes(links, hop.src_rank / ranks_per_node == hop.dst_rank / ranks_per_node,
-                      hop.src_rank, hop.dst_rank, hop.num_rows * plan.options.model.kv_row_bytes());
+    count_rows(links, hop.src_rank, hop.dst_rank, hop.num_rows * plan.options.model.kv_row_bytes(),
+               plan.options.hardware.ranks_per_node);
     arrivals.push_back(hop);
   }
   join(arrivals);

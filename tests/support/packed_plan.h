@@ -48,11 +48,12 @@ inline void balance_shards(QkvPlan& plan) {
 /// `shard_tokens`, and balanced by work alone. The lengths must fit.
 inline QkvPlan packed_plan(std::span<const std::int64_t> doc_lengths,
                            const PackedPlanOptions& options) {
-  QkvPlan plan{.world_size = options.world_size,
-               .kv_layout = options.kv_layout,
-               .rank_shard_offsets = {0},
-               .doc_shard_offsets = {0},
-               .mask = options.mask};
+  QkvPlan plan;
+  plan.world_size = options.world_size;
+  plan.kv_layout = options.kv_layout;
+  plan.mask = options.mask;
+  plan.rank_shard_offsets = {0};
+  plan.doc_shard_offsets = {0};
   std::int64_t room = options.tokens_per_rank;
   for (const std::int64_t length : doc_lengths) {
     for (std::int64_t left = length; left > 0;) {
