@@ -17,7 +17,7 @@ Lists received_by_rank(const IndexArray& values, const IndexArray& dispatch) {
   Lists lists(static_cast<std::size_t>(dispatch.dim(0)));
   for (std::size_t i = 0; i < dispatch.i64().size(); ++i) {
     const std::int64_t dst = dispatch.i64()[i];
-    if (dst >= 0) lists[static_cast<std::size_t>(dst)].push_back(values.i64()[i]);
+    if (dst >= 0) lists[dst].push_back(values.i64()[i]);
   }
   return lists;
 }
@@ -116,7 +116,7 @@ PackedSeqParams mlp_layout_packed_params(const IndexArray& seq_lens) {
   std::int64_t end = 0;
   for (std::int64_t i = 0; i < lens->size(); ++i) {
     end += lens->flat_at(i);
-    params.cu_seqlens_q.i64()[static_cast<std::size_t>(i + 1)] = end;
+    params.cu_seqlens_q.i64()[i + 1] = end;
     params.max_seqlen_q = std::max(params.max_seqlen_q, lens->flat_at(i));
   }
   params.cu_seqlens_kv = params.cu_seqlens_q;

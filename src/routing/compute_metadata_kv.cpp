@@ -136,7 +136,7 @@ struct Groups {
   std::vector<std::int64_t> first_row;   ///< [W * S]
   std::vector<std::int64_t> first_slot;  ///< [W * S]
   std::vector<std::int64_t> rank_slots;  ///< [W]
-  std::int64_t most_slots = 0;
+  std::int64_t max_slots = 0;
 };
 
 Groups place_groups(const KvJob& job) {
@@ -160,7 +160,7 @@ Groups place_groups(const KvJob& job) {
             job.place.size());
   }
   for (const std::int64_t slots : groups.rank_slots) {
-    groups.most_slots = std::max(groups.most_slots, slots);
+    groups.max_slots = std::max(groups.max_slots, slots);
   }
   return groups;
 }
@@ -168,13 +168,13 @@ Groups place_groups(const KvJob& job) {
 /// The copy that fills each slot of an attention rank, [W, R]; -1 none.
 /// @throws InvalidArgument when two copies fill one slot.
 std::vector<std::int64_t> fill_slots(const KvJob& job, const Groups& groups) {
-  std::vector<std::int64_t> slots(static_cast<std::size_t>(job.world_size * groups.most_slots), -1);
+  std::vector<std::int64_t> slots(static_cast<std::size_t>(job.world_size * groups.max_slots), -1);
   for (std::size_t at = 0; at < job.place.size(); ++at) {
     if (!job.used(at)) continue;
     const std::size_t q = job.query_of(at);
     const std::int64_t slot =
-        job.q_dst[q] * groups.most_slots + groups.first_slot[q] + job.place[at];
-    std::int64_t& filled_by = slots[static_cast<std::size_t>(slot)];
+        job.q_dst[q] * groups.max_slots + groups.first_slot[q] + job.place[at];
+    std::int64_t& filled_by = slots[slot];
     const auto copies = static_cast<std::size_t>(job.num_copies);
     require(filled_by < 0, in_metadata_kv, ": KV shards of ",
             job.name(static_cast<std::size_t>(std::max<std::int64_t>(filled_by, 0)) / copies),
@@ -192,8 +192,7 @@ void check_contexts(const KvJob& job, const Groups& groups,
     if (job.q_dst[q] < 0) continue;
     std::int64_t rows = 0;
     for (std::int64_t k = 0; k < job.q_shards[q]; ++k) {
-      const std::int64_t at = slots[static_cast<std::size_t>(job.q_dst[q] * groups.most_slots +
-                                                             groups.first_slot[q] + k)];
+      const std::int64_t at = slots[job.q_dst[q] * groups.max_slots + groups.first_slot[q] + k];
       require(at >= 0, in_metadata_kv, ": the query of ", job.name(q),
               " has q_to_num_kv_seq = ", job.q_shards[q],
               ", but no KV shard has kv_to_q_rank = ", k, " for it");
@@ -231,8 +230,8 @@ void count_rows(const KvJob& job, Metadata& fwd, Metadata& rev) {
     forward[cell(r, world)] += rows;
     reverse[cell(i, r)] += rows;
     reverse[cell(i, world)] += rows;
-    fwd.num_total_recv_tokens[static_cast<std::size_t>(r)] += rows;
-    rev.num_total_recv_tokens[static_cast<std::size_t>(i)] += rows;
+    fwd.num_total_recv_tokens[r] += rows;
+    rev.num_total_recv_tokens[i] += rows;
   }
 }
 
@@ -255,11 +254,11 @@ void fill_reverse(const KvJob& job, const Groups& groups, const std::vector<std:
   std::vector<std::int64_t> shard_begin(job.num_entries());
   std::vector<std::int64_t> rank_rows(static_cast<std::size_t>(job.world_size));
   for (std::size_t shard = 0; shard < job.num_entries(); ++shard) {
-    std::int64_t& rows = rank_rows[static_cast<std::size_t>(job.rank_of(shard))];
+    std::int64_t& rows = rank_rows[job.rank_of(shard)];
     shard_begin[shard] = rows;
     rows += job.seq_len[shard];
   }
-  const Shape shape{job.world_size, groups.most_slots};
+  const Shape shape{job.world_size, groups.max_slots};
   rev.dst_rank = IndexArray::full(shape, -1);
   rev.dst_offset = IndexArray(shape);
   rev.seq_len = IndexArray(shape);
@@ -271,7 +270,7 @@ void fill_reverse(const KvJob& job, const Groups& groups, const std::vector<std:
     const std::int64_t c = slots[slot] % job.num_copies;
     const auto shard = static_cast<std::size_t>(slots[slot] / job.num_copies);
     home[slot] = job.rank_of(shard);
-    offset[slot] = c * rank_rows[static_cast<std::size_t>(home[slot])] + shard_begin[shard];
+    offset[slot] = c * rank_rows[home[slot]] + shard_begin[shard];
     rows[slot] = job.seq_len[shard];
   }
 }
@@ -281,7 +280,7 @@ IndexArray global_seq_ids(const std::vector<std::int64_t>& slots, const Shape& s
   IndexArray ids = IndexArray::full(shape, -1);
   for (std::size_t slot = 0; slot < slots.size(); ++slot) {
     if (slots[slot] >= 0) {
-      ids.i64()[static_cast<std::size_t>(slots[slot])] = static_cast<std::int64_t>(slot);
+      ids.i64()[slots[slot]] = static_cast<std::int64_t>(slot);
     }
   }
   return ids;

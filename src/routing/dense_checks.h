@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "waybill/core/error.h"
 #include "waybill/core/index_array.h"
@@ -37,13 +38,9 @@ class Int64Table {
   const IndexArray& table_;
 };
 
-/// [W, S] of a matrix, with 1 <= W.
-struct WorldShape {
-  std::int64_t world_size;
-  std::int64_t num_shards;  ///< most on a rank
-};
-
-inline WorldShape check_world_matrix(const char* who, const char* name, const IndexArray& array) {
+/// [W, S] of a matrix, with 1 <= W; S is the largest number of shards on a rank.
+inline std::pair<std::int64_t, std::int64_t> check_world_matrix(const char* who, const char* name,
+                                                                const IndexArray& array) {
   require(array.ndim() == 2, who, ": ", name, " has shape ", to_string(array.shape()),
           ", expected [W, S]");
   require(1 <= array.dim(0) && array.dim(0) <= max_world_size, who, ": world_size = ", array.dim(0),

@@ -8,10 +8,7 @@
 namespace waybill {
 namespace {
 
-/// Whether num_seqs counts entries without rows: in tables of KV it does (see compute_metadata_kv).
-enum class Count { entries_with_rows, all_entries };
-
-std::int64_t most_entries(const SparseMetadata& table) {
+std::int64_t largest_rank(const SparseMetadata& table) {
   std::int64_t most = 0;
   for (std::int32_t r = 0; r < table.world_size; ++r) {
     most = std::max(most, table.rank_offsets[r + 1] - table.rank_offsets[r]);
@@ -19,7 +16,7 @@ std::int64_t most_entries(const SparseMetadata& table) {
   return most;
 }
 
-std::int64_t most_copies(const SparseMetadata& table) {
+std::int64_t most_of_entry(const SparseMetadata& table) {
   std::int64_t most = 1;
   for (std::int64_t entry = 0; entry < table.num_entries(); ++entry) {
     most = std::max(most, table.destination_end(entry) - table.destination_begin(entry));
@@ -40,11 +37,11 @@ IndexArray dense_counts(const RecvCounts& recv) {
   return result;
 }
 
-Metadata dense_table(const SparseMetadata& table, Count count) {
+Metadata dense_table(const SparseMetadata& table, bool all_entries) {
   const std::int64_t world = table.world_size;
-  const std::int64_t entries = most_entries(table);
+  const std::int64_t entries = largest_rank(table);
   const bool has_copies = !table.copy_offsets.empty();
-  const std::int64_t copies = has_copies ? most_copies(table) : 1;
+  const std::int64_t copies = has_copies ? most_of_entry(table) : 1;
   Shape shape{world, entries};
   if (has_copies) shape.push_back(copies);
   Metadata dense;
@@ -61,7 +58,7 @@ Metadata dense_table(const SparseMetadata& table, Count count) {
     for (std::int64_t entry = table.rank_offsets[r]; entry < table.rank_offsets[r + 1];
          ++entry, ++cell) {
       seq_len[cell] = table.seq_len[entry];
-      num_seqs[r] += count == Count::all_entries || table.seq_len[entry] > 0 ? 1 : 0;
+      num_seqs[r] += all_entries || table.seq_len[entry] > 0 ? 1 : 0;
       for (std::int64_t c = table.destination_begin(entry); c < table.destination_end(entry); ++c) {
         const std::size_t slot = cell * copies + c - table.destination_begin(entry);
         dst_rank[slot] = table.dst_rank[c];
@@ -113,16 +110,15 @@ AttnLayout dense_attention(const SparseAttnLayout& attn, KvLayout kv_layout) {
 }  // namespace
 
 Metadata to_dense(const SparseMetadata& forward) {
-  return dense_table(forward,
-                     forward.copy_offsets.empty() ? Count::entries_with_rows : Count::all_entries);
+  return dense_table(forward, forward.copy_offsets.empty() ? false : true);
 }
 
 Metadata to_dense_reverse(const SparseMetadata& reverse, const SparseMetadata& forward) {
   require(reverse.world_size == forward.world_size, "to_dense_reverse: reverse has world_size ",
           reverse.world_size, ", expected ", forward.world_size, " as forward");
-  if (forward.copy_offsets.empty()) return dense_table(reverse, Count::entries_with_rows);
+  if (forward.copy_offsets.empty()) return dense_table(reverse, false);
   const Metadata dense_forward = to_dense(forward);
-  Metadata dense = dense_table(reverse, Count::all_entries);
+  Metadata dense = dense_table(reverse, true);
   dense.seq_recv_mask = detail::used_copies(dense_forward.dst_rank);
   dense.recv_seq_lens = dense_forward.seq_len;
   return dense;
@@ -159,47 +155,6 @@ RecvCounts sparse_counts(const IndexArray& dense) {
   }
   return result;
 }
-
-/// The entries of a dense table, each with its copies: [W * S] and [W * S * C].
-class Entries {
- public:
-  explicit Entries(const Metadata& dense)
-      : num_copies_(dense.has_copies() ? dense.dst_rank.dim(2) : 1),
-        seq_len_(dense.seq_len),
-        dst_rank_(dense.dst_rank),
-        dst_offset_(dense.dst_offset) {}
-
-  [[nodiscard]] std::int64_t rows(std::int64_t entry) const { return seq_len_[entry]; }
-
-  [[nodiscard]] std::int64_t copies(std::int64_t entry) const {
-    std::int64_t count = 0;
-    for_each_copy(entry, [&](std::int64_t, std::int64_t) { ++count; });
-    return count;
-  }
-
-  template <class Body>
-  void for_each_copy(std::int64_t entry, Body&& body) const {
-    for (std::int64_t c = entry * num_copies_; c < (entry + 1) * num_copies_; ++c) {
-      if (dst_rank_[c] >= 0) body(dst_rank_[c], dst_offset_[c]);
-    }
-  }
-
-  void check(std::int64_t world) const {
-    for (const std::int64_t rows : seq_len_.span()) {
-      require(rows >= 0, in_to_sparse, ": seq_len has ", rows, ", expected >= 0");
-    }
-    for (const std::int64_t rank : dst_rank_.span()) {
-      require(-1 <= rank && rank < world, in_to_sparse, ": dst_rank has ", rank, ", expected -1..",
-              world - 1);
-    }
-  }
-
- private:
-  std::int64_t num_copies_;
-  Int64View seq_len_;
-  Int64View dst_rank_;
-  Int64View dst_offset_;
-};
 
 /// The values of one rank, appended to a flat table.
 void append(UninitializedVector<std::int64_t>& table, const IndexArray& values) {
@@ -272,8 +227,15 @@ SparseMetadata to_sparse(const Metadata& dense) {
   const std::int64_t per_rank = dense.seq_len.dim(1);
   require(1 <= world && world <= max_world_size, in_to_sparse, ": seq_len has ", world,
           " ranks, expected 1..", max_world_size);
-  const Entries entries(dense);
-  entries.check(world);
+  const Int64View seq_len(dense.seq_len);
+  const Int64View dst_rank(dense.dst_rank);
+  const Int64View dst_offset(dense.dst_offset);
+  for (const std::int64_t rows : seq_len.span())
+    require(rows >= 0, in_to_sparse, ": seq_len has ", rows, ", expected >= 0");
+  for (const std::int64_t rank : dst_rank.span())
+    require(-1 <= rank && rank < world, in_to_sparse, ": dst_rank has ", rank, ", expected -1..",
+            world - 1);
+  const std::int64_t max_copies = dense.has_copies() ? dense.dst_rank.dim(2) : 1;
   bool one_copy = !dense.has_copies();
   SparseMetadata sparse;
   sparse.world_size = static_cast<std::int32_t>(world);
@@ -281,14 +243,15 @@ SparseMetadata to_sparse(const Metadata& dense) {
   sparse.copy_offsets.push_back(0);
   for (std::int64_t r = 0; r < world; ++r) {
     for (std::int64_t entry = r * per_rank; entry < (r + 1) * per_rank; ++entry) {
-      const std::int64_t copies = entries.copies(entry);
-      if (copies == 0 && entries.rows(entry) == 0) continue;
+      for (std::int64_t c = entry * max_copies; c < (entry + 1) * max_copies; ++c) {
+        if (dst_rank[c] < 0) continue;
+        sparse.dst_rank.push_back(static_cast<std::int32_t>(dst_rank[c]));
+        sparse.dst_offset.push_back(dst_offset[c]);
+      }
+      const std::int64_t copies = sparse.num_destinations() - sparse.copy_offsets.back();
+      if (copies == 0 && seq_len[entry] == 0) continue;
       one_copy = one_copy && copies == 1;
-      sparse.seq_len.push_back(entries.rows(entry));
-      entries.for_each_copy(entry, [&](std::int64_t rank, std::int64_t offset) {
-        sparse.dst_rank.push_back(static_cast<std::int32_t>(rank));
-        sparse.dst_offset.push_back(offset);
-      });
+      sparse.seq_len.push_back(seq_len[entry]);
       sparse.copy_offsets.push_back(sparse.num_destinations());
     }
     sparse.rank_offsets.push_back(sparse.num_entries());

@@ -14,7 +14,8 @@
 #include "waybill/core/topology.h"
 #include "waybill/routing/qkv_plan.h"
 
-namespace waybill::detail {
+namespace waybill {
+namespace {
 
 /// Builds a plan whose shards are appended in the global order.
 class PlanBuilder {
@@ -43,10 +44,10 @@ class PlanBuilder {
   QkvPlan plan_;
 };
 
-}  // namespace waybill::detail
-
-namespace waybill {
-namespace {
+E2eMetadata metadata_of(const RawQkvDispatch& raw, bool return_intermediate) {
+  return compute_e2e_metadata(raw.cp_seq_lens, raw.num_cp_shards, raw.cp_query_dst, raw.kv,
+                              return_intermediate);
+}
 
 /// Uniform in [lo, mean) or [mean, hi), in the proportion that gives the mean of the bucket.
 std::int64_t draw(const LengthDistribution::Bucket& bucket, Random& random) {
@@ -98,7 +99,7 @@ std::vector<std::int64_t> sample_documents(const LengthDistribution& distributio
   std::vector<std::int64_t> lengths;
   for (std::int64_t left = num_tokens; left > 0; left -= lengths.back()) {
     const auto place = std::upper_bound(upto.begin(), upto.end(), random.below(total));
-    const auto& bucket = distribution.buckets[static_cast<std::size_t>(place - upto.begin())];
+    const auto& bucket = distribution.buckets[place - upto.begin()];
     std::int64_t length = draw(bucket, random);
     if (distribution.max_len > 0) length = std::min(length, distribution.max_len);
     lengths.push_back(std::min(length, left));
@@ -225,12 +226,11 @@ void check_arguments(const char* who, std::int64_t world_size, std::int64_t tota
 }
 
 /// Cuts a sequence into `destinations.size()` shards, equal to one row, longer ones first.
-void add_sequence(detail::PlanBuilder& plan, std::int64_t num_tokens,
+void add_sequence(PlanBuilder& plan, std::int64_t num_tokens,
                   const std::vector<std::int32_t>& destinations) {
   const std::int64_t cp = std::ssize(destinations);
   for (std::int64_t s = 0; s < cp; ++s) {
-    plan.add_shard(num_tokens / cp + (s < num_tokens % cp ? 1 : 0),
-                   destinations[static_cast<std::size_t>(s)]);
+    plan.add_shard(num_tokens / cp + (s < num_tokens % cp ? 1 : 0), destinations[s]);
   }
   plan.end_document();
 }
@@ -248,7 +248,7 @@ RawQkvDispatchWithLens random_dispatch(const char* who, std::int64_t world_size,
 
   const auto num_degrees =
       static_cast<std::int64_t>(std::bit_width(static_cast<std::uint64_t>(max_cp_degree)));
-  detail::PlanBuilder builder(world_size, KvLayout::per_query);
+  PlanBuilder builder(world_size, KvLayout::per_query);
   std::size_t next = 0;
   for (std::int64_t w = 0; w < world_size; ++w) {
     for (std::int64_t i = 0; i < num_seqs; ++i) {
@@ -287,7 +287,7 @@ RawQkvDispatchWithLens create_raw_qkv_dispatch(const IndexArray& seq_lens, const
   detail::check_same_shape(who, "cp_num", *degrees, lens->shape());
   detail::check_same_shape(who, "cp_dst", *ranks, {world_size, num_seqs, slots});
   detail::check_lengths(who, "seq_lens", *lens);
-  detail::PlanBuilder builder(world_size, KvLayout::per_query);
+  PlanBuilder builder(world_size, KvLayout::per_query);
   for (std::int64_t w = 0; w < world_size; ++w) {
     for (std::int64_t i = 0; i < num_seqs; ++i) {
       const std::int64_t cp = degrees->at({w, i});
@@ -320,9 +320,7 @@ QkvDispatch create_qkv_dispatch(std::int64_t world_size, std::int64_t total_seq_
   result.raw = std::move(random.raw);
   result.seq_lens = std::move(random.seq_lens);
   result.plan = std::move(random.plan);
-  result.metadata =
-      compute_e2e_metadata(result.raw.cp_seq_lens, result.raw.num_cp_shards,
-                           result.raw.cp_query_dst, result.raw.kv, return_intermediate);
+  result.metadata = metadata_of(result.raw, return_intermediate);
   return result;
 }
 
@@ -330,38 +328,29 @@ namespace {
 
 constexpr const char* in_custom_mapping = "create_qkv_dispatch_with_custom_mapping";
 
-/// One sequence of the arguments.
-struct Sequence {
-  std::int64_t rank;
-  std::int64_t idx;
-  std::int64_t len;
-  std::int64_t cp;
-  std::span<const std::int64_t> dst;         ///< [C]
-  std::span<const std::int64_t> shard_lens;  ///< [C]
-};
-
-void check_sequence(const Sequence& seq, std::int64_t world_size) {
-  const std::string place = concat(" of rank ", seq.rank, ", sequence ", seq.idx);
-  const std::int64_t slots = std::ssize(seq.dst);
-  require(0 <= seq.cp && seq.cp <= slots && (seq.len == 0) == (seq.cp == 0), in_custom_mapping,
-          ": cp_num", place, " = ", seq.cp, ", expected ",
-          seq.len == 0 ? "0, as the sequence is empty" : concat("1..", slots));
+/// A sequence of `len` rows in the first `cp` of its shards. @param place names it in errors
+void check_sequence(const std::string& place, std::int64_t len, std::int64_t cp,
+                    std::span<const std::int64_t> dst, std::span<const std::int64_t> shard_lens,
+                    std::int64_t world_size) {
+  const std::int64_t slots = std::ssize(dst);
+  require(0 <= cp && cp <= slots && (len == 0) == (cp == 0), in_custom_mapping, ": cp_num", place,
+          " = ", cp, ", expected ",
+          len == 0 ? "0, as the sequence is empty" : concat("1..", slots));
   std::int64_t rows = 0;
   for (std::int64_t c = 0; c < slots; ++c) {
-    const std::int64_t dst = seq.dst[static_cast<std::size_t>(c)];
-    const std::int64_t len = seq.shard_lens[static_cast<std::size_t>(c)];
-    const bool used = c < seq.cp;
-    require(used ? 0 <= dst && dst < world_size : dst == -1, in_custom_mapping, ": cp_dst", place,
-            ", shard ", c, " = ", dst, ", expected ",
-            used ? concat("0..", world_size - 1) : concat("-1, as cp_num is ", seq.cp));
-    require(used ? len > 0 : len == 0, in_custom_mapping, ": seq_shard_lens", place, ", shard ", c,
-            " = ", len, ", expected ", used ? "> 0" : concat("0, as cp_num is ", seq.cp));
-    require(len <= detail::max_total_rows - rows, in_custom_mapping, ": seq_shard_lens", place,
-            " sums to over 2^40 rows");
-    rows += len;
+    const bool used = c < cp;
+    require(used ? 0 <= dst[c] && dst[c] < world_size : dst[c] == -1, in_custom_mapping, ": cp_dst",
+            place, ", shard ", c, " = ", dst[c], ", expected ",
+            used ? concat("0..", world_size - 1) : concat("-1, as cp_num is ", cp));
+    require(used ? shard_lens[c] > 0 : shard_lens[c] == 0, in_custom_mapping, ": seq_shard_lens",
+            place, ", shard ", c, " = ", shard_lens[c], ", expected ",
+            used ? "> 0" : concat("0, as cp_num is ", cp));
+    require(shard_lens[c] <= detail::max_total_rows - rows, in_custom_mapping, ": seq_shard_lens",
+            place, " sums to over 2^40 rows");
+    rows += shard_lens[c];
   }
-  require(rows == seq.len, in_custom_mapping, ": seq_shard_lens", place, " sums to ", rows,
-          ", expected ", seq.len, " (seq_lens)");
+  require(rows == len, in_custom_mapping, ": seq_shard_lens", place, " sums to ", rows,
+          ", expected ", len, " (seq_lens)");
 }
 
 /// Checks the shapes and returns [n, C].
@@ -393,27 +382,21 @@ QkvDispatch create_qkv_dispatch_with_custom_mapping(
   const detail::Int64Table ranks(in_custom_mapping, "cp_dst", cp_dst);
   const detail::Int64Table shard_lens(in_custom_mapping, "seq_shard_lens", seq_shard_lens);
   const auto [num_seqs, slots] = check_arguments(world_size, *lens, *degrees, *ranks, *shard_lens);
-  detail::PlanBuilder builder(world_size, KvLayout::per_query);
+  PlanBuilder builder(world_size, KvLayout::per_query);
   for (std::int64_t w = 0; w < world_size; ++w) {
     bool ended = false;
     for (std::int64_t i = 0; i < num_seqs; ++i) {
-      const auto flat = static_cast<std::size_t>(w * num_seqs + i);
-      const auto first = flat * static_cast<std::size_t>(slots);
-      const Sequence seq{
-          .rank = w,
-          .idx = i,
-          .len = lens->i64()[flat],
-          .cp = degrees->i64()[flat],
-          .dst = ranks->i64().subspan(first, static_cast<std::size_t>(slots)),
-          .shard_lens = shard_lens->i64().subspan(first, static_cast<std::size_t>(slots))};
-      require(!ended || seq.len == 0, in_custom_mapping, ": seq_lens of rank ", w, ", sequence ", i,
-              " = ", seq.len, ", expected 0 after the sequence of length 0 before it");
-      ended = seq.len == 0;
-      check_sequence(seq, world_size);
-      for (std::size_t c = 0; c < static_cast<std::size_t>(seq.cp); ++c) {
-        builder.add_shard(seq.shard_lens[c], seq.dst[c]);
-      }
-      if (seq.cp > 0) builder.end_document();
+      const std::int64_t flat = w * num_seqs + i;
+      const std::int64_t len = lens->i64()[flat];
+      const std::int64_t cp = degrees->i64()[flat];
+      const auto dst = ranks->i64().subspan(flat * slots, slots);
+      const auto shards = shard_lens->i64().subspan(flat * slots, slots);
+      require(!ended || len == 0, in_custom_mapping, ": seq_lens of rank ", w, ", sequence ", i,
+              " = ", len, ", expected 0 after the sequence of length 0 before it");
+      ended = len == 0;
+      check_sequence(concat(" of rank ", w, ", sequence ", i), len, cp, dst, shards, world_size);
+      for (std::int64_t c = 0; c < cp; ++c) builder.add_shard(shards[c], dst[c]);
+      if (cp > 0) builder.end_document();
     }
     builder.end_rank();
   }
@@ -421,9 +404,7 @@ QkvDispatch create_qkv_dispatch_with_custom_mapping(
   result.plan = builder.take();
   result.seq_lens = *lens;
   result.raw = to_raw_dispatch(result.plan, slots);
-  result.metadata =
-      compute_e2e_metadata(result.raw.cp_seq_lens, result.raw.num_cp_shards,
-                           result.raw.cp_query_dst, result.raw.kv, return_intermediate);
+  result.metadata = metadata_of(result.raw, return_intermediate);
   return result;
 }
 

@@ -71,7 +71,7 @@ class RecvCounter {
 
   /// Rows that the current rank receives from `sender`.
   void add(std::int32_t sender, std::int64_t rows) {
-    std::int64_t& tokens = tokens_from_[static_cast<std::size_t>(sender)];
+    std::int64_t& tokens = tokens_from_[sender];
     if (tokens == 0 && rows > 0) senders_.push_back(sender);
     tokens += rows;
   }
@@ -83,7 +83,7 @@ class RecvCounter {
     }
     std::int64_t total = 0;
     for (const std::int32_t sender : senders_) {
-      std::int64_t& tokens = tokens_from_[static_cast<std::size_t>(sender)];
+      std::int64_t& tokens = tokens_from_[sender];
       result_.src_rank.push_back(sender);
       result_.tokens.push_back(tokens);
       total += tokens;

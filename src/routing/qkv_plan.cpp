@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "dense_checks.h"
 #include "waybill/core/error.h"
@@ -46,9 +47,9 @@ void check_documents(const QkvPlan& plan, const char* who) {
     const std::int32_t shard = plan.doc_shards[i];
     require(0 <= shard && shard < plan.num_shards(), who, ": plan.doc_shards[", i, "] = ", shard,
             ", expected a shard of 0..", plan.num_shards() - 1);
-    require(!seen[static_cast<std::size_t>(shard)], who, ": plan.doc_shards[", i, "] = ", shard,
+    require(!seen[shard], who, ": plan.doc_shards[", i, "] = ", shard,
             ", but this shard is in a document already; expected each shard once");
-    seen[static_cast<std::size_t>(shard)] = true;
+    seen[shard] = true;
   }
 }
 
@@ -60,11 +61,10 @@ void check_windows(const QkvPlan& plan, const char* who) {
           plan.kv_begin.size(), " values, expected ", plan.num_shards(), " or none");
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     std::int32_t before = 0;
-    const std::int64_t first = plan.doc_shard_offsets[static_cast<std::size_t>(d)];
-    const std::int64_t last = plan.doc_shard_offsets[static_cast<std::size_t>(d + 1)];
+    const std::int64_t first = plan.doc_shard_offsets[d];
+    const std::int64_t last = plan.doc_shard_offsets[d + 1];
     for (std::int64_t p = 0; p < last - first; ++p) {
-      const auto shard =
-          static_cast<std::size_t>(plan.doc_shards[static_cast<std::size_t>(first + p)]);
+      const auto shard = static_cast<std::size_t>(plan.doc_shards[first + p]);
       const std::int32_t begin = plan.kv_begin[shard];
       require(before <= begin && begin <= p, who, ": plan.kv_begin[", shard, "] = ", begin,
               ", expected ", before, "..", p, " (position ", p, " of document ", d, ")");
@@ -109,18 +109,13 @@ void QkvPlan::check(const char* who) const {
 
 namespace {
 
-/// Where a shard stands in the dense tables.
-struct Entry {
-  std::int64_t rank;
-  std::int64_t idx;
-};
-
-std::vector<Entry> find_entries(const QkvPlan& plan) {
-  std::vector<Entry> entries;
+/// Rank and index of each shard in the dense tables.
+std::vector<std::pair<std::int64_t, std::int64_t>> find_entries(const QkvPlan& plan) {
+  std::vector<std::pair<std::int64_t, std::int64_t>> entries;
   entries.reserve(plan.num_shards());
   for (std::int64_t w = 0; w < plan.world_size; ++w) {
     const std::int64_t count = plan.rank_shard_offsets[w + 1] - plan.rank_shard_offsets[w];
-    for (std::int64_t s = 0; s < count; ++s) entries.push_back({w, s});
+    for (std::int64_t s = 0; s < count; ++s) entries.emplace_back(w, s);
   }
   return entries;
 }
@@ -137,8 +132,9 @@ RawQkvDispatch padding(std::int64_t world, std::int64_t shards, std::int64_t cop
 }
 
 /// KV shard p of a document serves its query shards p, p + 1, ...: copy c is query p + c.
-void fill_document(const QkvPlan& plan, const std::vector<Entry>& entries, std::int64_t doc,
-                   RawQkvDispatch& raw) {
+void fill_document(const QkvPlan& plan,
+                   const std::vector<std::pair<std::int64_t, std::int64_t>>& entries,
+                   std::int64_t doc, RawQkvDispatch& raw) {
   const std::int64_t shards_per_rank = raw.cp_seq_lens.dim(1);
   const std::int64_t copies = raw.kv.kv_to_q_rank.dim(2);
   const std::int64_t first = plan.doc_shard_offsets[doc];
@@ -148,7 +144,7 @@ void fill_document(const QkvPlan& plan, const std::vector<Entry>& entries, std::
   std::int64_t rows = 0;
   for (std::int64_t p = 0; p < num_shards; ++p) {
     const std::size_t shard = plan.doc_shards[first + p];
-    const std::size_t entry = entries[shard].rank * shards_per_rank + entries[shard].idx;
+    const std::int64_t entry = entries[shard].first * shards_per_rank + entries[shard].second;
     raw.cp_seq_lens.i64()[entry] = plan.shard_len[shard];
     raw.cp_query_dst.i64()[entry] = plan.q_dst[shard];
     raw.kv.kv_context_size.i64()[entry] = rows;
@@ -156,11 +152,11 @@ void fill_document(const QkvPlan& plan, const std::vector<Entry>& entries, std::
     raw.kv.q_to_num_kv_seq.i64()[entry] = p + 1;
     raw.kv.q_to_num_kv_token.i64()[entry] = rows;
     for (std::int64_t c = 0; p + c < num_shards; ++c) {
-      const Entry& query = entries[plan.doc_shards[first + p + c]];
+      const auto& [query_rank, query_idx] = entries[plan.doc_shards[first + p + c]];
       const auto copy = entry * copies + c;
       place[copy] = p;
-      mapping[2 * copy] = query.rank;
-      mapping[2 * copy + 1] = query.idx;
+      mapping[2 * copy] = query_rank;
+      mapping[2 * copy + 1] = query_idx;
     }
   }
 }
@@ -175,20 +171,19 @@ RawQkvDispatch to_raw_dispatch(const QkvPlan& plan, std::int64_t max_cp_degree) 
           "to_raw_dispatch: plan.mask = full, expected a causal plan: this form has no other mask");
   require(!windows, "to_raw_dispatch: plan.kv_begin has a window, expected a causal plan: this ",
           "form cannot express one");
-  std::int64_t most_shards = 0;
+  std::int64_t max_shards = 0;
   for (std::int64_t w = 0; w < plan.world_size; ++w) {
-    most_shards =
-        std::max(most_shards, plan.rank_shard_offsets[w + 1] - plan.rank_shard_offsets[w]);
+    max_shards = std::max(max_shards, plan.rank_shard_offsets[w + 1] - plan.rank_shard_offsets[w]);
   }
   std::int64_t copies = max_cp_degree;
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     copies = std::max(copies, plan.doc_shard_offsets[d + 1] - plan.doc_shard_offsets[d]);
   }
-  RawQkvDispatch raw = padding(plan.world_size, most_shards, copies);
+  RawQkvDispatch raw = padding(plan.world_size, max_shards, copies);
   for (std::int64_t w = 0; w < plan.world_size; ++w) {
     raw.num_cp_shards.i64()[w] = plan.rank_shard_offsets[w + 1] - plan.rank_shard_offsets[w];
   }
-  const std::vector<Entry> entries = find_entries(plan);
+  const std::vector<std::pair<std::int64_t, std::int64_t>> entries = find_entries(plan);
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) fill_document(plan, entries, d, raw);
   return raw;
 }

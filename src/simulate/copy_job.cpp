@@ -29,8 +29,8 @@ void copy_elements(std::byte* to, std::int64_t to_step, const std::byte* from,
 /// Rows first .. first + count of a segment.
 void copy_rows(const CopyJob& job, const CopySegment& segment, std::int64_t first,
                std::int64_t count, bool streaming) {
-  const ConstTensorView& source = job.sources[static_cast<std::size_t>(segment.src_rank)];
-  const TensorView& output = job.outputs[static_cast<std::size_t>(segment.dst_rank)];
+  const ConstTensorView& source = job.sources[segment.src_rank];
+  const TensorView& output = job.outputs[segment.dst_rank];
   const std::int64_t hidden = source.shape[1];
   const std::int64_t element_bytes = dtype_bytes(source.dtype);
   const std::int64_t row_bytes = hidden * element_bytes;
@@ -89,10 +89,10 @@ void copy_any_order(const CopyJob& job, const std::vector<CopySegment>& segments
 void copy_in_order(const CopyJob& job, const std::vector<CopySegment>& segments,
                    const Destinations& destinations, int num_threads) {
   parallel_for(job.world_size(), 1, num_threads, [&](std::int64_t begin, std::int64_t end) {
-    const auto first = destinations.offsets[static_cast<std::size_t>(begin)];
-    const auto last = destinations.offsets[static_cast<std::size_t>(end)];
+    const auto first = destinations.offsets[begin];
+    const auto last = destinations.offsets[end];
     for (std::int64_t k = first; k < last; ++k) {
-      const auto i = static_cast<std::size_t>(destinations.segments[static_cast<std::size_t>(k)]);
+      const auto i = static_cast<std::size_t>(destinations.segments[k]);
       copy_rows(job, segments[i], 0, segments[i].rows, false);
     }
   });
@@ -150,7 +150,7 @@ class SegmentList {
               concat("destination rank = ", dst_rank, ", expected -1 (none) or 0..", world - 1));
     }
     at_.dst_rank = static_cast<std::int32_t>(dst_rank);
-    const std::int64_t num_rows = job_.outputs[static_cast<std::size_t>(dst_rank)].shape[0];
+    const std::int64_t num_rows = job_.outputs[dst_rank].shape[0];
     if (dst_row < 0) fail_at(job_, at_, dst_rank, concat("offset = ", dst_row, ", expected >= 0"));
     if (at_.rows > num_rows || dst_row > num_rows - at_.rows) {
       fail_at(job_, at_, dst_rank,
@@ -162,7 +162,7 @@ class SegmentList {
   void begin_rank(std::int64_t rank) {
     at_.src_rank = static_cast<std::int32_t>(rank);
     next_row_ = 0;
-    source_rows_ = job_.sources[static_cast<std::size_t>(rank)].shape[0];
+    source_rows_ = job_.sources[rank].shape[0];
   }
 
   [[nodiscard]] std::vector<CopySegment> take() { return std::move(segments_); }
@@ -228,7 +228,7 @@ void fail_at(const CopyJob& job, const CopySegment& segment, std::int64_t dst_ra
   const auto rank_shape = [](const Shape& all, const auto& views, std::int64_t rank) {
     if (!all.empty()) return to_string(all);
     if (rank < 0 || rank >= std::ssize(views)) return std::string("unknown");
-    return to_string(views[static_cast<std::size_t>(rank)].shape);
+    return to_string(views[rank].shape);
   };
   throw_invalid(job.who, ": ", what, " (source rank ", segment.src_rank, ", destination rank ",
                 dst_rank, ", shard ", segment.shard, ", copy ", segment.copy, ", offset ",
@@ -279,13 +279,13 @@ std::vector<CopySegment> checked_segments(const CopyJob& job, const SparseMetada
   SegmentList list(job, metadata.dst_rank.size());
   for (std::int64_t w = 0; w < job.world_size(); ++w) {
     list.begin_rank(w);
-    const std::int64_t begin = metadata.rank_offsets[static_cast<std::size_t>(w)];
-    const std::int64_t end = metadata.rank_offsets[static_cast<std::size_t>(w) + 1];
+    const std::int64_t begin = metadata.rank_offsets[w];
+    const std::int64_t end = metadata.rank_offsets[w + 1];
     for (std::int64_t entry = begin; entry < end; ++entry) {
       const std::int64_t first = metadata.destination_begin(entry);
       const std::int64_t last = metadata.destination_end(entry);
       const auto at = static_cast<std::size_t>(first);
-      list.begin_shard(entry - begin, metadata.seq_len[static_cast<std::size_t>(entry)],
+      list.begin_shard(entry - begin, metadata.seq_len[entry],
                        first == last ? -1 : metadata.dst_rank[at],
                        first == last ? 0 : metadata.dst_offset[at]);
       for (std::int64_t c = first; c < last; ++c) {
@@ -303,14 +303,14 @@ Destinations group_by_destination(const std::vector<CopySegment>& segments, std:
   Destinations groups;
   groups.offsets.assign(world + 1, 0);
   for (const CopySegment& segment : segments) {
-    ++groups.offsets[static_cast<std::size_t>(segment.dst_rank) + 1];
+    ++groups.offsets[segment.dst_rank + 1];
   }
   for (std::size_t r = 0; r < world; ++r) groups.offsets[r + 1] += groups.offsets[r];
   groups.segments.resize(segments.size());
   std::vector<std::int64_t> next(groups.offsets.begin(), groups.offsets.end() - 1);
   for (std::size_t i = 0; i < segments.size(); ++i) {
     const auto r = static_cast<std::size_t>(segments[i].dst_rank);
-    groups.segments[static_cast<std::size_t>(next[r]++)] = static_cast<std::int64_t>(i);
+    groups.segments[next[r]++] = static_cast<std::int64_t>(i);
   }
   return groups;
 }
@@ -337,7 +337,7 @@ struct Placed {
 bool come_in_order(const CopyJob& job, const std::vector<CopySegment>& segments) {
   std::vector<std::int64_t> filled(job.outputs.size());
   return std::ranges::all_of(segments, [&](const CopySegment& segment) {
-    std::int64_t& end = filled[static_cast<std::size_t>(segment.dst_rank)];
+    std::int64_t& end = filled[segment.dst_rank];
     const bool above = segment.dst_row >= end;
     end = segment.dst_row + segment.rows;
     return above;
@@ -360,7 +360,7 @@ class TakenRows {
 
   /// False: one of the rows was taken before.
   [[nodiscard]] bool take(const CopySegment& segment) {
-    std::uint64_t* words = words_.data() + first_word_[static_cast<std::size_t>(segment.dst_rank)];
+    std::uint64_t* words = words_.data() + first_word_[segment.dst_rank];
     bool free = true;
     for (std::int64_t row = segment.dst_row, end = row + segment.rows; row < end;) {
       const std::int64_t count = std::min(end - row, 64 - row % 64);
@@ -402,7 +402,7 @@ Destinations find_destinations(const CopyJob& job, const std::vector<CopySegment
   for (std::size_t r = 0; r < job.sources.size(); ++r) {
     placed.clear();
     for (std::int64_t k = groups.offsets[r]; k < groups.offsets[r + 1]; ++k) {
-      const auto segment = static_cast<std::size_t>(groups.segments[static_cast<std::size_t>(k)]);
+      const auto segment = static_cast<std::size_t>(groups.segments[k]);
       placed.push_back({segments[segment].dst_row, segment});
     }
     if (!std::ranges::is_sorted(placed)) std::ranges::sort(placed);

@@ -95,12 +95,12 @@ void sum_row(const ConstTensorView& planes, const TensorView& output, const Shar
       const std::byte* from = row_of_copy(shard.copies[k]) + first * from_step;
       for (std::int64_t i = 0; i < count; ++i) {
         const Sum value = In::load(read<InStored>(from + i * from_step));
-        Sum& sum = sums[static_cast<std::size_t>(i)];
+        Sum& sum = sums[i];
         sum = k == 0 ? value : sum + value;
       }
     }
     for (std::int64_t i = 0; i < count; ++i) {
-      write(to + (first + i) * to_step, Out::round(sums[static_cast<std::size_t>(i)]));
+      write(to + (first + i) * to_step, Out::round(sums[i]));
     }
   }
 }

@@ -107,7 +107,7 @@ std::vector<HostTensor> simulate_communication(std::span<const ConstTensorView> 
       detail::find_destinations(job, segments, options.overlap);
   std::vector<std::int64_t> sent(tensors.size());
   for (const detail::CopySegment& segment : segments) {
-    std::int64_t& to_rank = sent[static_cast<std::size_t>(segment.dst_rank)];
+    std::int64_t& to_rank = sent[segment.dst_rank];
     require(!__builtin_add_overflow(to_rank, segment.rows, &to_rank), who,
             ": the entries send 2^63 rows or more to rank ", segment.dst_rank);
   }

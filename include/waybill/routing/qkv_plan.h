@@ -52,7 +52,7 @@ struct QkvPlan {
 
   /// The first position in its document that a query shard needs, and the one behind the last.
   [[nodiscard]] std::int32_t first_needed(std::int32_t shard) const {
-    return kv_begin.empty() ? 0 : kv_begin[static_cast<std::size_t>(shard)];
+    return kv_begin.empty() ? 0 : kv_begin[shard];
   }
   [[nodiscard]] std::int32_t end_needed(std::int32_t position, std::int32_t num_doc_shards) const {
     return mask == MaskKind::full ? num_doc_shards : position + 1;

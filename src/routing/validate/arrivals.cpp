@@ -7,14 +7,7 @@
 namespace waybill::validation {
 namespace {
 
-/// Order of arrivals: by row; without rows first.
-struct Key {
-  const SendTable& table;
-  std::uint64_t operator()(const Arrival& a) const {
-    return static_cast<std::uint64_t>(a.row) * 2 + (table.entries[a.entry].len > 0 ? 1 : 0);
-  }
-};
-
+template <class Key>
 void insertion_sort(std::span<Arrival> list, const Key& key) {
   for (std::size_t i = 1; i < list.size(); ++i) {
     const Arrival moving = list[i];
@@ -25,6 +18,7 @@ void insertion_sort(std::span<Arrival> list, const Key& key) {
 }
 
 /// Stable, least significant byte first; digits that are the same everywhere are skipped.
+template <class Key>
 void radix_sort(std::span<Arrival> list, const Key& key, std::vector<Arrival>& scratch) {
   std::uint64_t differing = 0;
   for (const Arrival& a : list) differing |= key(a) ^ key(list[0]);
@@ -64,7 +58,9 @@ Arrivals sort_arrivals(const SendTable& table) {
       result.rows[r] += len;
     }
   }
-  const Key key{table};
+  const auto key = [&](const Arrival& a) {  // by row; without rows first
+    return static_cast<std::uint64_t>(a.row) * 2 + (table.entries[a.entry].len > 0 ? 1 : 0);
+  };
   std::vector<Arrival> scratch;
   for (std::int64_t r = 0; r < world; ++r) {
     if (result.tiled[r] != 0) continue;  // without gaps in the global order, hence in order
@@ -273,69 +269,13 @@ void check_reverse(const SendTable& forward, const Arrivals& arrivals, const Sen
   }
 }
 
-namespace {
-
-/// What one home rank expects, copy by copy in the order of rows.
-class PlanesOfRank {
- public:
-  PlanesOfRank(const SendTable& table, std::span<const Arrival> arrived, std::int32_t rank,
-               Findings& findings)
-      : table_(table), arrived_(arrived), rank_(rank), findings_(findings) {
-    skip_empty();
-  }
-
-  /// Rows `row..row + rows` are those of a used copy. False: they did not arrive; the rest of the
-  /// rank would only repeat that.
-  [[nodiscard]] bool expect(std::int64_t row, std::int64_t rows, Place place) {
-    const bool has_arrived = next_ < std::ssize(arrived_) && arrived_[next_].row == row &&
-                             table_.entries[arrived_[next_].entry].len == rows;
-    if (has_arrived) {
-      ++next_;
-      skip_empty();
-      return true;
-    }
-    findings_.add(FindingKind::coverage, table_.name, "dst_offset", place,
-                  next_ < std::ssize(arrived_) ? arrived_text() : "nothing more arrives",
-                  concat("rows ", row, "..", add_rows(row, rows), ", as seq_recv_mask says"));
-    return false;
-  }
-
-  void expect_no_more() {
-    if (next_ == std::ssize(arrived_)) return;
-    findings_.add(FindingKind::mask, table_.name, "dst_offset", {.rank = rank_}, arrived_text(),
-                  "nothing there: no copy in seq_recv_mask begins here");
-  }
-
- private:
-  void skip_empty() {
-    while (next_ < std::ssize(arrived_) && table_.entries[arrived_[next_].entry].len == 0) {
-      ++next_;
-    }
-  }
-
-  [[nodiscard]] std::string arrived_text() const {
-    const Arrival& a = arrived_[next_];
-    const Entry& entry = table_.entries[a.entry];
-    return concat("rows ", a.row, "..", add_rows(a.row, entry.len), " from rank ", entry.rank,
-                  ", shard ", entry.shard);
-  }
-
-  const SendTable& table_;
-  std::span<const Arrival> arrived_;
-  std::int32_t rank_;
-  Findings& findings_;
-  std::int64_t next_ = 0;
-};
-
-}  // namespace
-
 void check_planes(const Metadata& reverse, const SendTable& table, const Arrivals& arrivals,
                   Findings& findings) {
   const IndexArray& mask_array = *reverse.seq_recv_mask;
   const std::int64_t world = table.world_size;
   if (!reverse.recv_seq_lens || reverse.recv_seq_lens->ndim() != 2) {
     findings.add(FindingKind::mask, table.name, "recv_seq_lens", {}, "none of shape [W, S]",
-                 "one, beside seq_recv_mask");
+                 "one, as there is seq_recv_mask");
     return;
   }
   const std::int64_t shards = reverse.recv_seq_lens->dim(1);
@@ -347,26 +287,46 @@ void check_planes(const Metadata& reverse, const SendTable& table, const Arrival
   }
   const IndexReader mask(mask_array);
   const IndexReader lens(*reverse.recv_seq_lens);
-  for (std::int64_t r = 0; r < world && !findings.full(); ++r) {
-    PlanesOfRank planes(table, arrivals.of(static_cast<std::int32_t>(r)),
-                        static_cast<std::int32_t>(r), findings);
+  for (std::int32_t r = 0; r < table.world_size && !findings.full(); ++r) {
+    const std::span<const Arrival> arrived = arrivals.of(r);
+    std::int64_t next = 0;
+    const auto skip_empty = [&] {
+      while (next < std::ssize(arrived) && table.entries[arrived[next].entry].len == 0) ++next;
+    };
+    const auto arrived_text = [&] {
+      const Entry& entry = table.entries[arrived[next].entry];
+      const std::int64_t row = arrived[next].row;
+      return concat("rows ", row, "..", add_rows(row, entry.len), " from rank ", entry.rank,
+                    ", shard ", entry.shard);
+    };
+    skip_empty();
     std::int64_t row = 0;  // copy * T + begin, as the planes follow each other
-    bool good = true;
-    for (std::int64_t c = 0; c < copies && good; ++c) {
-      for (std::int64_t s = 0; s < shards && good; ++s) {
-        const std::int64_t rows = lens[r * shards + s];
-        const bool used = mask[(r * shards + s) * copies + c] != 0;
-        if (rows < 0) {
-          findings.add(FindingKind::negative, table.name, "recv_seq_lens", {.rank = r, .shard = s},
-                       rows, ">= 0");
-          good = false;
-        } else if (used && rows > 0) {
-          good = planes.expect(row, rows, {.rank = r, .shard = s, .copy = c});
+    bool good = true;      // the rest of the rank would only repeat what is wrong
+    for (std::int64_t i = 0; i < copies * shards && good; ++i) {
+      const Place place{.rank = r, .shard = i % shards, .copy = i / shards};
+      const std::int64_t rows = lens[r * shards + place.shard];
+      const bool used = mask[(r * shards + place.shard) * copies + place.copy] != 0;
+      if (rows < 0) {
+        findings.add(FindingKind::negative, table.name, "recv_seq_lens",
+                     {.rank = r, .shard = place.shard}, rows, ">= 0");
+        good = false;
+      } else if (used && rows > 0) {
+        good = next < std::ssize(arrived) && arrived[next].row == row &&
+               table.entries[arrived[next].entry].len == rows;
+        if (!good) {
+          findings.add(FindingKind::coverage, table.name, "dst_offset", place,
+                       next < std::ssize(arrived) ? arrived_text() : "nothing more arrives",
+                       concat("rows ", row, "..", add_rows(row, rows), ", as seq_recv_mask says"));
+        } else {
+          ++next;
+          skip_empty();
         }
-        if (good) row = add_rows(row, rows);
       }
+      row = add_rows(row, std::max<std::int64_t>(0, rows));
     }
-    if (good) planes.expect_no_more();
+    if (good && next < std::ssize(arrived))
+      findings.add(FindingKind::mask, table.name, "dst_offset", {.rank = r}, arrived_text(),
+                   "nothing there: no copy in seq_recv_mask begins here");
   }
 }
 

@@ -113,8 +113,7 @@ bool sum_lengths(SendTable& table, Findings& findings) {
 
 namespace {
 
-bool check_shapes(const Metadata& m, const char* name, TableDirection direction,
-                  Findings& findings) {
+bool check_shapes(const Metadata& m, const char* name, bool is_reverse, Findings& findings) {
   if (m.seq_len.ndim() != 2) {
     findings.add(FindingKind::shape, name, "seq_len", {}, to_string(m.seq_len.shape()),
                  "[W, S]; the slice of one rank cannot be checked alone");
@@ -127,7 +126,7 @@ bool check_shapes(const Metadata& m, const char* name, TableDirection direction,
     return false;
   }
   Shape entries = m.seq_len.shape();
-  if (m.has_copies() && direction == TableDirection::forward) entries.push_back(m.dst_rank.dim(-1));
+  if (m.has_copies() && !is_reverse) entries.push_back(m.dst_rank.dim(-1));
   bool ok = check_shape(name, "dst_rank", m.dst_rank, entries, findings);
   ok &= check_shape(name, "dst_offset", m.dst_offset, entries, findings);
   if (m.world_size && *m.world_size != world) {
@@ -247,15 +246,15 @@ class DenseLoader {
 
 }  // namespace
 
-std::optional<SendTable> load(const Metadata& m, const char* name, TableDirection direction,
+std::optional<SendTable> load(const Metadata& m, const char* name, bool is_reverse,
                               Findings& findings) {
-  if (!check_shapes(m, name, direction, findings)) return std::nullopt;
+  if (!check_shapes(m, name, is_reverse, findings)) return std::nullopt;
   check_dtypes(m, name, findings);
   SendTable table;
   table.name = name;
   table.world_size = static_cast<std::int32_t>(m.seq_len.dim(0));
   table.one_copy = !m.has_copies();
-  table.reverse = direction == TableDirection::reverse;
+  table.reverse = is_reverse;
   if (!DenseLoader(m, table, findings).run(m.seq_len.dim(1))) return std::nullopt;
   if (!sum_lengths(table, findings)) return std::nullopt;
   return table;
@@ -332,7 +331,7 @@ bool copies_fit(const SendTable& table) {
     const std::int64_t first = table.destination_begin(i);
     const std::int64_t last = table.destination_begin(i + 1);
     if (last == first && table.entries[i].len > 0) {
-      // Safe to go on: the rows stay behind.
+      // Safe to go on: the rows stay at home.
       findings.add(FindingKind::undispatched, table.name, "dst_rank", table.place(i),
                    concat("no destination for ", table.entries[i].len, " rows"), "one");
     }
@@ -361,7 +360,7 @@ bool copies_fit(const SendTable& table) {
 
 }  // namespace
 
-std::optional<SendTable> load(const SparseMetadata& m, const char* name, TableDirection direction,
+std::optional<SendTable> load(const SparseMetadata& m, const char* name, bool is_reverse,
                               Findings& findings) {
   if (!check_sizes(m, name, findings)) return std::nullopt;
   SendTable table;
@@ -372,7 +371,7 @@ std::optional<SendTable> load(const SparseMetadata& m, const char* name, TableDi
   table.dst_rank = m.dst_rank;
   table.dst_row = m.dst_offset;
   table.one_copy = m.copy_offsets.empty();
-  table.reverse = direction == TableDirection::reverse;
+  table.reverse = is_reverse;
   table.entries.resize(m.seq_len.size());
   for (std::int32_t r = 0; r < m.world_size; ++r) {
     const std::int64_t first = m.rank_offsets[r];

@@ -42,15 +42,13 @@ inline constexpr std::int64_t max_offset = std::int64_t{1} << 62;
 /// The most rows that the lengths of a plan or a table may add up to.
 inline constexpr std::int64_t max_total_rows = std::int64_t{1} << 40;
 
-/// What the checks ask of a shard.
+/// A shard as the checks see it.
 struct Entry {
   std::int64_t len;
   std::int64_t begin;  ///< first row on its rank
   std::int32_t rank;   ///< sending rank
   std::int32_t shard;  ///< place among the entries of its rank
 };
-
-enum class TableDirection { forward, reverse };
 
 /// One direction of one tensor, dense or sparse, in the one form that the checks know. Loading
 /// proves what they rely on: sizes agree, ranks are in the world, lengths and offsets are in
@@ -88,7 +86,7 @@ struct SendTable {
   SendTable& operator=(const SendTable&) = delete;
   ~SendTable() = default;
 
-  // What the spans above look at where the table is not sparse already.
+  // The spans above look at these where the table is not sparse already.
   std::vector<std::int64_t> own_copy_offsets;
   std::vector<std::int32_t> own_dst_rank;
   std::vector<std::int64_t> own_dst_row;
@@ -98,9 +96,9 @@ struct SendTable {
 /// Checks sizes, padding and ranges. Nothing when it is not safe to go on; the findings say why.
 /// The table borrows from `metadata`.
 [[nodiscard]] std::optional<SendTable> load(const SparseMetadata& metadata, const char* name,
-                                            TableDirection direction, Findings& findings);
+                                            bool is_reverse, Findings& findings);
 [[nodiscard]] std::optional<SendTable> load(const Metadata& metadata, const char* name,
-                                            TableDirection direction, Findings& findings);
+                                            bool is_reverse, Findings& findings);
 
 /// Fills begin and rank_rows from the lengths, which are >= 0. False: some sum is too large, which
 /// is a finding.
@@ -153,28 +151,22 @@ void check_reverse(const SendTable& forward, const Arrivals& arrivals, const Sen
 void check_planes(const Metadata& reverse, const SendTable& table, const Arrivals& arrivals,
                   Findings& findings);
 
-/// What is wrong with a number of rows or tokens.
+/// The kind of a wrong number of rows or tokens.
 [[nodiscard]] inline FindingKind count_kind(std::int64_t got) {
   return got < 0 ? FindingKind::negative : FindingKind::count;
 }
 
-/// What ranks are told to expect agrees with the entries: rows by pair of ranks, and totals.
-/// `received_rows` [W] is the sum of the lengths by destination. Where the arrivals are known they
-/// make the check faster; otherwise null.
+/// The counts of received rows agree with the entries: rows by pair of ranks, totals, and num_seqs
+/// of the dense form. `received_rows` [W] is the sum of the lengths by destination. Where the
+/// arrivals are known they make the check of the sparse form faster; otherwise null.
+/// @param counts_copies a table of KV or of copies: its num_seqs counts either the entries with
+///   rows or all that are sent; that of Q those with rows
 void check_counts(const SparseMetadata& metadata, const SendTable& table,
                   std::span<const std::int64_t> received_rows, const Arrivals* arrivals,
-                  Findings& findings);
-
-/// Which entries num_seqs counts.
-enum class NumSeqs {
-  with_rows,            ///< tables of Q: those with rows
-  with_rows_or_copies,  ///< tables of KV and of copies count either those or all that are sent
-};
-
-/// The dense form, with num_seqs.
+                  bool counts_copies, Findings& findings);
 void check_counts(const Metadata& metadata, const SendTable& table,
-                  std::span<const std::int64_t> received_rows, NumSeqs num_seqs,
-                  Findings& findings);
+                  std::span<const std::int64_t> received_rows, const Arrivals* arrivals,
+                  bool counts_copies, Findings& findings);
 
 /// Sum of the lengths by destination, where there are no arrivals to tell it. [W]
 [[nodiscard]] std::vector<std::int64_t> received_rows(const SendTable& table);
@@ -183,5 +175,7 @@ void check_counts(const Metadata& metadata, const SendTable& table,
 /// they repeat which copies and lengths went out.
 void check_masks(const Metadata& fwd, const Metadata& rev, const SendTable& forward,
                  const char* reverse_name, Findings& findings);
+inline void check_masks(const SparseMetadata&, const SparseMetadata&, const SendTable&, const char*,
+                        Findings&) {}  // the sparse form has none
 
 }  // namespace waybill::validation
