@@ -18,9 +18,7 @@ constexpr std::string_view names[] = {"direct", "once_per_node", "relay"};
 
 }  // namespace
 
-std::string_view to_string(TransferMode transfer) {
-  return names[static_cast<int>(transfer)];
-}
+std::string_view to_string(TransferMode transfer) { return names[static_cast<int>(transfer)]; }
 
 std::optional<TransferMode> transfer_from_name(std::string_view name) {
   for (const TransferMode transfer :

@@ -270,7 +270,7 @@ void Balancer::keep_capacity() {
 
 // Where a rank boundary cuts off the short end of a document, its queries go to the rank before:
 // that takes fewer bytes than the keys the other way, and hardly any work. Under a full mask so
-// does a short beginning, to the rank behind.
+// does a short beginning, to the next rank.
 void Balancer::reunite_short_ends() {
   for (std::int32_t rank = 1; rank < home_->world_size; ++rank) {
     const auto pieces = home_->pieces_of(rank);
@@ -378,7 +378,7 @@ void Balancer::shed(std::int32_t rank, std::int64_t surplus) {
       whole.end = std::min(whole.end, capacity_.max_kv_room());
     }
     if (whole.end <= whole.begin) continue;
-    // What is left of a piece still is a shard of its home, or two: they take what they took.
+    // The rest of a piece is still a shard of its home, or two, with the work of a shard.
     const std::int64_t shard_pairs = costs_.facts.shard_pairs;
     const Slab slab = costs_.cheapest_region(whole, surplus + shard_pairs, slab_work_);
     const std::int32_t before = slab.begin == piece.begin ? -1 : piece.rank;

@@ -92,13 +92,13 @@ struct Move {
 struct Region {
   Slab slab;
   std::int32_t piece = 0;
-  std::int32_t before = -1;  ///< who attends to the piece's query before the slab; -1: none there
-  std::int32_t after = -1;   ///< to the one behind it
+  std::int32_t before = -1;  ///< rank of the piece's query before the slab; -1: none there
+  std::int32_t after = -1;   ///< rank of the query after it
 };
 
 /// The regions of one document, handed out from both ends.
 struct SlabBid {
-  std::int64_t end = 0;   ///< of the last region
+  std::int64_t end = 0;   ///< end of the last region
   std::int64_t work = 0;  ///< left
   std::int32_t doc = 0;
   std::int32_t first = 0;  ///< regions [first, last) are left
@@ -165,7 +165,7 @@ class Balancer {
   double mean_ = 0;
   std::int64_t limit_ = 0;             ///< work that no rank shall exceed
   std::int64_t negligible_ = 0;        ///< work that is not worth a move of its own
-  double slab_work_ = 0;               ///< what a rank with room takes, typically
+  double slab_work_ = 0;               ///< typical work that a rank with room takes
   double mean_bytes_in_ = 0;           ///< expected
   std::vector<std::int64_t> load_;     ///< [W]
   std::vector<double> bytes_in_;       ///< [W] about

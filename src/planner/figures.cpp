@@ -60,7 +60,7 @@ void FigureCounter::add_rows(std::int32_t first, std::int32_t last, std::int32_t
   send_whole(sent_far_, near_end, end, in.network_in);
 }
 
-// What add_rows noted.
+// Adds the bytes that add_rows noted.
 void FigureCounter::send_whole_runs(const KvDocument& doc, AttentionPlan& plan) const {
   const std::int64_t row_bytes = plan.options.model.kv_row_bytes();
   const std::int32_t doc_first = runs[doc.first_run].first;
@@ -85,7 +85,7 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
   position_.assign(1, 0);
   const std::int64_t doc_len =
       std::accumulate(qkv.shard_len.begin() + first, qkv.shard_len.begin() + last, std::int64_t{0});
-  const auto key_end = [&](std::int64_t n) {  // of the shards that shard n needs
+  const auto key_end = [&](std::int64_t n) {  // after the last shard that shard n needs
     const std::int64_t end = qkv.mask == MaskKind::full ? last : n + 1;
     return static_cast<std::int32_t>(end);
   };

@@ -53,7 +53,7 @@ void route_once_per_node(const Topology& nodes, std::int32_t home,
   }
 }
 
-/// What hops forward: the shards of a plan, or the entries of metadata.
+/// Hops forward these: the shards of a plan, or the entries of metadata.
 struct RelayedShards {
   std::int32_t world_size = 0;
   std::span<const std::int64_t> num_rows;  ///< [N]

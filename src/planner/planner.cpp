@@ -2,14 +2,17 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <utility>
+#include <vector>
 
 #include "balance.h"
 #include "figures.h"
-#include "relay_planner.h"
 #include "waybill/core/error.h"
 #include "waybill/core/topology.h"
+#include "waybill/planner/attention_plan.h"
 #include "waybill/planner/planner_options.h"
+#include "waybill/planner/relay.h"
 
 namespace waybill {
 namespace {

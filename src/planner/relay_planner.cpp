@@ -1,11 +1,10 @@
-#include "relay_planner.h"
-
 #include <algorithm>
 
+#include "figures.h"
 #include "waybill/core/error.h"
-#include "waybill/planner/relay.h"
 
 namespace waybill::detail {
+
 namespace {
 
 enum : std::uint8_t { not_reserved, reserved_nvlink, reserved_network };

@@ -153,7 +153,7 @@ bool check_options(const AttentionPlan& plan, Findings& findings) {
   }
 }
 
-/// What a hop brings: rows of a shard to a rank.
+/// Rows of a shard that a hop brings to a rank.
 std::tuple<std::int32_t, std::int32_t, std::int64_t> place_of(const RelayHop& hop) {
   return {hop.dst_rank, hop.shard, hop.row_begin};
 }
@@ -186,7 +186,7 @@ std::string hop_text(const RelayHop& hop, std::size_t idx) {
                 hop.src_rank, " to ", hop.dst_rank);
 }
 
-// What the hop does not keep, its stage included.
+// The rule that the hop breaks, its stage included; null: none.
 const char* wrong_with(const RelaySchedule& relay, std::size_t idx,
                        const detail::RelayedShards& shards) {
   if (const char* const expected = detail::wrong_with_hop(relay.hops, idx, shards)) return expected;

@@ -16,7 +16,7 @@ std::int64_t largest_rank(const SparseMetadata& table) {
   return most;
 }
 
-std::int64_t most_of_entry(const SparseMetadata& table) {
+std::int64_t copy_extent(const SparseMetadata& table) {
   std::int64_t most = 1;
   for (std::int64_t entry = 0; entry < table.num_entries(); ++entry) {
     most = std::max(most, table.destination_end(entry) - table.destination_begin(entry));
@@ -41,7 +41,7 @@ Metadata dense_table(const SparseMetadata& table, bool all_entries) {
   const std::int64_t world = table.world_size;
   const std::int64_t entries = largest_rank(table);
   const bool has_copies = !table.copy_offsets.empty();
-  const std::int64_t copies = has_copies ? most_of_entry(table) : 1;
+  const std::int64_t copies = has_copies ? copy_extent(table) : 1;
   Shape shape{world, entries};
   if (has_copies) shape.push_back(copies);
   Metadata dense;

@@ -218,7 +218,8 @@ void check_arguments(const char* who, std::int64_t world_size, std::int64_t tota
   require(total_seq_len >= 0 && total_seq_len % max_cp_degree == 0, who,
           ": total_seq_len = ", total_seq_len,
           ", expected a multiple of max_cp_degree = ", max_cp_degree);
-  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();  // of gen_seq_lens
+  constexpr std::int64_t most =
+      std::numeric_limits<std::int32_t>::max();  // as gen_seq_lens takes it
   require(total_seq_len / max_cp_degree <= most, who, ": total_seq_len = ", total_seq_len,
           ", expected at most (2^31 - 1) * max_cp_degree");
   require(1 <= num_seqs && num_seqs <= most / world_size, who, ": num_seqs = ", num_seqs,

@@ -15,10 +15,10 @@ struct KvGroup {
   std::int32_t rank;       ///< attention rank
   std::int32_t first;      ///< position in the document
   std::int32_t last;       ///< position in the document, inclusive
-  std::int32_t doc_begin;  ///< of its document in doc_shards
+  std::int32_t doc_begin;  ///< its document in doc_shards
   std::int32_t number;     ///< among the groups of its document
   std::int64_t context;    ///< document rows before it
-  std::int64_t rows;       ///< of its shards together
+  std::int64_t rows;       ///< rows of its shards together
   std::int64_t to_row;     ///< from rows of the document to rows of the rank's KV buffer
 };
 
@@ -26,11 +26,11 @@ struct KvGroup {
 struct KvRun {
   std::int32_t begin;   ///< first shard, an index into doc_shards
   std::int32_t count;   ///< shards
-  std::int32_t number;  ///< of the group, among those of its document
+  std::int32_t number;  ///< place of the group among those of its document
   std::int32_t group;
 };
 
-/// What the shards and documents of a plan say about KV, ready to be written out.
+/// The KV groups of a plan, ready to be written out.
 struct KvGroups {
   UninitializedVector<KvGroup> groups;            ///< document by document
   UninitializedVector<std::int32_t> query_group;  ///< [N] by shard: group that its queries read

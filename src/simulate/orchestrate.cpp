@@ -5,7 +5,6 @@
 #include <tuple>
 
 #include "copy_job.h"
-#include "view_checks.h"
 #include "waybill/core/error.h"
 
 namespace waybill {

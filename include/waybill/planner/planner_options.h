@@ -45,7 +45,7 @@ struct AttentionMask {
 /// "causal", "causal, window 4096", "full".
 [[nodiscard]] std::string to_string(const AttentionMask& mask);
 
-/// What a row (token) of the model weighs. Elements of the whole model or of one tensor-parallel
+/// The size of a row (token) of the model. Elements of the whole model or of one tensor-parallel
 /// slice, as the ranks are.
 struct ModelShape {
   std::int64_t q_hidden = 4096;   ///< elements of a row of Q: query heads * head size
@@ -71,12 +71,12 @@ struct HardwareFacts {
   double nvlink_bytes_per_second = LinkSpeeds{}.nvlink_bytes_per_second;    ///< measured
   double network_bytes_per_second = LinkSpeeds{}.network_bytes_per_second;  ///< nominal
   std::int32_t ranks_per_node = 8;  ///< consecutive ranks; the last node may have fewer
-  /// What each peer costs beside the bytes: signals to all are under way together. Fits calls of
-  /// few bytes, 4 x H200 (docs/performance/prediction.md).
+  /// Time that each peer costs besides the bytes: signals to all are under way together. Fits calls
+  /// of few bytes, 4 x H200 (docs/performance/prediction.md).
   double message_seconds = 0.4e-6;
   /// (query, key) pairs a rank attends to, forward. 0: not known.
   double pairs_per_second = 0;
-  /// What a row of queries, and a shard of any length, take of the kernel beside their pairs, in
+  /// Cost of a row of queries, and of a shard of any length, for the kernel besides their pairs, in
   /// pairs: blocks are computed whole, short shards fill none. 0: nothing, work is pairs alone.
   std::int64_t row_pairs = 0;
   std::int64_t shard_pairs = 0;
@@ -92,7 +92,7 @@ struct HardwareFacts {
          (end > begin ? facts.shard_pairs : 0);
 }
 
-/// What plan_attention is asked for.
+/// The options of plan_attention.
 struct PlannerOptions {
   std::int32_t world_size = 8;
   /// Rows of a rank in the MLP layout. Flat documents are packed by it; lists a rank must keep it.

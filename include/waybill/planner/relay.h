@@ -40,7 +40,7 @@ struct LinkBytes {
 struct RelayHop {
   std::int32_t src_rank = 0;
   std::int32_t dst_rank = 0;
-  std::int32_t shard = 0;      ///< of the plan
+  std::int32_t shard = 0;      ///< shard of the plan
   std::int32_t stage = 0;      ///< hops before it on the way from home: 0 from home itself
   std::int64_t row_begin = 0;  ///< rows of the shard
   std::int64_t num_rows = 0;
@@ -51,7 +51,7 @@ struct RelayHop {
 
 /// How KV rows reach all ranks that need them when receivers forward. Every rank still receives
 /// every row that it needs once, so bytes in stay; bytes out spread. Rows of Q go straight from
-/// home. Over several nodes a row enters each node once, and spreads inside it over NVLink. A rank
+/// home. A row enters each of several nodes once, and spreads inside it over NVLink. A rank
 /// sends in the order of its hops. What arrives, the limits of a plan and the size of its windows
 /// are the same in every order in which hops stand after those that feed them.
 struct RelaySchedule {

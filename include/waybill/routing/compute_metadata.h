@@ -43,7 +43,7 @@ struct AttnLayout {
                                                      bool leading_zero = true,
                                                      bool shard_to_tuple = false);
 
-/// What compute_metadata derives on its way, for checking. C = 1 for a 2-D dispatch.
+/// Intermediate tables of compute_metadata, for checking. C = 1 for a 2-D dispatch.
 struct DispatchIntermediates {
   IndexArray tokens_to_dst_per_dispatch;  ///< [W, S, C, W]: length at the destination, else 0
   IndexArray seq_to_dst;                  ///< [W, S, C, W]: one-hot of the destination
@@ -59,10 +59,10 @@ struct DispatchMetadata {
   std::optional<DispatchIntermediates> intermediates;
 };
 
-/// What a shard with rows but without destination means.
+/// The meaning of a shard with rows but without destination.
 enum class Undispatched {
   reject,  ///< an error: its tokens would be lost
-  keep,    ///< it stays behind: its rows are skipped and never sent
+  keep,    ///< it stays at home: its rows are skipped and never sent
 };
 
 /// Routing of Q (2-D) or of any tensor whose shards go to several ranks (3-D).

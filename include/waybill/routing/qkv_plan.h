@@ -50,7 +50,7 @@ struct QkvPlan {
   std::vector<std::int32_t> kv_begin;
   MaskKind mask = MaskKind::causal;  ///< full: without kv_begin
 
-  /// The first position in its document that a query shard needs, and the one behind the last.
+  /// The first position in its document that a query shard needs, and the one after the last.
   [[nodiscard]] std::int32_t first_needed(std::int32_t shard) const {
     return kv_begin.empty() ? 0 : kv_begin[shard];
   }

@@ -23,19 +23,19 @@ struct CheckOptions {
   std::function<void(std::string_view phase, int done, int total)> progress = {};
 };
 
-/// What one phase of a check did.
+/// Time and bytes of one phase of a check.
 struct CheckPhase {
   std::string name;
   double seconds = 0;
   std::int64_t bytes = 0;  ///< written by a dispatch, or read by a comparison
 };
 
-/// What check_dispatch found and did.
+/// Findings and figures of check_dispatch.
 struct DispatchCheck {
   std::vector<Finding> findings;       ///< empty: every byte is where it belongs
-  std::int64_t q_rows = 0;             ///< of all ranks, in either layout
-  std::int64_t kv_rows = 0;            ///< of all ranks in the MLP layout
-  std::int64_t kv_rows_attention = 0;  ///< of all ranks, after the forward dispatch
+  std::int64_t q_rows = 0;             ///< all ranks, in either layout
+  std::int64_t kv_rows = 0;            ///< all ranks, in the MLP layout
+  std::int64_t kv_rows_attention = 0;  ///< all ranks, after the forward dispatch
   std::int64_t rows_checked = 0;       ///< rows of which every byte was compared
   std::int64_t bytes_checked = 0;
   std::int64_t queries_checked = 0;       ///< query shards whose context was followed row by row
@@ -77,7 +77,7 @@ struct QkvDispatchTestOptions {
   std::int64_t max_findings = 100;
 };
 
-/// What test_qkv_dispatch found and did.
+/// Findings and figures of test_qkv_dispatch.
 struct QkvDispatchTest {
   std::vector<Finding> findings;  ///< empty: passed
   std::int64_t elements_compared = 0;

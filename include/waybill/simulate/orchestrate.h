@@ -11,7 +11,7 @@
 
 namespace waybill {
 
-/// What two copies that write the same row mean.
+/// The meaning of two copies that write the same row.
 enum class Overlap : std::uint8_t {
   reject,     ///< an error
   last_wins,  ///< the later one in the global order (source rank, shard, copy) stays
@@ -39,7 +39,7 @@ struct SimulateOptions {
 void orchestrate_simulate(const ConstTensorView& tensor, const TensorView& output,
                           const Metadata& metadata, const SimulateOptions& options = {});
 
-/// What orchestrate_simulate would move, as a gather: for every row of the output the row of the
+/// The moves of orchestrate_simulate, as a gather: for every row of the output the row of the
 /// tensor that ends there, w * n + row, or -1 where no copy addresses it. For tensors that the CPU
 /// cannot reach, such as those on a GPU.
 /// @param tensor_shape [W, n, H]

@@ -174,7 +174,7 @@ bool check_pairs(const RecvCounts& recv, const SendTable& table, Findings& findi
 
 /// Whether the pairs are those of the arrivals, receiver by receiver.
 bool pairs_match(const RecvCounts& recv, const SendTable& table, const Arrivals& arrivals) {
-  std::vector<std::int64_t> rows(table.world_size);  // of the current receiver, by sender
+  std::vector<std::int64_t> rows(table.world_size);  // rows of the current receiver, by sender
   bool same = true;
   for (std::int32_t r = 0; r < table.world_size; ++r) {
     for (const Arrival& a : arrivals.of(r)) {

@@ -40,7 +40,7 @@ struct PlanIndex {
 
 [[nodiscard]] PlanIndex index_plan(const QkvPlan& plan);
 
-/// What one query reads and what it adds to the KV buffer of its rank.
+/// The KV rows that one query reads, and those that it adds to the buffer of its rank.
 struct KvStep {
   std::int32_t query;      ///< place
   std::int64_t kv_row;     ///< first row of its context in the buffer

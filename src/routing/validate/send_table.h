@@ -112,7 +112,7 @@ struct SendTable {
 /// A copy, seen from where it lands.
 struct Arrival {
   std::int64_t row;    ///< first row in the destination's buffer
-  std::int32_t entry;  ///< of the table
+  std::int32_t entry;  ///< entry of the table
   std::int32_t slot;   ///< which copy of the entry
 };
 
