@@ -23,6 +23,7 @@ std::int64_t SlabCosts::grid(std::int64_t position, std::int64_t doc_len) const 
 
 Slab SlabCosts::slab_down(Slab slab, std::int64_t work_limit) const {
   if (work(slab) <= work_limit) return slab;
+  if (work_limit <= 0) return {slab.end, slab.end, slab.doc_len};
   // Keys of the first query go down with `begin`: from the area of a trapezoid, in doubles, then
   // put right on the grid.
   // The cost of a row besides its pairs counts as if the document began so many rows earlier.

@@ -46,6 +46,20 @@ TEST(KernelCosts, ReachTheTargetWhereShardsAreLong) {
   }
 }
 
+// What a shard takes can fill a rank beyond its room while it is given a document's regions, one
+// after another: the planner must go on with the next rank, not look for a part that fits for ever.
+TEST(KernelCosts, ShardsThatWeighMoreThanTheirPairsArePlanned) {
+  PlannerOptions options{.world_size = 3, .tokens_per_rank = 1000};
+  options.block_tokens = 100;
+  options.imbalance_target = 1.05;
+  options.hardware.row_pairs = 2;
+  options.hardware.shard_pairs = 76922;
+  const Lengths lengths{466, 331, 86, 303, 504, 707, 603};
+  const AttentionPlan plan = plan_attention(lengths, options);
+  const std::vector<Finding> findings = validate(plan);
+  EXPECT_TRUE(findings.empty()) << findings.front();
+}
+
 TEST(KernelCosts, ManyShortDocumentsWeighMoreThanTheirPairs) {
   const std::vector<Lengths> lists{{9000, 500}, Lengths(500, 60)};
   PlannerOptions options{.world_size = 2, .tokens_per_rank = 0};
