@@ -12,7 +12,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-# Which modules a module may include, besides itself. The table in CONTRIBUTING.md says the same.
+# Which modules a module may include, besides itself, as the table in docs/architecture.md says.
 MODULES = {
     "core": set(),
     "routing": {"core"},
