@@ -134,7 +134,7 @@ def check_quoted(path, name):
             allowed = ", ".join(sorted(modules()[module])) or "only std"
             return f'"{name}": {module} may include {allowed}'
         return None
-    of_tests = [ROOT / "tests"] if path.parts[0] == "tests" else []
+    of_tests = [ROOT / "tests"] if path.parts[0] in ("tests", "bench") else []
     bases = [ROOT / path.parent, *of_tests]
     if ".." in name or not any((base / name).is_file() for base in bases):
         return f'"{name}" is not a file beside this one'

@@ -7,8 +7,6 @@
 #include "metadata_fields.h"
 #include "waybill/core/error.h"
 #include "waybill/routing/compute_metadata.h"
-#include "waybill/routing/compute_metadata_kv.h"
-#include "waybill/routing/mlp_layout.h"
 
 namespace waybill::python {
 

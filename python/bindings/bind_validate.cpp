@@ -5,7 +5,7 @@
 #include "arrays.h"
 #include "bindings.h"
 #include "metadata_fields.h"
-#include "waybill/routing/e2e_metadata.h"
+#include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/validate.h"
 
 namespace waybill::python {

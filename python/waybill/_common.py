@@ -23,7 +23,7 @@ from .errors import (
 from .generators import length_distributions, sample_documents
 from .layouts import AttnLayout, PackedSeqParams, QkvMetadata, RankKvLayout, RawQkvDispatch
 from .links import LinkSpeeds, read_links
-from .planner import AttentionPlan, RelayHop, plan, plan_documents
+from .planner import AttentionPlan, RelayHop, plan
 from .plans import QkvPlan
 from .simulate import test_qkv_dispatch
 from .sparse import QkvRouting, RankAttention, SparseMetadata
@@ -92,7 +92,6 @@ __all__ = [
     "num_gpus",
     "per_document_plan",
     "plan",
-    "plan_documents",
     "predict_step",
     "read_links",
     "sample_documents",

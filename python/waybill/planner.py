@@ -17,7 +17,7 @@ from .plans import KV_LAYOUTS, MASKS, QkvPlan
 from .sparse import QkvRouting
 from .validation import Finding, validate
 
-__all__ = ["AttentionPlan", "RelayHop", "plan", "plan_documents"]
+__all__ = ["AttentionPlan", "RelayHop", "plan"]
 
 
 class RelayHop(NamedTuple):
@@ -275,29 +275,6 @@ def plan(
         return AttentionPlan._wrap(_core.plan_ranks(ranks, options))
     return AttentionPlan._wrap(
         _core.plan_flat(flat_list(doc_lengths, "plan: doc_lengths"), options)
-    )
-
-
-def plan_documents(
-    doc_lengths: Sequence[int],
-    world_size: int,
-    tokens_per_rank: int = 65536,
-    shard_tokens: int = 4096,
-    kv_layout: str = "per_rank",
-    mask: str = "causal",
-) -> QkvPlan:
-    """A plain plan for comparison: equal shards of at most ``shard_tokens``, most work first; each
-    stays at home while that is within the mean work, else goes to the rank with the least.
-    """
-    return QkvPlan._wrap(
-        _core.plan_documents(
-            flat_list(doc_lengths, "plan_documents: doc_lengths"),
-            _world(world_size, "plan_documents"),
-            int64(tokens_per_rank, "plan_documents: tokens_per_rank"),
-            int64(shard_tokens, "plan_documents: shard_tokens"),
-            choice(kv_layout, "plan_documents: kv_layout", *KV_LAYOUTS),
-            _mask(mask, "plan_documents"),
-        )
     )
 
 

@@ -5,7 +5,7 @@
 #include <numeric>
 
 #include "core/number.h"
-#include "routing/for_each_entry.h"
+#include "routing/homes.h"
 
 namespace waybill::cuda {
 namespace {

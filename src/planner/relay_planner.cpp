@@ -1,11 +1,10 @@
-#include "waybill/planner/relay.h"
-
 #include <algorithm>
 
-#include "relay_planner.h"
+#include "figures.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
+
 namespace {
 
 enum : std::uint8_t { not_reserved, reserved_nvlink, reserved_network };
@@ -17,11 +16,11 @@ constexpr std::size_t few_holders = 16;
 
 // A document over n ranks has about n * n / 2 hops: without a limit a large world would take all
 // memory before anything is said.
-constexpr std::int64_t most_relay_hops = std::int64_t{1} << 24;
+constexpr std::int64_t max_relay_hops = std::int64_t{1} << 24;
 
 void check_hops(std::int64_t num_hops) {
-  require(num_hops <= most_relay_hops, "plan_attention: receivers would forward in ", num_hops,
-          " hops or more, expected at most ", most_relay_hops,
+  require(num_hops <= max_relay_hops, "plan_attention: receivers would forward in ", num_hops,
+          " hops or more, expected at most ", max_relay_hops,
           "; relay = false plans without them; fewer ranks or more tokens per rank need fewer");
 }
 
@@ -29,7 +28,7 @@ void check_hops(std::int64_t num_hops) {
 
 void RelayPlanner::plan(const FigureCounter& figures, AttentionPlan& plan) {
   std::int64_t arrivals = -plan.plan.num_shards();  // at most all of them are where they are needed
-  for (const KvNeed& need : figures.needs) arrivals += need.last - need.first;
+  for (const RankRange& need : figures.needs) arrivals += need.last - need.first;
   check_hops(arrivals);
   start(figures, plan);
   for (const KvDocument& doc : figures.documents) reserve_first_sends(figures, doc);
@@ -69,9 +68,9 @@ void RelayPlanner::reserve_first_sends(const FigureCounter& figures, const KvDoc
   in_node_.assign(end - base + 1, 0);
   beyond_.assign(end - base + 1, 0);
   for (std::int32_t i = doc.first_need; i < doc.last_need; ++i) {
-    const KvNeed& need = figures.needs[i];
+    const RankRange& need = figures.needs[i];
     for (std::int32_t j = doc.first_run; j < doc.last_run; ++j) {
-      const HomeRun& run = figures.runs[j];
+      const RankRange& run = figures.runs[j];
       const std::int32_t first = std::max(run.first, need.first);
       const std::int32_t last = std::min(run.last, need.last);
       if (run.rank == need.rank || first >= last) continue;
@@ -97,24 +96,24 @@ void RelayPlanner::reserve_first_sends(const FigureCounter& figures, const KvDoc
 void RelayPlanner::send_document(const FigureCounter& figures, const KvDocument& doc) {
   needs_.assign(figures.needs.begin() + doc.first_need, figures.needs.begin() + doc.last_need);
   std::sort(needs_.begin(), needs_.end(),
-            [](const KvNeed& a, const KvNeed& b) { return a.rank < b.rank; });
-  const Tier nvlink = nvlink_;
-  const Tier network = network_;
+            [](const RankRange& a, const RankRange& b) { return a.rank < b.rank; });
+  const std::int64_t nvlink_cap = nvlink_.cap;
+  const std::int64_t network_cap = network_.cap;
   // From the end of the document: few have its last shards, and they must have room to forward.
   for (std::int32_t i = doc.last_run; i-- > doc.first_run;) {
-    const HomeRun& run = figures.runs[i];
+    const RankRange& run = figures.runs[i];
     for (std::int32_t n = run.last; n-- > run.first;) {
       if (reserved_[n] == not_reserved) continue;
       receivers_.clear();
-      for (const KvNeed& need : needs_) {
+      for (const RankRange& need : needs_) {
         if (need.first <= n && n < need.last && need.rank != run.rank)
           receivers_.push_back(need.rank);
       }
       send_shard(n, run.rank);
     }
   }
-  nvlink_ = nvlink;  // the caps may have grown, for this document alone
-  network_ = network;
+  nvlink_.cap = nvlink_cap;  // it may have grown, for this document alone
+  network_.cap = network_cap;
 }
 
 void RelayPlanner::send_shard(std::int32_t shard, std::int32_t home) {
@@ -137,8 +136,7 @@ std::size_t RelayPlanner::end_of_node(std::size_t first) const {
 }
 
 void RelayPlanner::send_part(const RelayHop& part, std::int32_t home) {
-  network_queue_.holders.assign(1, {.rank = home});
-  network_queue_.front = 0;
+  network_.begin_with({.rank = home});
   std::size_t begin = 0;
   while (begin < receivers_.size() && nodes_[receivers_[begin]] != nodes_[home])
     begin = end_of_node(begin);
@@ -147,31 +145,33 @@ void RelayPlanner::send_part(const RelayHop& part, std::int32_t home) {
   if (near < near_end) {
     spread_in_node(part, near, near_end, {.rank = home});
     // Those near home can carry rows over the network as well.
-    for (std::size_t i = 1; i < node_queue_.holders.size(); ++i)
-      network_queue_.holders.push_back(node_queue_.holders[i]);
+    for (std::size_t i = 1; i < nvlink_.holders.size(); ++i)
+      network_.holders.push_back(nvlink_.holders[i]);
   }
   entries_.clear();
   for (std::size_t first = 0; first < receivers_.size();) {
     const std::size_t last = end_of_node(first);
     if (first != near || near == near_end)
-      entries_.push_back({.rank = entry_of_node(first, last), .first = first, .last = last});
+      entries_.push_back({.rank = entry_of_node(first, last),
+                          .first = static_cast<std::int32_t>(first),
+                          .last = static_cast<std::int32_t>(last)});
     first = last;
   }
   order_by_room(entries_, part.num_rows, network_);
-  for (const Entry& entry : entries_) {
-    const Holder holder = hop(part, network_queue_, network_, entry.rank);
+  for (const RankRange& entry : entries_) {
+    const Holder holder = hop(part, network_, entry.rank);
     spread_in_node(part, entry.first, entry.last, holder);
   }
 }
 
 // Those with room to forward come first, so that there is always one among the holders; in each
 // group the first place goes round.
-void RelayPlanner::order_by_room(std::vector<Entry>& entries, std::int64_t num_rows,
+void RelayPlanner::order_by_room(std::vector<RankRange>& entries, std::int64_t num_rows,
                                  const Tier& tier) {
   if (entries.size() < 2) return;
   std::rotate(entries.begin(), entries.begin() + turn_ % static_cast<std::int64_t>(entries.size()),
               entries.end());
-  std::stable_partition(entries.begin(), entries.end(), [&](const Entry& entry) {
+  std::stable_partition(entries.begin(), entries.end(), [&](const RankRange& entry) {
     return bytes_out(entry.rank, tier) + num_rows * row_bytes_ <= tier.cap;
   });
 }
@@ -188,39 +188,36 @@ std::int32_t RelayPlanner::entry_of_node(std::size_t first, std::size_t last) co
 
 void RelayPlanner::spread_in_node(const RelayHop& part, std::size_t first, std::size_t last,
                                   Holder root) {
-  node_queue_.holders.assign(1, root);
-  node_queue_.front = 0;
+  nvlink_.begin_with(root);
   in_turn_.clear();
   for (std::size_t i = first; i < last; ++i) {
     if (receivers_[i] != root.rank) in_turn_.push_back({.rank = receivers_[i]});
   }
   order_by_room(in_turn_, part.num_rows, nvlink_);
-  for (const Entry& entry : in_turn_) hop(part, node_queue_, nvlink_, entry.rank);
+  for (const RankRange& entry : in_turn_) hop(part, nvlink_, entry.rank);
 }
 
-std::size_t RelayPlanner::least_loaded(const Queue& queue, const Tier& tier) const {
+std::size_t RelayPlanner::lightest_holder(const Tier& tier) const {
   std::size_t best = 0;
-  for (std::size_t i = 1; i < queue.holders.size(); ++i) {
-    if (bytes_out(queue.holders[i].rank, tier) < bytes_out(queue.holders[best].rank, tier))
-      best = i;
+  for (std::size_t i = 1; i < tier.holders.size(); ++i) {
+    if (bytes_out(tier.holders[i].rank, tier) < bytes_out(tier.holders[best].rank, tier)) best = i;
   }
   return best;
 }
 
-RelayPlanner::Holder RelayPlanner::hop(const RelayHop& part, Queue& queue, Tier& tier,
-                                       std::int32_t dst) {
+RelayPlanner::Holder RelayPlanner::hop(const RelayHop& part, Tier& tier, std::int32_t dst) {
   const std::int64_t num_bytes = part.num_rows * row_bytes_;
-  while (bytes_out(queue.holders[queue.front].rank, tier) + num_bytes > tier.cap) {
-    if (++queue.front < queue.holders.size()) continue;
+  while (bytes_out(tier.holders[tier.front].rank, tier) + num_bytes > tier.cap) {
+    if (++tier.front < tier.holders.size()) continue;
     // Nobody has room. Few holders: the one with the fewest bytes, as the others' turn will come.
-    if (queue.holders.size() <= few_holders) {
-      queue.front = least_loaded(queue, tier);
+    if (tier.holders.size() <= few_holders) {
+      tier.front = lightest_holder(tier);
       break;
     }
-    queue.front = 0;
+    tier.front = 0;
     tier.cap += tier.cap / 16 + 1;
   }
-  const Holder from = queue.holders[queue.front];
+  const Holder from = tier.holders[tier.front];
   bytes_out(from.rank, tier) += num_bytes;
   LinkBytes& link = plan_->relay.links[dst];
   (tier.network ? link.network_in : link.nvlink_in) += num_bytes;
@@ -234,7 +231,7 @@ RelayPlanner::Holder RelayPlanner::hop(const RelayHop& part, Queue& queue, Tier&
       .rank = dst, .hop = static_cast<std::int32_t>(plan_->relay.hops.size()), .stage = hop.stage};
   plan_->relay.hops.push_back(hop);
   plan_->relay.num_stages = std::max(plan_->relay.num_stages, hop.stage + 1);
-  queue.holders.push_back(to);
+  tier.holders.push_back(to);
   return to;
 }
 
