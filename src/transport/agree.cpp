@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "peer_text.h"
+#include "transport/bootstrap/wire.h"
 
 namespace waybill {
 namespace {

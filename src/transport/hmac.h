@@ -5,7 +5,7 @@
 #include <span>
 #include <string_view>
 
-#include "tcp_frames.h"
+#include "transport/bootstrap/tcp/handshake.h"
 
 namespace waybill::detail {
 

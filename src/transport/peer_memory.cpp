@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "peer_text.h"
+#include "transport/bootstrap/wire.h"
 #include "waybill/core/error.h"
 
 namespace waybill {

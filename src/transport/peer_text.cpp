@@ -1,4 +1,4 @@
-#include "peer_text.h"
+#include "transport/bootstrap/wire.h"
 
 namespace waybill::detail {
 

@@ -7,7 +7,7 @@
 #include <map>
 #include <vector>
 
-#include "peer_text.h"
+#include "transport/bootstrap/wire.h"
 #include "transport/transport.h"
 #include "waybill/core/error.h"
 

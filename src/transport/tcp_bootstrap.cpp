@@ -4,8 +4,8 @@
 
 #include "hmac.h"
 #include "tcp_caller.h"
-#include "tcp_exchange.h"
-#include "tcp_reception.h"
+#include "transport/bootstrap/tcp/exchange.h"
+#include "transport/bootstrap/tcp/rendezvous.h"
 #include "waybill/transport/bootstraps.h"
 
 namespace waybill {

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "hmac.h"
-#include "peer_text.h"
+#include "transport/bootstrap/wire.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {

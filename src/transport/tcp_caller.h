@@ -5,8 +5,8 @@
 #include <string>
 #include <string_view>
 
-#include "tcp_frames.h"
-#include "tcp_socket.h"
+#include "transport/bootstrap/tcp/handshake.h"
+#include "transport/bootstrap/tcp/socket.h"
 
 namespace waybill::detail {
 

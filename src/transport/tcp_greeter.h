@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "tcp_frames.h"
+#include "transport/bootstrap/tcp/handshake.h"
 
 namespace waybill::detail {
 

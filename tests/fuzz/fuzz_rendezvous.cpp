@@ -16,7 +16,7 @@
 
 #include "fuzz_input.h"
 #include "transport/tcp_caller.h"
-#include "transport/tcp_exchange.h"
+#include "transport/bootstrap/tcp/exchange.h"
 #include "transport/tcp_greeter.h"
 #include "waybill/core/error.h"
 

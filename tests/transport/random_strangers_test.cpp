@@ -9,7 +9,7 @@
 
 #include "support/rendezvous.h"
 #include "support/run_ranks.h"
-#include "transport/tcp_frames.h"
+#include "transport/bootstrap/tcp/handshake.h"
 
 namespace waybill {
 namespace {

@@ -5,10 +5,10 @@
 #include "support/rendezvous.h"
 #include "support/run_ranks.h"
 #include "transport/hmac.h"
-#include "transport/peer_text.h"
+#include "transport/bootstrap/wire.h"
 #include "transport/tcp_caller.h"
-#include "transport/tcp_exchange.h"
-#include "transport/tcp_reception.h"
+#include "transport/bootstrap/tcp/exchange.h"
+#include "transport/bootstrap/tcp/rendezvous.h"
 
 namespace waybill::detail {
 namespace {

@@ -13,7 +13,7 @@
 #include "support/run_processes.h"
 #include "support/run_ranks.h"
 #include "support/sanitizers.h"
-#include "transport/tcp_frames.h"
+#include "transport/bootstrap/tcp/handshake.h"
 
 namespace waybill {
 namespace {

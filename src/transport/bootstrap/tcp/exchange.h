@@ -7,8 +7,8 @@
 #include <string_view>
 #include <vector>
 
-#include "tcp_frames.h"
-#include "tcp_socket.h"
+#include "transport/bootstrap/tcp/handshake.h"
+#include "transport/bootstrap/tcp/socket.h"
 
 namespace waybill::detail {
 

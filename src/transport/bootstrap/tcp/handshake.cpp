@@ -1,4 +1,4 @@
-#include "tcp_frames.h"
+#include "transport/bootstrap/tcp/handshake.h"
 
 #include <algorithm>
 #include <cstring>

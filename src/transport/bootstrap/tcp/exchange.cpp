@@ -1,10 +1,10 @@
-#include "tcp_exchange.h"
+#include "transport/bootstrap/tcp/exchange.h"
 
 #include <algorithm>
 #include <utility>
 
 #include "core/to_size.h"
-#include "peer_text.h"
+#include "transport/bootstrap/wire.h"
 #include "waybill/core/wait.h"
 
 namespace waybill::detail {

@@ -6,9 +6,9 @@
 #include <string_view>
 #include <vector>
 
-#include "tcp_exchange.h"
-#include "tcp_greeter.h"
-#include "tcp_socket.h"
+#include "transport/bootstrap/tcp/exchange.h"
+#include "transport/tcp_greeter.h"
+#include "transport/bootstrap/tcp/socket.h"
 
 namespace waybill::detail {
 

@@ -1,4 +1,4 @@
-#include "tcp_reception.h"
+#include "transport/bootstrap/tcp/rendezvous.h"
 
 #include <dirent.h>
 #include <sys/resource.h>
@@ -10,7 +10,7 @@
 
 #include "core/errno_text.h"
 #include "core/to_size.h"
-#include "peer_text.h"
+#include "transport/bootstrap/wire.h"
 #include "waybill/core/error.h"
 #include "waybill/core/wait.h"
 

@@ -1,4 +1,4 @@
-#include "tcp_socket.h"
+#include "transport/bootstrap/tcp/socket.h"
 
 #include <fcntl.h>
 #include <netdb.h>

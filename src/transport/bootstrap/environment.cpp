@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <utility>
 
-#include "tcp_frames.h"
+#include "transport/bootstrap/tcp/handshake.h"
 #include "waybill/core/error.h"
 #include "waybill/core/topology.h"
 

@@ -1,9 +1,9 @@
 #include <string>
 #include <utility>
 
-#include "file_meeting.h"
-#include "peer_text.h"
-#include "tcp_frames.h"
+#include "transport/file_meeting.h"
+#include "transport/bootstrap/wire.h"
+#include "transport/bootstrap/tcp/handshake.h"
 #include "waybill/core/wait.h"
 #include "waybill/transport/bootstraps.h"
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "peer_text.h"
+#include "transport/bootstrap/wire.h"
 
 namespace waybill {
 namespace {
