@@ -12,7 +12,7 @@
 #include "cuda/link_probe.h"
 #include "measure.h"
 #include "waybill/cuda/gpu_world.h"
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 #include "workload.h"
 
 namespace waybill::bench {

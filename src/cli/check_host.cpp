@@ -12,7 +12,7 @@
 #include "checkup.h"
 #include "core/printable.h"
 #include "report/format.h"
-#include "transport/peer_memory.h"
+#include "transport/peer_transport.h"
 #include "waybill/core/error.h"
 
 namespace waybill::cli {

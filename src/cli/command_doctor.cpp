@@ -6,7 +6,7 @@
 #include "commands.h"
 #include "json/writer.h"
 #include "step_job.h"
-#include "waybill/transport/agree.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill::cli {
 namespace {

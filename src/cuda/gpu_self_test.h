@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "schedule/sequence_plan.h"
-#include "waybill/cuda/cuda_error.h"
+#include "waybill/cuda/gpu_world.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill {

@@ -12,7 +12,7 @@
 #include "transport/gpu_process_transport.h"
 #include "transport/gpu_thread_transport.h"
 #include "transport/nvshmem_transport.h"
-#include "waybill/transport/agree.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill {
 

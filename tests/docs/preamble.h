@@ -76,7 +76,7 @@
 #include "waybill/simulate/dispatch.h"
 #include "waybill/simulate/kv_gradient.h"
 #include "waybill/simulate/orchestrate.h"
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace {
 

@@ -12,7 +12,7 @@
 #include "support/sequence_step.h"
 #include "support/transport_checks.h"
 #include "waybill/runtime/world.h"
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill {
 namespace {

@@ -7,8 +7,7 @@
 
 #include "support/run_processes.h"
 #include "support/transport_checks.h"
-#include "waybill/transport/agree.h"
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill {
 namespace {

@@ -1,7 +1,5 @@
 // Shared memory of processes: what is opened, mapped and unlinked.
 
-#include "transport/shared_file.h"
-
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -9,6 +7,7 @@
 
 #include "support/rendezvous.h"
 #include "support/run_ranks.h"
+#include "transport/share_memory.h"
 #include "transport/transport.h"
 
 namespace waybill {

@@ -14,6 +14,7 @@
 #include "support/run_ranks.h"
 #include "support/sanitizers.h"
 #include "transport/bootstrap/tcp/handshake.h"
+#include "transport/bootstrap/tcp/rendezvous.h"
 
 namespace waybill {
 namespace {

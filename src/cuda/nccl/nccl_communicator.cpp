@@ -8,7 +8,7 @@
 
 #include "../rank/cuda_check.h"
 #include "nccl_library.h"
-#include "waybill/transport/agree.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill::cuda {
 namespace {

@@ -8,7 +8,7 @@
 
 #include "path_params.h"
 #include "schedule/network_phase.h"
-#include "transport/symmetric_memory.h"
+#include "transport/transport.h"
 
 namespace waybill::cuda {
 

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "waybill/core/wait.h"
-#include "waybill/cuda/cuda_error.h"
+#include "waybill/cuda/gpu_world.h"
 
 namespace waybill::cuda {
 

@@ -11,7 +11,7 @@
 #include <tuple>
 
 #include "../rank/cuda_check.h"
-#include "waybill/transport/agree.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill::cuda {
 namespace {

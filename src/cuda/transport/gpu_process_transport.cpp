@@ -15,8 +15,8 @@
 #include "pinned_parts.h"
 #include "share_by_handle.h"
 #include "transport/peer_status.h"
-#include "transport/process_memory.h"
-#include "waybill/transport/agree.h"
+#include "transport/share_memory.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill::cuda {
 namespace {

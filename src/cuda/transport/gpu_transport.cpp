@@ -6,7 +6,7 @@
 #include "../device/arrive_kernels.h"
 #include "../rank/cuda_check.h"
 #include "peer_path.h"
-#include "waybill/transport/agree.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill::cuda {
 
@@ -36,11 +36,11 @@ void GpuTransport::give_up(const char* after, std::string_view reason) noexcept 
 }
 
 void GpuTransport::put(const SymmetricBuffer& to, const PutRequest& piece) {
-  std::byte* const place = place_of(to, piece);
+  std::byte* const address = address_of(to, piece);
   if (piece.size_bytes == 0) return;
   gpu_->use();
   gpu_->check(
-      cudaMemcpyAsync(place, piece.source, piece.size_bytes, cudaMemcpyDefault, gpu_->stream()),
+      cudaMemcpyAsync(address, piece.source, piece.size_bytes, cudaMemcpyDefault, gpu_->stream()),
       "copying to a peer", "put");
 }
 

@@ -6,7 +6,6 @@
 
 #include "../network/network_path.h"
 #include "../rank/gpu_rank.h"
-#include "transport/peer_memory.h"
 #include "transport/peer_transport.h"
 
 namespace waybill::cuda {

@@ -9,7 +9,7 @@
 #include "../rank/cuda_check.h"
 #include "keep_memory.h"
 #include "nvshmem_path.h"
-#include "waybill/transport/agree.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill::cuda {
 namespace {

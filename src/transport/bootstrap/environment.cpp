@@ -1,5 +1,3 @@
-#include "waybill/transport/launch_environment.h"
-
 #include <algorithm>
 #include <array>
 #include <charconv>
@@ -7,13 +5,13 @@
 #include <utility>
 
 #include "transport/bootstrap/tcp/handshake.h"
-#include "waybill/core/error.h"
-#include "waybill/core/topology.h"
+#include "transport/bootstrap/tcp/rendezvous.h"
+#include "transport/bootstrap/wire.h"
 
 namespace waybill {
 namespace {
 
-/// The variables of one launcher.
+/// Names the variables of one launcher.
 struct Launcher {
   const char* name;
   const char* rank;
@@ -63,8 +61,8 @@ void read_ranks(const GetVariable& get, const Launcher& launcher, LaunchEnvironm
           ", expected below ", launcher.ranks_per_node, " = ", result.ranks_per_node);
 }
 
-/// Launchers make ids of any length; what is too long for a rendezvous keeps its beginning and gets
-/// a number of the whole (FNV-1a).
+/// Launchers make ids of any length. An id that is too long for a rendezvous keeps its beginning
+/// and gets a hash of the whole (FNV-1a).
 std::string bounded(std::string id) {
   if (id.size() <= detail::max_job_id_bytes) return id;
   std::uint64_t hash = 0xcbf2'9ce4'8422'2325;
@@ -102,6 +100,35 @@ std::string read_rendezvous(const GetVariable& get) {
   return concat("tcp://", in_brackets ? "[" : "", *host, in_brackets ? "]:" : ":", port + 1);
 }
 
+constexpr std::string_view tcp_scheme = "tcp://";
+constexpr std::string_view file_scheme = "file://";
+
+[[noreturn]] void throw_invalid_rendezvous(const std::string& place) {
+  throw_invalid("make_environment_bootstrap: rendezvous = \"", place,
+                "\", expected tcp://HOST:PORT, tcp://[ADDRESS]:PORT or file:///FOLDER (set "
+                "WAYBILL_RENDEZVOUS, or MASTER_ADDR and MASTER_PORT)");
+}
+
+/// Reads "HOST:PORT"; an IPv6 address, which has colons itself, needs brackets: "[::1]:PORT".
+detail::TcpJob read_tcp_job(const LaunchEnvironment& environment) {
+  const std::string place = environment.rendezvous.substr(tcp_scheme.size());
+  const auto colon = place.rfind(':');
+  std::uint16_t port = 0;
+  bool ok = colon != std::string::npos && colon > 0;
+  if (ok) {
+    const char* end = place.data() + place.size();
+    const auto parsed = std::from_chars(place.data() + colon + 1, end, port);
+    ok = parsed.ec == std::errc{} && parsed.ptr == end && port > 0;
+  }
+  std::string host = place.substr(0, ok ? colon : 0);
+  const bool in_brackets = host.size() > 2 && host.front() == '[' && host.back() == ']';
+  if (in_brackets) host = host.substr(1, host.size() - 2);
+  ok = ok && (in_brackets || host.find_first_of(":[]") == std::string::npos) &&
+       host.find_first_of("[]") == std::string::npos;
+  if (!ok) throw_invalid_rendezvous(environment.rendezvous);
+  return {environment.rank, environment.world_size, host, port, environment.job};
+}
+
 }  // namespace
 
 LaunchEnvironment read_launch_environment(const GetVariable& get) {
@@ -124,6 +151,38 @@ LaunchEnvironment read_launch_environment() {
     if (text == nullptr) return std::nullopt;
     return text;
   });
+}
+
+std::unique_ptr<Bootstrap> make_environment_bootstrap(const LaunchEnvironment& environment,
+                                                      double timeout_s) {
+  const std::string& place = environment.rendezvous;
+  if (environment.world_size == 1) {
+    return std::move(make_thread_bootstraps(1, timeout_s).front());
+  }
+  if (place.starts_with(tcp_scheme)) {
+    const auto [rank, world_size, host, port, job] = read_tcp_job(environment);
+    return make_tcp_bootstrap(rank, world_size, host, port, timeout_s, job);
+  }
+  // file://FOLDER would depend on where a rank was started.
+  if (place.starts_with(file_scheme) && place.substr(file_scheme.size()).starts_with('/')) {
+    return make_file_bootstrap(environment.rank, environment.world_size,
+                               place.substr(file_scheme.size()), timeout_s, environment.job);
+  }
+  throw_invalid_rendezvous(place);
+}
+
+void report_failed_start(const LaunchEnvironment& environment, std::string_view reason,
+                         double patience_s) noexcept {
+  if (environment.world_size <= 1) return;
+  try {
+    if (environment.rendezvous.starts_with(tcp_scheme)) {
+      detail::report_failure(read_tcp_job(environment), reason, patience_s);
+    } else if (environment.rendezvous.starts_with(file_scheme)) {
+      make_environment_bootstrap(environment, patience_s)->fail(reason);
+    }
+  } catch (const std::exception&) {
+    // The others find out by their deadlines.
+  }
 }
 
 }  // namespace waybill

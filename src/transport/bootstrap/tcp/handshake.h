@@ -1,142 +1,150 @@
 #pragma once
 
-#include <array>
-#include <cstddef>
-#include <cstdint>
-#include <optional>
-#include <span>
-#include <string_view>
-#include <vector>
+#include "transport/bootstrap/wire.h"
 
-#include "waybill/transport/bootstrap.h"
-
-/// What ranks send each other over TCP, as bytes: little-endian, without padding. Nothing here
-/// knows sockets.
+/// The handshake between a rank and rank 0, as bytes: little-endian, without padding, and without
+/// sockets.
 ///
-///   caller                          rank 0
+///   client                          rank 0
 ///   hello (256 bytes)          ->
-///                              <-   answer (512): accepted, or refused with a reason, or prove
-///   proof (64)                 ->                              (only where there is a secret)
-///                              <-   answer: accepted with rank 0's own proof, or refused
-///   then frames both ways: a header (32), and as many bytes as it says
+///                              <-   answer (512): accepted, rejected with a reason, or prove
+///   proof (64)                 ->                              (only if there is a secret)
+///                              <-   answer: accepted with rank 0's own proof, or rejected
+///   then frames both ways (exchange.h)
 namespace waybill::detail {
 
-/// Of the handshake. The first 16 bytes of hello and answer are the same in all versions.
+/// All versions have the same first 16 bytes of hello and answer.
 inline constexpr std::uint32_t protocol_version = 3;
 inline constexpr std::size_t hello_bytes = 256;
 inline constexpr std::size_t answer_bytes = 512;
 inline constexpr std::size_t proof_bytes = 64;
-inline constexpr std::size_t header_bytes = 32;
-
-inline constexpr std::size_t max_job_id_bytes = 120;
-/// What a rank may give to one exchange.
-inline constexpr std::size_t max_entry_bytes = std::size_t{64} << 20;
 
 using Nonce = std::array<std::byte, 32>;
 using Digest = std::array<std::byte, 32>;
 using HelloBytes = std::array<std::byte, hello_bytes>;
 using AnswerBytes = std::array<std::byte, answer_bytes>;
 using ProofBytes = std::array<std::byte, proof_bytes>;
-using HeaderBytes = std::array<std::byte, header_bytes>;
 
-/// A text in a field of fixed size: nothing is allocated for who sent it.
-class JobField {
- public:
-  JobField() = default;
-  /// At most max_job_id_bytes of it.
-  explicit JobField(std::string_view text);
-  [[nodiscard]] std::string_view text() const { return {bytes_.data(), size_}; }
-
- private:
-  std::array<char, max_job_id_bytes> bytes_{};
-  std::size_t size_ = 0;
+/// A rank and the job that it belongs to.
+struct TcpJob {
+  std::int32_t rank = 0;
+  std::int32_t world_size = 0;
+  std::string host;  ///< rank 0 listens there
+  std::uint16_t port = 0;
+  JobIdentity job;
 };
 
-/// Who calls.
+/// The client's first message.
 struct Hello {
   bool has_secret = false;
   std::uint32_t world_size = 0;
   std::uint32_t rank = 0;
   Nonce nonce{};
-  JobField job{};
+  std::string_view job{};  ///< at most max_job_id_bytes of it; after decoding, part of the bytes
 };
 
-/// What the first bytes of a caller are, as soon as that can be said.
-enum class Greeting : std::uint8_t { incomplete, stranger, other_version, hello };
-
-[[nodiscard]] Greeting judge_greeting(std::span<const std::byte> first_bytes);
-[[nodiscard]] std::uint32_t version_in(std::span<const std::byte, 16> first_bytes);
 [[nodiscard]] HelloBytes encode(const Hello& hello);
-[[nodiscard]] Hello decode_hello(std::span<const std::byte, hello_bytes> bytes);
 
-enum class AnswerKind : std::uint32_t { accepted = 1, prove = 2, refused = 3 };
+enum class AnswerKind : std::uint32_t {
+  none = 0,  ///< more bytes must come first
+  accepted = 1,
+  prove = 2,
+  rejected = 3,
+  stranger = 4,  ///< the client is no rank of Waybill and gets no answer
+};
 
-/// What rank 0 says to a caller.
+/// Rank 0's answer; `none` and `stranger` are never sent.
 struct Answer {
-  AnswerKind kind = AnswerKind::refused;
-  Nonce nonce{};   ///< with `prove`
-  Digest proof{};  ///< with `accepted`, where there is a secret
-  std::string_view why =
-      {};  ///< with `refused`: as much as fits; after decoding a part of the bytes
+  AnswerKind kind = AnswerKind::rejected;
+  Nonce nonce{};           ///< with `prove`
+  Digest proof{};          ///< with `accepted`, if there is a secret
+  std::string_view why{};  ///< with `rejected`, as much as fits; after decoding, part of the bytes
 };
 
 [[nodiscard]] AnswerBytes encode(const Answer& answer);
-/// Nullopt: who sent it is no rank 0 of Waybill.
+/// Nullopt: the sender is no rank 0 of Waybill.
 [[nodiscard]] std::optional<Answer> decode_answer(std::span<const std::byte, answer_bytes> bytes);
 
-[[nodiscard]] ProofBytes encode_proof(const Digest& proof);
-[[nodiscard]] std::optional<Digest> decode_proof(std::span<const std::byte, proof_bytes> bytes);
+/// Computes HMAC-SHA256 with OpenSSL's libcrypto, loaded at run time, or with the kernel (AF_ALG).
+/// @throws TransportError when neither is there
+[[nodiscard]] Digest hmac_sha256(std::string_view key, std::span<const std::byte> message);
+/// Nullopt: this source is not there.
+[[nodiscard]] std::optional<Digest> hmac_of_libcrypto(std::string_view key,
+                                                      std::span<const std::byte> message);
+[[nodiscard]] std::optional<Digest> hmac_of_kernel(std::string_view key,
+                                                   std::span<const std::byte> message);
 
-enum class FrameKind : std::uint32_t {
-  data = 1,    ///< what a rank gives to an exchange, or rank 0's answer: what all gave
-  silent = 2,  ///< rank 0: `rank` did not come within the deadline
-  left = 3,    ///< rank 0: `rank` hung up
-  failed = 4,  ///< `rank` cannot go on; the bytes are the reason
-};
+/// Takes the same time wherever they differ.
+[[nodiscard]] bool same_digest(const Digest& a, const Digest& b) noexcept;
 
-struct FrameHeader {
-  FrameKind kind = FrameKind::data;
-  std::uint32_t rank = 0;
-  std::uint64_t round = 0;  ///< the exchange; with the other kinds the last one that `rank` was in
-  std::uint64_t size_bytes = 0;
-};
+[[nodiscard]] Nonce random_nonce();
 
-[[nodiscard]] HeaderBytes encode(const FrameHeader& header);
-/// Nullopt: these are not the bytes of a header.
-[[nodiscard]] std::optional<FrameHeader> decode_header(std::span<const std::byte> bytes);
+/// A side proves that it knows the secret by a digest over both nonces and the whole hello, which
+/// holds the client's. @throws as hmac_sha256
+[[nodiscard]] Digest proof_of_client(std::string_view secret, const HelloBytes& hello,
+                                     const Nonce& server_nonce);
+[[nodiscard]] Digest proof_of_server(std::string_view secret, const HelloBytes& hello,
+                                     const Nonce& server_nonce);
 
-struct Frame {
-  FrameHeader header;
-  Bootstrap::Bytes bytes{};
-};
-
-/// Takes a frame as its bytes come. Memory grows with what has come, whatever a header promises.
-class FrameReader {
+/// Rank 0's part of the handshake with one client. It has a fixed size whatever comes: a stranger
+/// makes rank 0 allocate nothing.
+class ServerHandshake {
  public:
-  /// @param max_size_bytes of a frame; more is not a frame
-  explicit FrameReader(std::uint64_t max_size_bytes) : max_size_bytes_(max_size_bytes) {}
-
-  /// Where the next bytes go: never empty.
+  /// The next bytes go there: never empty until the client is accepted, rejected or a stranger.
   [[nodiscard]] std::span<std::byte> room();
 
-  enum class State : std::uint8_t { more, frame, broken };
-  /// So many have come into room(). After `frame` take() has it; after `broken` the stream is lost.
-  [[nodiscard]] State took(std::size_t num_bytes);
-  [[nodiscard]] Frame take();
+  /// Notes that so many bytes have come into room(). @return the answer to send now
+  /// @param job rank 0's own
+  /// @param is_connected [W]: the ranks that are connected
+  /// @param failure not empty: all clients are rejected for this reason
+  /// @throws TransportError when there is a secret but no HMAC
+  [[nodiscard]] AnswerKind add(std::size_t num_bytes, const TcpJob& job,
+                               const std::vector<bool>& is_connected, std::string_view failure);
+
+  [[nodiscard]] const AnswerBytes& answer() const { return answer_; }
+  /// The rank of the accepted client.
+  [[nodiscard]] std::int32_t rank() const { return rank_; }
+  /// Says why the client is rejected or a stranger.
+  [[nodiscard]] const std::string& why() const { return why_; }
 
  private:
-  std::uint64_t max_size_bytes_;
-  HeaderBytes header_bytes_{};
-  std::size_t header_filled_ = 0;
-  FrameHeader header_;
-  Bootstrap::Bytes body_;
-  std::size_t body_filled_ = 0;
+  AnswerKind check_hello(const TcpJob& job);
+  AnswerKind check_proof(std::string_view secret);
+  AnswerKind accept_or_reject(const TcpJob& job, const std::vector<bool>& is_connected,
+                              std::string_view failure);
+  AnswerKind reject(std::string why);
+
+  HelloBytes hello_bytes_{};
+  ProofBytes proof_bytes_{};
+  std::size_t filled_ = 0;
+  bool awaits_proof_ = false;
+  std::int32_t rank_ = 0;
+  Nonce nonce_{};
+  AnswerBytes answer_{};
+  std::string why_;
 };
 
-/// All entries in one run of bytes: the sizes, then the entries.
-[[nodiscard]] Bootstrap::Bytes pack_entries(const std::vector<Bootstrap::Bytes>& all);
-/// Nullopt unless the bytes are exactly so many entries.
-[[nodiscard]] std::optional<std::vector<Bootstrap::Bytes>> unpack_entries(
-    std::span<const std::byte> packed, std::size_t num_entries);
+/// The client's part of the handshake.
+class ClientHandshake {
+ public:
+  /// @throws TransportError as hmac_sha256
+  explicit ClientHandshake(const TcpJob& job);
+
+  [[nodiscard]] const HelloBytes& hello() const { return hello_; }
+
+  /// Reads rank 0's answer. Nullopt: it has accepted this rank. Else the proof to send, after which
+  /// it answers again.
+  /// @throws TransportError with the reason if rank 0 rejects this rank, is no rank 0 of Waybill,
+  /// or
+  ///   does not know the secret
+  [[nodiscard]] std::optional<ProofBytes> reply_to(const AnswerBytes& answer);
+
+ private:
+  std::string secret_;
+  std::string server_;
+  std::int32_t rank_;
+  HelloBytes hello_;
+  std::optional<Nonce> nonce_;  ///< rank 0's, once it has asked
+};
 
 }  // namespace waybill::detail

@@ -23,16 +23,13 @@
 namespace waybill::detail {
 namespace {
 
-constexpr double slice_s = 0.05;        // between two looks for an interrupt
-constexpr double longest_wait_s = 1e9;  // what a clock can count
+constexpr double slice_s = 0.05;    // between two checks for an interrupt
+constexpr double max_wait_s = 1e9;  // a clock cannot count more
 constexpr double port_patience_s = 2.0;
 
-struct FreeAddresses {
-  void operator()(addrinfo* list) const noexcept { freeaddrinfo(list); }
-};
-using Addresses = std::unique_ptr<addrinfo, FreeAddresses>;
+using Addresses = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 
-/// Null: the name cannot be looked up just now.
+/// Empty: the name cannot be looked up just now.
 Addresses resolve(const char* host, std::uint16_t port, int flags = 0) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
@@ -40,12 +37,12 @@ Addresses resolve(const char* host, std::uint16_t port, int flags = 0) {
   hints.ai_flags = flags;
   addrinfo* list = nullptr;
   const int error = getaddrinfo(host, std::to_string(port).c_str(), &hints, &list);
-  if (error == EAI_AGAIN) return nullptr;
+  if (error == EAI_AGAIN) return {nullptr, freeaddrinfo};
   if (error != 0) {
     throw TransportError(
         concat("tcp bootstrap: host ", host, " is not known: ", gai_strerror(error)));
   }
-  return Addresses(list);
+  return {list, freeaddrinfo};
 }
 
 std::string text_of(const sockaddr* address, socklen_t size, bool with_port) {
@@ -60,30 +57,30 @@ std::string text_of(const sockaddr* address, socklen_t size, bool with_port) {
   return concat(has_colons ? "[" : "", host.data(), has_colons ? "]:" : ":", port.data());
 }
 
-/// Its own end, or the other one.
-struct End {
+/// @param ask getsockname for the own end of a connection, getpeername for the other
+std::string end_of(const Socket& socket, decltype(&getsockname) ask) {
   sockaddr_storage address{};
   socklen_t size = sizeof(address);
-  [[nodiscard]] sockaddr* get() { return reinterpret_cast<sockaddr*>(&address); }
-};
+  auto* const at = reinterpret_cast<sockaddr*>(&address);
+  if (ask(socket.descriptor(), at, &size) != 0) return {};
+  return text_of(at, size, true);
+}
 
-/// Waits until the socket can be written, or the deadline.
+/// Waits until the socket has room, or until the deadline.
 bool can_write(const Socket& socket, const Deadline& deadline) {
   while (!deadline.passed()) {
-    PollSet set;
-    (void)set.add(socket, PollSet::to_write);
-    set.wait(deadline);
-    if (set.is_ready(0)) return true;
+    WatchedSocket watched{.descriptor = socket.descriptor(), .writes = true};
+    wait_for_any({&watched, 1}, deadline);
+    if (watched.is_ready) return true;
   }
   return false;
 }
 
-void prepare(int descriptor) {
-  const int on = 1;
-  (void)setsockopt(descriptor, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-}
+/// The last call of the system has moved nothing, but a later one may.
+bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
 
-void set_option(const Socket& socket, int level, int option, int value) {
+template <class Value>
+void set_option(const Socket& socket, int level, int option, const Value& value) {
   (void)setsockopt(socket.descriptor(), level, option, &value, sizeof(value));
 }
 
@@ -104,7 +101,7 @@ int try_listen(Socket& door, const addrinfo& address, bool everywhere) {
   return ::listen(door.descriptor(), SOMAXCONN) == 0 ? 0 : errno;
 }
 
-/// Of the addresses of all interfaces the one of IPv6, which takes IPv4 as well, comes first.
+/// Puts the IPv6 address of all interfaces first, as it accepts IPv4 as well.
 std::vector<const addrinfo*> in_order(const Addresses& addresses, bool everywhere) {
   std::vector<const addrinfo*> list;
   for (const addrinfo* at = addresses.get(); at != nullptr; at = at->ai_next) list.push_back(at);
@@ -115,16 +112,16 @@ std::vector<const addrinfo*> in_order(const Addresses& addresses, bool everywher
   return list;
 }
 
-/// A call from a port that is given.
+/// Makes the socket connect from a given port.
 bool bind_source(const Socket& socket, const addrinfo& to, std::uint16_t source_port) {
-  End source;
-  std::memcpy(source.get(), to.ai_addr, to.ai_addrlen);
+  sockaddr_storage source{};
+  std::memcpy(&source, to.ai_addr, to.ai_addrlen);
   if (to.ai_family == AF_INET6) {
-    reinterpret_cast<sockaddr_in6*>(source.get())->sin6_port = htons(source_port);
+    reinterpret_cast<sockaddr_in6*>(&source)->sin6_port = htons(source_port);
   } else {
-    reinterpret_cast<sockaddr_in*>(source.get())->sin_port = htons(source_port);
+    reinterpret_cast<sockaddr_in*>(&source)->sin_port = htons(source_port);
   }
-  return bind(socket.descriptor(), source.get(), to.ai_addrlen) == 0;
+  return bind(socket.descriptor(), reinterpret_cast<sockaddr*>(&source), to.ai_addrlen) == 0;
 }
 
 bool is_loopback(const std::string& address) {
@@ -136,7 +133,7 @@ bool is_loopback(const std::string& address) {
 Deadline::Deadline(double seconds)
     : start_(Clock::now()),
       end_(start_ + std::chrono::duration_cast<Clock::duration>(
-                        std::chrono::duration<double>(std::min(seconds, longest_wait_s)))) {}
+                        std::chrono::duration<double>(std::min(seconds, max_wait_s)))) {}
 
 double Deadline::left_s() const {
   return std::max(0.0, std::chrono::duration<double>(end_ - Clock::now()).count());
@@ -148,10 +145,6 @@ void pause_for(double seconds, const Deadline& deadline) {
     check_interrupt();
     std::this_thread::sleep_for(std::chrono::duration<double>(std::min(0.02, end.left_s())));
   }
-}
-
-void Socket::close() noexcept {
-  if (descriptor_ >= 0) (void)::close(std::exchange(descriptor_, -1));
 }
 
 Socket Socket::listen(const std::string& host, std::uint16_t port, const Deadline& deadline) {
@@ -185,8 +178,8 @@ std::optional<Socket> Socket::connect(const std::string& host, std::uint16_t por
       throw TransportError(concat("tcp bootstrap: cannot call ", host, ":", port, ": ",
                                   errno_text(errno), " (ulimit -n)"));
     }
-    prepare(result.descriptor());
-    set_option(result, SOL_SOCKET, SO_REUSEADDR, 1);  // its port can be listened on soon after
+    set_option(result, IPPROTO_TCP, TCP_NODELAY, 1);
+    set_option(result, SOL_SOCKET, SO_REUSEADDR, 1);  // others may soon listen on its port
     if (source_port != 0 && !bind_source(result, *at, source_port)) continue;
     if (::connect(result.descriptor(), at->ai_addr, at->ai_addrlen) == 0) return result;
     if (errno != EINPROGRESS || !can_write(result, deadline)) continue;
@@ -198,53 +191,43 @@ std::optional<Socket> Socket::connect(const std::string& host, std::uint16_t por
   return std::nullopt;
 }
 
-Socket::Accepted Socket::accept() const {
-  const int caller = accept4(descriptor_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-  if (caller >= 0) {
-    prepare(caller);
-    return {.caller = Socket(caller), .error = 0};
-  }
-  const bool no_room = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
-  return {.caller = {}, .error = no_room ? errno : 0};
+Socket Socket::accept(int& error) const {
+  const int client = accept4(descriptor(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+  const bool is_full = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+  error = client < 0 && is_full ? errno : 0;
+  Socket socket(client);
+  if (socket.is_open()) set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
+  return socket;
 }
 
-IoResult Socket::send_some(std::span<const std::byte> bytes) const {
-  const ssize_t sent = ::send(descriptor_, bytes.data(), bytes.size(), MSG_NOSIGNAL);
-  if (sent >= 0) return {IoStatus::complete, static_cast<std::size_t>(sent)};
-  const bool later = errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
-  return {later ? IoStatus::would_block : IoStatus::closed, 0};
+std::ptrdiff_t Socket::send_some(std::span<const std::byte> bytes) const {
+  const ssize_t sent = ::send(descriptor(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+  return sent >= 0 || would_block() ? std::max<ssize_t>(sent, 0) : -1;
 }
 
-IoResult Socket::receive_some(std::span<std::byte> bytes) const {
-  const ssize_t got = recv(descriptor_, bytes.data(), bytes.size(), 0);
-  if (got > 0) return {IoStatus::complete, static_cast<std::size_t>(got)};
-  const bool later = got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR);
-  return {later ? IoStatus::would_block : IoStatus::closed, 0};
+std::ptrdiff_t Socket::receive_some(std::span<std::byte> bytes) const {
+  const ssize_t got = recv(descriptor(), bytes.data(), bytes.size(), 0);
+  if (got > 0) return got;
+  return got < 0 && would_block() ? 0 : -1;
 }
 
 bool Socket::send_now(std::span<const std::byte> bytes) const {
-  const IoResult sent = send_some(bytes);
-  return sent.status == IoStatus::complete && sent.num_bytes == bytes.size();
+  return send_some(bytes) == std::ssize(bytes);
 }
 
 bool Socket::is_connected_to_itself() const {
-  End own;
-  End peer;
-  return getsockname(descriptor_, own.get(), &own.size) == 0 &&
-         getpeername(descriptor_, peer.get(), &peer.size) == 0 && own.size == peer.size &&
-         text_of(own.get(), own.size, true) == text_of(peer.get(), peer.size, true);
+  const std::string own = end_of(*this, getsockname);
+  return !own.empty() && own == end_of(*this, getpeername);
 }
 
 void Socket::abort() noexcept {
-  const linger at_once{.l_onoff = 1, .l_linger = 0};
-  (void)setsockopt(descriptor_, SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
+  set_option(*this, SOL_SOCKET, SO_LINGER, linger{.l_onoff = 1, .l_linger = 0});
   close();
 }
 
 std::string Socket::peer_name() const {
-  End peer;
-  if (getpeername(descriptor_, peer.get(), &peer.size) != 0) return "an unknown address";
-  return text_of(peer.get(), peer.size, true);
+  const std::string name = end_of(*this, getpeername);
+  return name.empty() ? "an unknown address" : name;
 }
 
 std::vector<std::string> addresses_of(const std::string& host) {
@@ -264,24 +247,18 @@ bool listens_everywhere(const std::string& host, const std::vector<std::string>&
          std::ranges::all_of(addresses, is_loopback);
 }
 
-std::size_t PollSet::add(const Socket& socket, int wants) {
-  entries_.push_back({socket.descriptor(), wants, false});
-  return entries_.size() - 1;
-}
-
-void PollSet::wait(const Deadline& deadline) {
+void wait_for_any(std::span<WatchedSocket> sockets, const Deadline& deadline) {
   std::vector<pollfd> waiting;
-  for (const Entry& entry : entries_) {
-    int events = POLLRDHUP;
-    if ((entry.wants & to_read) != 0) events |= POLLIN;
-    if ((entry.wants & to_write) != 0) events |= POLLOUT;
-    waiting.push_back({.fd = entry.descriptor, .events = static_cast<short>(events), .revents = 0});
+  for (const WatchedSocket& socket : sockets) {
+    const int events = POLLRDHUP | (socket.reads ? POLLIN : 0) | (socket.writes ? POLLOUT : 0);
+    waiting.push_back(
+        {.fd = socket.descriptor, .events = static_cast<short>(events), .revents = 0});
   }
   const double seconds = std::min(slice_s, deadline.left_s());
   const int found =
       poll(waiting.data(), waiting.size(), static_cast<int>(std::ceil(seconds * 1000)));
-  for (std::size_t i = 0; i < entries_.size(); ++i) {
-    entries_[i].ready = found > 0 && waiting[i].revents != 0;
+  for (std::size_t i = 0; i < sockets.size(); ++i) {
+    sockets[i].is_ready = found > 0 && waiting[i].revents != 0;
   }
   check_interrupt();
 }
