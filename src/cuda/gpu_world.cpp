@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "device/arrive_params.h"
+#include "device/params.h"
 #include "rank/gpu_rank.h"
 #include "sequence/gpu_executor.h"
 #include "transport/gpu_place.h"

@@ -10,7 +10,7 @@
 #include "core/to_size.h"
 #include "cuda/device/call_words.h"
 #include "cuda/experts/nodes/params.h"
-#include "cuda/network/peer_path_kernel.h"
+#include "cuda/network/path_launch.h"
 #include "cuda/one_of_many.h"
 #include "waybill/core/random.h"
 

@@ -1,4 +1,4 @@
-#include "cuda/gpu_self_test.h"
+#include "cuda/self_test/self_test.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "arrive_params.h"
+#include "params.h"
 #include "call_words.cuh"
 #include "peers.cuh"
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "arrive_params.h"
+#include "params.h"
 
 namespace waybill::cuda {
 

@@ -2,7 +2,7 @@
 #include "../device/word_copy.cuh"
 #include "path_kernel.cuh"
 #include "path_ring.cuh"
-#include "peer_path_kernel.h"
+#include "path_launch.h"
 
 namespace waybill::cuda {
 namespace {

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "cuda/gpu_self_test.h"
+#include "cuda/self_test/self_test.h"
 #include "self_test_rows.h"
 
 namespace waybill::cuda {

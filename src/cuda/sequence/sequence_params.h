@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../device/arrive_params.h"
+#include "../device/params.h"
 #include "schedule/row_chunk.h"
 #include "schedule/work_batch.h"
 

@@ -13,7 +13,7 @@
 #include "map_trial.h"
 #include "nccl_path.h"
 #include "pinned_parts.h"
-#include "share_by_handle.h"
+#include "rank_memory.h"
 #include "transport/peer_status.h"
 #include "transport/share_memory.h"
 #include "waybill/transport/bootstrap.h"

@@ -8,7 +8,7 @@
 #include <string_view>
 
 #include "../rank/cuda_check.h"
-#include "share_by_handle.h"
+#include "rank_memory.h"
 #include "waybill/transport/bootstrap.h"
 
 namespace waybill::cuda {

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "side_stream.h"
+#include "network_paths.h"
 
 namespace waybill::cuda {
 namespace {

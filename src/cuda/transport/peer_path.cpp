@@ -2,9 +2,9 @@
 
 #include <utility>
 
-#include "../network/peer_path_kernel.h"
+#include "../network/path_launch.h"
 #include "../rank/cuda_check.h"
-#include "side_stream.h"
+#include "network_paths.h"
 
 namespace waybill::cuda {
 namespace {

@@ -1,4 +1,4 @@
-#include "side_stream.h"
+#include "network_paths.h"
 
 #include <utility>
 

@@ -7,7 +7,7 @@
 
 #include "../network/phase_path_kernel.h"
 #include "../rank/cuda_check.h"
-#include "side_stream.h"
+#include "network_paths.h"
 
 namespace waybill::cuda {
 namespace {

@@ -1,4 +1,4 @@
-#include "share_by_handle.h"
+#include "rank_memory.h"
 
 #include <algorithm>
 

@@ -5,8 +5,8 @@
 
 #include "../device/bulk.cuh"
 #include "cuda/link_probe.h"
-#include "cuda_check.h"
-#include "device_limits.h"
+#include "../rank/cuda_check.h"
+#include "../rank/device_limits.h"
 
 namespace waybill {
 namespace {
