@@ -9,7 +9,7 @@
 #include <memory>
 #include <string_view>
 
-#include "cuda/link_probe.h"
+#include "cuda/self_test/self_test.h"
 #include "measure.h"
 #include "waybill/cuda/gpu_world.h"
 #include "waybill/transport/bootstrap.h"

@@ -62,16 +62,6 @@ class InTransit {
   std::int64_t number_ = 0;
 };
 
-void check_same_block(Bootstrap& bootstrap, const BlockInfo& mine, const std::string& operation) {
-  const auto all = all_gather_value(bootstrap, mine, operation);
-  for (std::size_t r = 0; r < all.size(); ++r) {
-    require(all[r].size_bytes == mine.size_bytes, operation, ": size_bytes = ", mine.size_bytes,
-            ", but ", all[r].size_bytes, " on rank ", r);
-    require(all[r].number == mine.number, operation, ": allocation ", mine.number, ", but ",
-            all[r].number, " on rank ", r);
-  }
-}
-
 /// Removes all names, also those of ranks that died before they could.
 void unlink_all(const std::vector<std::string>& names) noexcept {
   std::ranges::for_each(names, detail::SharedFile::unlink);
@@ -99,9 +89,8 @@ std::vector<std::shared_ptr<void>> share_memory(Bootstrap& bootstrap, std::share
       throw Unsupported(
           concat(operation, ": rank ", r, " is another process, expected threads of one process"));
     }
-    require(blocks[r].size_bytes == size, operation, ": size = ", size, ", but ",
-            blocks[r].size_bytes, " on rank ", r);
   }
+  require_same_size(blocks, &BlockInfo::size_bytes, size, operation);
   auto all = InTransit::get(blocks);
   for (std::size_t r = 0; r < all.size(); ++r) {
     if (all[r] == nullptr) throw PeerFailed(concat(operation, ": rank ", r, " has given up"));
@@ -227,7 +216,13 @@ std::vector<std::shared_ptr<void>> ProcessMemory::make(Bootstrap& bootstrap,
                                                        std::int64_t size_bytes,
                                                        std::string_view name) {
   const std::string operation = concat("allocate(", name, ")");
-  check_same_block(bootstrap, {getpid(), size_bytes, num_blocks_}, operation);
+  const BlockInfo mine{getpid(), size_bytes, num_blocks_};
+  const auto blocks = all_gather_value(bootstrap, mine, operation);
+  require_same_size(blocks, &BlockInfo::size_bytes, size_bytes, operation);
+  for (std::size_t r = 0; r < blocks.size(); ++r) {
+    require(blocks[r].number == mine.number, operation, ": allocation ", mine.number, ", but ",
+            blocks[r].number, " on rank ", r);
+  }
   const auto files = open(bootstrap, operation);
   const std::int64_t room = std::max<std::int64_t>(size_bytes, 1);
   const std::size_t me = to_int(bootstrap.rank());

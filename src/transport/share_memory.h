@@ -13,6 +13,16 @@ namespace waybill {
                                                               std::int64_t size,
                                                               std::string_view name);
 
+/// @throws InvalidArgument naming a rank that asks for another size than this one
+template <class Info, class Size>
+void require_same_size(const std::vector<Info>& infos, Size Info::*size, std::int64_t mine,
+                       std::string_view operation) {
+  for (std::size_t r = 0; r < infos.size(); ++r) {
+    require(infos[r].*size == mine, operation, ": size_bytes = ", mine, ", but ", infos[r].*size,
+            " on rank ", r);
+  }
+}
+
 namespace detail {
 
 /// POSIX shared memory that processes of one host open by name. The name may go as soon as all have

@@ -1,8 +1,8 @@
 #pragma once
 
 #include "params.h"
-#include "call_words.cuh"
 #include "peers.cuh"
+#include "signal.cuh"
 
 namespace waybill::cuda {
 

@@ -1,10 +1,10 @@
 #pragma once
 
-#include "peers.h"
+#include "params.h"
 
 namespace waybill::cuda {
 
-/// Of one rank. A load: to be asked for before it is needed.
+/// Returns the address of one rank's part. It is a load, so call it early.
 template <class T>
 __device__ inline T* peer_at(const Peers<T>& peers, std::int32_t rank) {
   const auto base = __ldg(reinterpret_cast<const unsigned long long*>(peers.bases) + rank);

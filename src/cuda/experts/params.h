@@ -6,8 +6,6 @@
 #include <cstdint>
 
 #include "../device/params.h"
-#include "../device/fault.h"
-#include "../device/peers.h"
 #include "experts/row_tag.h"
 #include "waybill/core/dtype.h"
 

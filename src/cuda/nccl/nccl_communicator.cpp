@@ -6,8 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "../rank/cuda_check.h"
-#include "nccl_library.h"
 #include "waybill/transport/bootstrap.h"
 
 namespace waybill::cuda {
@@ -18,7 +16,7 @@ using Seconds = std::chrono::duration<double>;
 constexpr const char* starting = "NCCL";
 constexpr double share_of_deadline = 0.75;
 constexpr double abort_patience_s = 5;
-constexpr int most_ctas = 8;  // as a network path has multiprocessors, at most
+constexpr int max_ctas = 8;  // as a network path has multiprocessors, at most
 
 bool is_good(NcclResult result) {
   return result == NcclResult::success || result == NcclResult::in_progress;
@@ -80,17 +78,17 @@ void NcclCommunicator::start(Bootstrap& bootstrap) {
   run_collectively(bootstrap, starting, [&] {
     NcclConfig config;
     config.blocking = 0;
-    config.max_ctas = most_ctas;
+    config.max_ctas = max_ctas;
     config.comm_name = "waybill";
     const NcclResult result =
         api_->init_rank(&comm_, bootstrap.world_size(), id, to_int(rank_), &config);
     if (!is_good(result)) fail(result, "starting NCCL");
-  });  // what fails at once is said to those that would wait for it
+  });  // an error at once reaches the ranks that would wait for this one
   run_collectively(bootstrap, starting, [&] { settle("starting NCCL"); });
 }
 
-/// NCCL connects two ranks when they first talk, for which it allocates memory and waits for the
-/// device: not to be done beside kernels that wait for other ranks.
+/// NCCL connects two ranks at their first message, and then allocates memory and waits for the
+/// device. That must not happen while kernels wait for other ranks.
 void NcclCommunicator::connect(const Topology& topology) {
   constexpr std::int64_t message_bytes = 8;
   const std::int32_t world = topology.world_size;
@@ -130,10 +128,10 @@ void NcclCommunicator::exchange(std::span<const NcclPiece> sent,
     if (is_good(result)) result = added;
   };
   for (const NcclPiece& piece : sent) {
-    add(api_->send(piece.data, piece.size_bytes, NcclDataType::int8, piece.peer, comm_, stream));
+    add(api_->send(piece.data, piece.size_bytes, nccl_int8, piece.peer, comm_, stream));
   }
   for (const NcclPiece& piece : received) {
-    add(api_->receive(piece.data, piece.size_bytes, NcclDataType::int8, piece.peer, comm_, stream));
+    add(api_->receive(piece.data, piece.size_bytes, nccl_int8, piece.peer, comm_, stream));
   }
   add(api_->group_end());
   if (!is_good(result)) fail(result, operation);

@@ -4,9 +4,9 @@
 #include <vector>
 
 #include "../device/bulk.cuh"
-#include "cuda/link_probe.h"
-#include "../rank/cuda_check.h"
 #include "../rank/device_limits.h"
+#include "../rank/gpu_rank.h"
+#include "cuda/self_test/self_test.h"
 
 namespace waybill {
 namespace {
@@ -192,15 +192,15 @@ class Probe {
 
 }  // namespace
 
-double link_gb_s(int num_gpus, LinkWay way, int num_sms, std::int64_t bytes_a_peer, int repeats) {
+double link_gb_s(int num_gpus, LinkWay way, int num_sms, std::int64_t bytes_per_peer, int repeats) {
   if (num_gpus < 2) return 0;
-  Probe probe(std::min(num_gpus, max_gpus), bytes_a_peer);
+  Probe probe(std::min(num_gpus, max_gpus), bytes_per_peer);
   for (int i = 0; i < 3; ++i) (void)probe.run(way, num_sms);
   std::vector<float> times;
   for (int i = 0; i < repeats; ++i) times.push_back(probe.run(way, num_sms));
   std::sort(times.begin(), times.end());
   const double ms = times[times.size() / 2];
-  return static_cast<double>(bytes_a_peer) * (std::min(num_gpus, max_gpus) - 1) / ms / 1e6;
+  return static_cast<double>(bytes_per_peer) * (std::min(num_gpus, max_gpus) - 1) / ms / 1e6;
 }
 
 LinkSpeeds measure_links(int num_gpus, const LinkSpeeds& known) {

@@ -5,13 +5,14 @@
 #include <vector>
 
 #include "schedule/sequence_plan.h"
+#include "waybill/core/link_speeds.h"
 #include "waybill/cuda/gpu_world.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
 
 struct GpuSelfTestOptions {
-  int num_sms = 16;  ///< of each rank
+  int num_sms = 16;  ///< each rank's
   int warmup = 3;    ///< calls before the timed ones
   int calls = 20;    ///< timed, from event to event
   double timeout_s = 60;
@@ -20,14 +21,14 @@ struct GpuSelfTestOptions {
 /// One operation of a self test.
 struct GpuSelfTestStep {
   std::string name;              ///< "Q, K and V"
-  std::int64_t link_bytes = 0;   ///< the most that one GPU sends to, or gets from, the others
-  std::int64_t local_bytes = 0;  ///< the most that stay on one GPU, and are read and written there
-  double median_us = 0;          ///< of the slowest rank
+  std::int64_t link_bytes = 0;   ///< the busiest GPU sends so many to the others, or gets them
+  std::int64_t local_bytes = 0;  ///< so many stay on one GPU, which reads and writes them
+  double median_us = 0;          ///< the slowest rank's
   std::int64_t bytes_checked = 0;
-  std::int64_t elements_wrong = 0;  ///< of those checked
+  std::int64_t elements_wrong = 0;  ///< among those checked
 };
 
-/// What the GPUs of this host did with a routing.
+/// The results of the GPUs of this host with a routing.
 struct GpuSelfTest {
   int num_gpus = 0;
   std::int32_t world_size = 0;
@@ -52,5 +53,24 @@ struct GpuSelfTest {
 [[nodiscard]] GpuSelfTest try_on_gpus(const QkvRouting& routing, const TensorFormat& q,
                                       const TensorFormat& kv,
                                       const GpuSelfTestOptions& options = {});
+
+/// The engine that moves the bytes of the probe. Devices without bulk copies use loads and stores
+/// of the threads.
+enum class LinkWay : std::uint8_t { push_bulk, push_vector, pull_bulk, copy_engines };
+
+/// Every GPU copies `bytes_per_peer` to (or from) each of the others at once; the median over
+/// `repeats` calls of the slowest GPU's time.
+/// @return remote GB/s per GPU and direction; 0 with one GPU
+/// @throws CudaError
+[[nodiscard]] double link_gb_s(int num_gpus, LinkWay way, int num_sms, std::int64_t bytes_per_peer,
+                               int repeats = 10);
+
+/// The links of this machine's GPUs: the best rate of pushes over numbers of multiprocessors, and
+/// what one of few pushes. The network is not measured: it is `known`'s.
+/// @throws Unsupported with fewer than two GPUs, or without access to each other; CudaError
+[[nodiscard]] LinkSpeeds measure_links(int num_gpus, const LinkSpeeds& known = {});
+
+/// Local copy by a device-to-device cudaMemcpy: bytes read plus written a second, in GB/s.
+[[nodiscard]] double local_copy_gb_s(std::int64_t bytes);
 
 }  // namespace waybill

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "../rank/cuda_check.h"
+#include "../rank/gpu_rank.h"
 #include "call_params.h"
 #include "core/to_size.h"
 #include "sequence_launch.h"

@@ -4,7 +4,7 @@
 
 #include "../device/arrive_kernels.h"
 #include "../experts/executor.h"
-#include "../rank/cuda_check.h"
+#include "../rank/gpu_rank.h"
 #include "call_params.h"
 #include "copy_engine.h"
 #include "gpu_plan.h"

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <new>
 
-#include "../rank/cuda_check.h"
+#include "../rank/gpu_rank.h"
 #include "core/memory_layout.h"
 #include "runtime/fingerprint.h"
 #include "sequence_launch.h"

@@ -1,5 +1,3 @@
-#include "gpu_process_transport.h"
-
 #include <algorithm>
 #include <cstdlib>
 #include <optional>
@@ -8,11 +6,9 @@
 #include <utility>
 
 #include "../nccl/nccl_communicator.h"
-#include "../rank/cuda_check.h"
-#include "keep_memory.h"
-#include "map_trial.h"
-#include "nccl_path.h"
-#include "pinned_parts.h"
+#include "gpu_place.h"
+#include "gpu_transport.h"
+#include "network_paths.h"
 #include "rank_memory.h"
 #include "transport/peer_status.h"
 #include "transport/share_memory.h"
@@ -22,12 +18,6 @@ namespace waybill::cuda {
 namespace {
 
 constexpr const char* process_world = "make_gpu_process_world";
-
-/// What a rank says about the block that it has made.
-struct SharedBlockInfo {
-  std::int64_t size_bytes;
-  cudaIpcMemHandle_t handle;
-};
 
 /// Others may have it mapped, and freeing it before they have closed it is not allowed.
 std::shared_ptr<void> make_own(std::int64_t size_bytes, cudaStream_t stream) {
@@ -154,10 +144,7 @@ class GpuProcessTransport final : public GpuTransport {
       cuda_check(cudaIpcGetMemHandle(&mine.handle, parts[me].get()), "making a handle of memory");
     });
     const auto blocks = all_gather_value(bootstrap(), mine, operation);
-    for (std::size_t r = 0; r < blocks.size(); ++r) {
-      require(blocks[r].size_bytes == size_bytes, operation, ": size_bytes = ", size_bytes,
-              ", but ", blocks[r].size_bytes, " on rank ", r);
-    }
+    require_same_size(blocks, &SharedBlockInfo::size_bytes, size_bytes, operation);
     run_collectively(bootstrap(), operation, [&] {
       for (std::size_t r = 0; r < blocks.size(); ++r) {
         if (r == me || !is_mapped(static_cast<std::int32_t>(r))) continue;

@@ -1,13 +1,11 @@
-#include "gpu_thread_transport.h"
-
 #include <cstdlib>
 #include <mutex>
 #include <set>
 #include <string>
 #include <utility>
 
-#include "../rank/cuda_check.h"
-#include "pinned_parts.h"
+#include "gpu_transport.h"
+#include "rank_memory.h"
 #include "transport/share_memory.h"
 
 namespace waybill::cuda {

@@ -4,8 +4,7 @@
 #include <utility>
 
 #include "../device/arrive_kernels.h"
-#include "../rank/cuda_check.h"
-#include "peer_path.h"
+#include "network_paths.h"
 #include "waybill/transport/bootstrap.h"
 
 namespace waybill::cuda {

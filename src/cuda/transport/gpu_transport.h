@@ -3,15 +3,18 @@
 #include <cstdint>
 #include <memory>
 #include <string_view>
+#include <vector>
 
 #include "../network/network_path.h"
 #include "../rank/gpu_rank.h"
+#include "gpu_place.h"
 #include "transport/peer_transport.h"
+#include "waybill/cuda/gpu_world.h"
 
 namespace waybill::cuda {
 
-/// What engines share whose symmetric memory is device memory that every rank has mapped. Pieces
-/// and signals go in the order of the rank's own stream.
+/// The common part of engines whose symmetric memory is device memory that every rank has mapped.
+/// Pieces and signals go in the order of the rank's own stream.
 class GpuTransport : public PeerTransport {
  public:
   ~GpuTransport() override;
@@ -21,8 +24,8 @@ class GpuTransport : public PeerTransport {
                      std::string_view operation) override;
   void quiet() override;
 
-  /// What carries a call's rows to other nodes: here, as every rank has the memory of all mapped, a
-  /// kernel. Null: nothing does.
+  /// Makes the path of a call's rows to other nodes. Here every rank has the memory of all mapped,
+  /// so it is a kernel. Null: there is none.
   [[nodiscard]] virtual std::unique_ptr<NetworkPath> make_network_path();
 
   /// Where symmetric memory lies: the same on all ranks.
@@ -59,5 +62,24 @@ class GpuTransport : public PeerTransport {
   std::shared_ptr<void> staged_table_;  ///< pinned: [W] a table on its way to the device
   std::shared_ptr<void> ended_;         ///< keeps what is called when the run ends
 };
+
+/// Ranks are threads of one process, with the memory of GPUs that reach each other's.
+/// @param share ranks on this rank's device
+/// @throws Unsupported without peer access where WAYBILL_PEER_ACCESS refuses memory of the host
+[[nodiscard]] std::unique_ptr<GpuTransport> make_gpu_thread_transport(
+    std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node, std::shared_ptr<GpuRank> gpu,
+    int share);
+
+/// Ranks are processes; each maps the device memory of the others (CUDA IPC): of all ranks with the
+/// backend `peer`, of those of its node with `nccl`.
+[[nodiscard]] std::unique_ptr<GpuTransport> make_gpu_process_transport(
+    std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node, std::shared_ptr<GpuRank> gpu,
+    const std::vector<GpuPlace>& places, NetworkBackend backend);
+
+/// Ranks are processes with a GPU each, with symmetric memory of NVSHMEM: pointers inside a node,
+/// put and signal of NVSHMEM between nodes.
+[[nodiscard]] std::unique_ptr<GpuTransport> make_nvshmem_transport(
+    std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node, std::shared_ptr<GpuRank> gpu,
+    const std::vector<GpuPlace>& places);
 
 }  // namespace waybill::cuda

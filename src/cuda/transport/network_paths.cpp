@@ -1,18 +1,154 @@
-#include "nccl_path.h"
+#include "network_paths.h"
 
 #include <algorithm>
 #include <span>
 #include <utility>
 #include <vector>
 
-#include "../network/phase_path_kernel.h"
-#include "../rank/cuda_check.h"
-#include "network_paths.h"
+#include "../network/path_launch.h"
 
 namespace waybill::cuda {
 namespace {
 
-constexpr std::int64_t message_bytes = 8;  ///< of a piece without rows
+/// A stream of its own, which starts after the work of another stream and rejoins it by events.
+class SideStream {
+ public:
+  explicit SideStream(std::shared_ptr<GpuRank> gpu);
+  SideStream(const SideStream&) = delete;
+  SideStream& operator=(const SideStream&) = delete;
+  ~SideStream();
+
+  /// Starts after the work on `from`. @return the side stream
+  [[nodiscard]] cudaStream_t fork(cudaStream_t from, const char* operation);
+  void join(cudaStream_t to, const char* operation);
+
+ private:
+  std::shared_ptr<GpuRank> gpu_;
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t begun_ = nullptr;
+  cudaEvent_t done_ = nullptr;
+};
+
+SideStream::SideStream(std::shared_ptr<GpuRank> gpu) : gpu_(std::move(gpu)) {
+  gpu_->use();
+  int least = 0;
+  int greatest = 0;
+  cuda_check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "asking for priorities");
+  cuda_check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest),
+             "making a stream");
+  for (cudaEvent_t* event : {&begun_, &done_})
+    cuda_check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "making an event");
+}
+
+SideStream::~SideStream() {
+  (void)cudaStreamDestroy(stream_);
+  (void)cudaEventDestroy(begun_);
+  (void)cudaEventDestroy(done_);
+}
+
+cudaStream_t SideStream::fork(cudaStream_t from, const char* operation) {
+  gpu_->check(cudaEventRecord(begun_, from), "recording an event", operation);
+  gpu_->check(cudaStreamWaitEvent(stream_, begun_, 0), "ordering streams", operation);
+  return stream_;
+}
+
+void SideStream::join(cudaStream_t to, const char* operation) {
+  gpu_->check(cudaEventRecord(done_, stream_), "recording an event", operation);
+  gpu_->check(cudaStreamWaitEvent(to, done_, 0), "ordering streams", operation);
+}
+
+/// Returns the parameters of a network path's kernel, without the peers' memory.
+/// @param share ranks on the device
+PathParams path_params(const NetworkCall& call, const GpuRank& gpu, const Topology& topology,
+                       int share) {
+  return {.rank = to_int(gpu.rank()),
+          .world_size = topology.world_size,
+          .ranks_per_node = topology.ranks_per_node,
+          .parity = static_cast<std::uint32_t>(call.epoch % 2),
+          .kind = call.kind,
+          .arrival = call.arrival,
+          .state = call.state,
+          .sink = gpu.sink(share),
+          .tables = call.tables,
+          .window = call.window->local,
+          .slots = call.slots->local + call.first_slot,
+          .arrivals = call.arrivals == nullptr ? nullptr : call.arrivals->local,
+          .fingerprint = call.fingerprint};
+}
+
+class PeerPath final : public NetworkPath {
+ public:
+  PeerPath(std::shared_ptr<GpuRank> gpu, Topology topology, int share)
+      : gpu_(std::move(gpu)), topology_(topology), share_(share), side_(gpu_) {
+    // A block then takes a multiprocessor of its own, while the kernel that it works with has
+    // others.
+    bulk_ = gpu_->has_bulk_copies() && 2 * share <= gpu_->num_sms();
+    cuda_check(prepare_peer_path(bulk_), "loading kernels");
+  }
+
+  [[nodiscard]] bool maps_peers() const override { return true; }
+
+  void start(const NetworkCall& call) override {
+    const PathParams params = path_params(call, *gpu_, topology_, share_);
+    PeerAddresses peers{};
+    peers.windows = peers_of<std::byte>(call.window->table, 0);
+    peers.slots = peers_of<std::uint64_t>(call.slots->table,
+                                          call.first_slot * std::int64_t{sizeof(std::uint64_t)});
+    if (call.arrivals != nullptr) {
+      peers.arrivals = peers_of<std::uint64_t>(call.arrivals->table, 0);
+    }
+    operation_ = call.operation;
+    const cudaStream_t side = side_.fork(call.stream, call.operation);
+    gpu_->check(launch_peer_path(params, peers, bulk_, call.num_sms, side), "launching a kernel",
+                call.operation);
+  }
+
+  void join(cudaStream_t stream) override { side_.join(stream, operation_); }
+
+ private:
+  std::shared_ptr<GpuRank> gpu_;
+  Topology topology_;
+  int share_;
+  SideStream side_;
+  bool bulk_ = false;
+  const char* operation_ = "";
+};
+
+class NvshmemPath final : public NetworkPath {
+ public:
+  NvshmemPath(const NvshmemApi& api, std::shared_ptr<GpuRank> gpu, Topology topology)
+      : api_(api), gpu_(std::move(gpu)), topology_(topology), side_(gpu_) {}
+
+  void start(const NetworkCall& call) override {
+    operation_ = call.operation;
+    PathParams params = path_params(call, *gpu_, topology_, 1);
+    params.tables.one_block_of_peer = posts(*call.window);
+    const cudaStream_t side = side_.fork(call.stream, operation_);
+    gpu_->check(api_.path(&params, call.num_sms, side), "launching a kernel", operation_);
+  }
+
+  void join(cudaStream_t stream) override { side_.join(stream, operation_); }
+
+ private:
+  /// Whether puts to other nodes go through a network card. Else they are copies, for which one
+  /// block does not suffice.
+  [[nodiscard]] bool posts(const SymmetricBuffer& window) const {
+    for (std::int32_t r = 0; r < topology_.world_size; ++r) {
+      const bool of_node =
+          r / topology_.ranks_per_node == to_int(gpu_->rank()) / topology_.ranks_per_node;
+      if (!of_node && api_.peer(window.local, r) != nullptr) return false;
+    }
+    return true;
+  }
+
+  const NvshmemApi& api_;
+  std::shared_ptr<GpuRank> gpu_;
+  Topology topology_;
+  SideStream side_;
+  const char* operation_ = "";
+};
+
+constexpr std::int64_t message_bytes = 8;  ///< a piece without rows has so many
 
 class NcclPath final : public NetworkPath {
  public:
@@ -30,8 +166,8 @@ class NcclPath final : public NetworkPath {
 
   [[nodiscard]] bool needs_phases() const override { return true; }
 
-  /// What is to be queued comes in join(): NCCL may wait for room in its queues, and so for kernels
-  /// that have yet to be launched.
+  /// join() queues the phases: NCCL may wait for room in its queues, and so for kernels that have
+  /// yet to be launched.
   void start(const NetworkCall& call) override {
     communicator_->check(call.operation);
     call_ = call;
@@ -42,14 +178,14 @@ class NcclPath final : public NetworkPath {
     const PathParams params = path_params(call_, *gpu_, topology_, share_);
     const bool tells = call_.arrival != PathArrival::none;
     std::vector<bool> sent_words(topology_.world_size);
-    std::vector<bool> heard(topology_.world_size);
+    std::vector<bool> received_words(topology_.world_size);
     for (const NetworkPhase& phase : call_.phases) {
       queue_waits(params, phase.waits, tells && &phase == &call_.phases.front());
       auto sent = pieces_of(phase.sent, 0);
       auto received = pieces_of(phase.received, topology_.world_size);
       if (tells) {
         put_words_first(sent, sent_words, [&](std::int32_t) { return to_int(gpu_->rank()); });
-        put_words_first(received, heard, [](std::int32_t peer) { return peer; });
+        put_words_first(received, received_words, [](std::int32_t peer) { return peer; });
       }
       communicator_->exchange(sent, received, stream_, call_.operation);
       if (call_.unpack) call_.unpack(stream_);
@@ -59,24 +195,24 @@ class NcclPath final : public NetworkPath {
   }
 
  private:
-  /// The first message between two ranks in a call says what the sender means by it: with other
-  /// plans there may be rows of other sizes behind it, for which NCCL would wait for ever.
-  /// @param met peers for which it has been put before
-  /// @param rank_of whose words go to a peer, or come from it
+  /// The first message between two ranks in a call holds the words of the sender's call: with
+  /// another plan rows of other sizes may follow, for which NCCL would wait for ever.
+  /// @param done peers for which it has been put before
+  /// @param rank_of returns the rank whose words go to a peer, or come from it
   template <class RankOf>
-  void put_words_first(std::vector<NcclPiece>& pieces, std::vector<bool>& met,
+  void put_words_first(std::vector<NcclPiece>& pieces, std::vector<bool>& done,
                        RankOf&& rank_of) const {
     constexpr std::int64_t bytes = fault_words * sizeof(std::uint64_t);
     const std::int32_t world = topology_.world_size;
     std::vector<NcclPiece> with;
     for (const NcclPiece& piece : pieces) {
-      if (!met[piece.peer]) {
+      if (!done[piece.peer]) {
         const auto parity = static_cast<std::int32_t>(call_.epoch % 2);
         const std::int64_t slot =
             call_.fingerprint.first_slot + (parity * world + rank_of(piece.peer)) * fault_words;
         with.push_back(
             {reinterpret_cast<std::byte*>(call_.arrivals->local + slot), bytes, piece.peer});
-        met[piece.peer] = true;
+        done[piece.peer] = true;
       }
       with.push_back(piece);
     }
@@ -143,6 +279,16 @@ class NcclPath final : public NetworkPath {
 };
 
 }  // namespace
+
+std::unique_ptr<NetworkPath> make_peer_path(std::shared_ptr<GpuRank> gpu, Topology topology,
+                                            int share) {
+  return std::make_unique<PeerPath>(std::move(gpu), topology, share);
+}
+
+std::unique_ptr<NetworkPath> make_nvshmem_path(const NvshmemApi& api, std::shared_ptr<GpuRank> gpu,
+                                               Topology topology) {
+  return std::make_unique<NvshmemPath>(api, std::move(gpu), topology);
+}
 
 std::unique_ptr<NetworkPath> make_nccl_path(std::shared_ptr<GpuRank> gpu, Topology topology,
                                             int share,

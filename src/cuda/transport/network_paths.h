@@ -1,36 +1,28 @@
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <memory>
 
+#include "../nccl/nccl_communicator.h"
 #include "../network/network_path.h"
+#include "../nvshmem/nvshmem_api.h"
 #include "../rank/gpu_rank.h"
 
 namespace waybill::cuda {
 
-/// A stream beside the callers', and the events by which it leaves one and comes back.
-class SideStream {
- public:
-  explicit SideStream(std::shared_ptr<GpuRank> gpu);
-  SideStream(const SideStream&) = delete;
-  SideStream& operator=(const SideStream&) = delete;
-  ~SideStream();
+/// Between logical nodes whose memory is mapped: a kernel that copies.
+/// @param share ranks on this device
+[[nodiscard]] std::unique_ptr<NetworkPath> make_peer_path(std::shared_ptr<GpuRank> gpu,
+                                                          Topology topology, int share);
 
-  /// Behind what is on `from`. @return the side stream
-  [[nodiscard]] cudaStream_t fork(cudaStream_t from, const char* operation);
-  void join(cudaStream_t to, const char* operation);
+/// Over NVSHMEM: a kernel of libwaybill_nvshmem.so puts and signals, without the host.
+[[nodiscard]] std::unique_ptr<NetworkPath> make_nvshmem_path(const NvshmemApi& api,
+                                                             std::shared_ptr<GpuRank> gpu,
+                                                             Topology topology);
 
- private:
-  std::shared_ptr<GpuRank> gpu_;
-  cudaStream_t stream_ = nullptr;
-  cudaEvent_t begun_ = nullptr;
-  cudaEvent_t done_ = nullptr;
-};
-
-/// The parameters of a network path's kernel, but for the peers' memory.
-/// @param share ranks on the device
-[[nodiscard]] PathParams path_params(const NetworkCall& call, const GpuRank& gpu,
-                                     const Topology& topology, int share);
+/// Between nodes that NCCL connects: the phases of a plan, queued by the host.
+/// @param share ranks on this device
+[[nodiscard]] std::unique_ptr<NetworkPath> make_nccl_path(
+    std::shared_ptr<GpuRank> gpu, Topology topology, int share,
+    std::shared_ptr<NcclCommunicator> communicator);
 
 }  // namespace waybill::cuda

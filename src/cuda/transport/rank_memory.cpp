@@ -1,13 +1,24 @@
 #include "rank_memory.h"
 
 #include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <utility>
+#include <vector>
 
-#include "../rank/cuda_check.h"
+#include "../rank/gpu_rank.h"
 
 namespace waybill::cuda {
 namespace {
 
 constexpr std::int64_t page_bytes = std::int64_t{2} << 20;
+
+void keep_for_good(std::shared_ptr<void> memory) {
+  static std::mutex mutex;
+  static auto* const kept = new std::vector<std::shared_ptr<void>>;  // lives longer than all else
+  const std::lock_guard lock(mutex);
+  kept->push_back(std::move(memory));
+}
 
 }  // namespace
 
@@ -27,6 +38,41 @@ std::shared_ptr<void> open_shared(const cudaIpcMemHandle_t& handle, std::size_t 
             (void)cudaIpcCloseMemHandle(begin);
             (void)cudaSetDevice(current);
           }};
+}
+
+std::shared_ptr<void> make_pinned_part(std::int64_t size_bytes) {
+  std::shared_ptr<void> part = pinned_memory(size_bytes);
+  std::memset(part.get(), 0, static_cast<std::size_t>(size_bytes));
+  return part;
+}
+
+std::shared_ptr<void> pin_part(std::shared_ptr<void> memory, std::int64_t size_bytes) {
+  const auto room = static_cast<std::size_t>(std::max<std::int64_t>(size_bytes, 1));
+  cuda_check(
+      cudaHostRegister(memory.get(), room, cudaHostRegisterPortable | cudaHostRegisterMapped),
+      "pinning shared memory");
+  void* const begin = memory.get();
+  std::shared_ptr<void> pinned(begin, [memory = std::move(memory)](void* at) mutable {
+    (void)cudaHostUnregister(at);
+    memory.reset();
+  });
+  void* on_device = nullptr;
+  cuda_check(cudaHostGetDevicePointer(&on_device, begin, 0), "mapping shared memory");
+  return {std::move(pinned), on_device};
+}
+
+void FreeIfReleased::operator()(void* /*begin*/) {
+  if (!released) keep_for_good(std::move(memory));
+  memory.reset();
+}
+
+std::shared_ptr<void> keep_until_released(std::shared_ptr<void> memory) {
+  void* const begin = memory.get();
+  return {begin, FreeIfReleased{std::move(memory)}};
+}
+
+void note_release(const std::shared_ptr<void>& memory) {
+  if (auto* const keeper = std::get_deleter<FreeIfReleased>(memory)) keeper->released = true;
 }
 
 }  // namespace waybill::cuda
