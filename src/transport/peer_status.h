@@ -2,16 +2,13 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstdint>
 #include <memory>
 #include <mutex>
-#include <string_view>
 #include <vector>
 
 #include "transport/share_memory.h"
 #include "waybill/core/topology.h"
 #include "waybill/core/wait.h"
-#include "waybill/transport/bootstrap.h"
 
 namespace waybill {
 
@@ -32,8 +29,6 @@ class PeerStatus : public std::enable_shared_from_this<PeerStatus> {
   /// @param files [W]: a rank's file is marked while its process exists
   PeerStatus(Rank rank, std::vector<std::shared_ptr<void>> blocks,
              std::vector<detail::SharedFile> files);
-  PeerStatus(const PeerStatus&) = delete;
-  PeerStatus& operator=(const PeerStatus&) = delete;
   ~PeerStatus();
 
   /// This rank gives up; the first call counts.

@@ -165,12 +165,6 @@ std::byte* PeerTransport::address_of(const SymmetricBuffer& to, const PutRequest
   return base == nullptr ? nullptr : base + piece.dst_offset_bytes;
 }
 
-void PeerTransport::free_parts(Parts parts) { parts.clear(); }
-
-std::shared_ptr<void> PeerTransport::make_table(const Parts& /*parts*/, std::string_view /*name*/) {
-  return nullptr;
-}
-
 template <class Symmetric>
 void PeerTransport::share(Symmetric& result, std::int64_t size_bytes, std::string_view name) {
   using Element = std::remove_pointer_t<decltype(result.local)>;

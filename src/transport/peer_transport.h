@@ -85,10 +85,13 @@ class PeerTransport : public Transport {
   [[nodiscard]] virtual Parts make_parts(std::int64_t size_bytes, std::string_view name) = 0;
 
   /// Collective: a table of the parts in memory that kernels read; null: nobody needs one.
-  [[nodiscard]] virtual std::shared_ptr<void> make_table(const Parts& parts, std::string_view name);
+  [[nodiscard]] virtual std::shared_ptr<void> make_table(const Parts& /*parts*/,
+                                                         std::string_view /*name*/) {
+    return nullptr;
+  }
 
-  /// Collective, when nobody uses the parts any more. The table is the last one.
-  virtual void free_parts(Parts parts);
+  /// Collective, when no rank uses the parts any more. The table is the last one.
+  virtual void free_parts(Parts parts) { parts.clear(); }
 
   /// Part of a collective call: its waits end when a rank is gone.
   template <class Work>

@@ -62,12 +62,6 @@ Reach Transport::reach(Rank peer) const {
   return topology_.node(peer) == topology_.node(rank_) ? Reach::load_store : Reach::network;
 }
 
-void Transport::put_signal(const SymmetricBuffer& to, const PutRequest& piece, SignalSlot slot,
-                           std::uint64_t epoch) {
-  put(to, piece);
-  signal(piece.peer, slot, epoch);
-}
-
 void Transport::check_piece(const SymmetricBuffer& to, const PutRequest& piece) const {
   const std::int32_t peer = to_int(piece.peer);
   require(0 <= peer && peer < topology_.world_size, "put: peer = ", peer, ", expected 0..",

@@ -109,8 +109,11 @@ class Transport {
   virtual void put(const SymmetricBuffer& to, const PutRequest& piece) = 0;
 
   /// A put, then a signal to the same peer.
-  virtual void put_signal(const SymmetricBuffer& to, const PutRequest& piece, SignalSlot slot,
-                          std::uint64_t epoch);
+  void put_signal(const SymmetricBuffer& to, const PutRequest& piece, SignalSlot slot,
+                  std::uint64_t epoch) {
+    put(to, piece);
+    signal(piece.peer, slot, epoch);
+  }
 
   /// Raises a peer's slot to `epoch`, after all earlier puts of this rank to that peer.
   virtual void signal(Rank peer, SignalSlot slot, std::uint64_t epoch) = 0;

@@ -119,11 +119,7 @@ void TcpPeer::read() {
   }
 }
 
-Frame TcpPeer::take_frame() {
-  Frame frame = std::move(*frame_);
-  frame_.reset();
-  return frame;
-}
+Frame TcpPeer::take_frame() { return *std::exchange(frame_, std::nullopt); }
 
 std::optional<std::string> TcpPeer::last_reason() {
   const auto kept = std::exchange(frame_, std::nullopt);
