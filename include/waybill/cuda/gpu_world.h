@@ -25,7 +25,7 @@ class CudaError : public Error {
 struct DeviceFault {
   std::int32_t rank = 0;
   int device = 0;
-  std::int32_t num_ranks = 0;  ///< of this process on the device
+  std::int32_t num_ranks = 0;  ///< this process has so many ranks on the device
   std::string text;            ///< call, rank, peer, wanted and seen value; or the input
 };
 
