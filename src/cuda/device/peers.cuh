@@ -16,8 +16,8 @@ __device__ inline T* peer_at(const NearPeers<T>& peers, std::int32_t rank) {
   return rank < max_near_peers ? peers.near[rank] : peer_at(peers.all, rank);
 }
 
-/// A table in the registers of a warp: lane i has rank i, so that who sends row after row asks
-/// nothing of memory. Of more ranks than lanes the others come from memory.
+/// A table in the registers of a warp: lane i has rank i, so a warp that sends row after row loads
+/// nothing. With more ranks than lanes the others come from memory.
 template <class T>
 class WarpPeers {
  public:

@@ -27,23 +27,23 @@ __device__ inline std::uint64_t load_acquire(const std::uint64_t* flag) {
   return value;
 }
 
-/// Whether the host has given up. Many threads may ask, each again and again: they read its memory
-/// in 16 microseconds of each millisecond.
+/// Says whether the host has given up. Many threads ask again and again, so they read its memory
+/// only in 16 microseconds of each millisecond.
 __device__ inline bool has_given_up(const FaultSink& sink) {
   constexpr std::uint64_t period_mask = (1ULL << 20) - 1;
   constexpr std::uint64_t window_ns = 1ULL << 14;
   return (now_ns() & period_mask) < window_ns && sink.record->given_up != 0;
 }
 
-/// is_over() of a long wait. A function of its own: a kernel pays for code that it jumps over.
+/// is_over() of a long wait. It is a function, as a kernel pays for code that it jumps over.
 __device__ __noinline__ inline bool is_long_wait_over(const FaultSink& sink,
                                                       std::uint64_t waited_ns,
                                                       std::uint64_t patience) {
   return waited_ns > patience * sink.timeout_ns || has_given_up(sink);
 }
 
-/// Whether a wait has come to its end: by its deadline (times `patience`), or as the rank has given
-/// up. Until look_after_ns it costs a wait one comparison.
+/// Says whether a wait is over: by its deadline (times `patience`), or as the rank has given up.
+/// Until look_after_ns it costs a wait one comparison.
 __device__ inline bool is_over(const FaultSink& sink, std::uint64_t waited_ns,
                                std::uint64_t patience = 1) {
   return waited_ns > sink.look_after_ns && is_long_wait_over(sink, waited_ns, patience);
@@ -104,7 +104,7 @@ __device__ inline void end_if_reported(const FaultSink& sink) {
   end_context(sink);
 }
 
-/// A graph was replayed for the other parity than that of the epoch.
+/// Reports that a graph was replayed with another parity than that of the epoch.
 [[noreturn]] __device__ __noinline__ inline void report_parity(const FaultSink& sink,
                                                                FaultKind call, std::int32_t rank,
                                                                std::uint32_t wanted,
@@ -115,10 +115,9 @@ __device__ inline void end_if_reported(const FaultSink& sink) {
 
 inline constexpr unsigned polls_a_look = 64;
 
-/// Polls until `poll()` is true. Every 64th time it asks `look_up(waited_ns)`, which reports if the
-/// wait has come to a bad end: a wait that goes well reads no clock, and what it asks then should
-/// be a function of its own. The time is that since the first look, tens of microseconds after the
-/// begin.
+/// Polls until `poll()` is true. Every 64th time it calls `look_up(waited_ns)`, which reports if
+/// the wait has failed: a short wait reads no clock. The time counts from the first call, tens of
+/// microseconds after the start. look_up() should call functions that are not inlined.
 template <class Poll, class LookUp>
 __device__ inline void spin_until(Poll&& poll, LookUp&& look_up) {
   std::uint64_t start = 0;
@@ -130,7 +129,7 @@ __device__ inline void spin_until(Poll&& poll, LookUp&& look_up) {
   }
 }
 
-/// Waits until the flag is at least `wanted`: what the peer signalled before is then visible.
+/// Waits until the flag is at least `wanted`: the peer's earlier writes are then visible.
 __device__ inline void wait_until(const std::uint64_t* flag, std::uint64_t wanted, FaultKind kind,
                                   std::int32_t rank, std::int32_t peer, const FaultSink& sink) {
   std::uint64_t seen = 0;
@@ -192,7 +191,7 @@ __device__ inline CallWords load_words(const std::uint64_t* at) {
   return words;
 }
 
-/// Bits in which words that have come differ from this rank's: 0 when both mean the same call.
+/// Returns the bits in which received words differ from this rank's: 0 for the same call.
 __device__ inline std::uint64_t difference(const CallWords& mine, const CallWords& theirs,
                                            std::uint64_t epoch) {
   std::uint64_t bits = 0;
@@ -226,8 +225,8 @@ __device__ inline void report_disagreement(const FaultSink& sink, FaultKind call
   write_record(sink, FaultKind::disagreement, rank, peer, epoch, epoch, waited_ns, call);
 }
 
-/// For waits that come to a bad end: reports the first rank, from `first` on, whose words mean
-/// another call than this. P: ArriveParams or PathParams.
+/// For waits that failed: reports the first rank, from `first` on, whose words belong to another
+/// call. P: ArriveParams or PathParams.
 template <class P>
 __device__ inline void report_disagreement(const P& p, std::uint64_t* arrivals, std::uint64_t epoch,
                                            std::int32_t first, std::uint64_t waited_ns) {

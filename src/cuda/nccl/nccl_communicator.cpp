@@ -16,13 +16,13 @@ using Seconds = std::chrono::duration<double>;
 constexpr const char* starting = "NCCL";
 constexpr double share_of_deadline = 0.75;
 constexpr double abort_patience_s = 5;
-constexpr int max_ctas = 8;  // as a network path has multiprocessors, at most
+constexpr int max_ctas = 8;  // a network path has no more multiprocessors
 
 bool is_good(NcclResult result) {
   return result == NcclResult::success || result == NcclResult::in_progress;
 }
 
-/// Looks again and again; returns false when `patience_s` have passed. @throws as PollingWait
+/// Asks again and again; returns false when `patience_s` have passed. @throws as PollingWait
 template <class IsDone>
 bool poll_until(double patience_s, IsDone&& is_done) {
   PollingWait wait(patience_s);
@@ -58,7 +58,7 @@ NcclCommunicator::~NcclCommunicator() {
   give_up(abort_patience_s);
 }
 
-/// Where a report does not end the context, it leaves the device to what NCCL keeps waiting there.
+/// If a report does not end the context, kernels of NCCL keep waiting on the device.
 void NcclCommunicator::watch(const std::stop_token& stop) {
   while (!stop.stop_requested()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -138,7 +138,7 @@ void NcclCommunicator::exchange(std::span<const NcclPiece> sent,
   settle(operation);
 }
 
-/// Returns when NCCL is done with the last call, as far as the host is concerned.
+/// Returns when the host part of NCCL's last call is done.
 void NcclCommunicator::settle(std::string_view doing) const {
   NcclResult state = NcclResult::in_progress;
   const bool done = poll_until(patience_s_, [&] {
@@ -178,7 +178,7 @@ void NcclCommunicator::fail(NcclResult result, std::string_view doing) const {
                               more != nullptr ? more : ""));
 }
 
-/// NCCL then waits for threads of its own, which a lost device may hold up: they are left to the
+/// The abort waits for NCCL's threads, which a lost device may hold up: then they last until the
 /// end of the process.
 void NcclCommunicator::give_up(double patience_s) noexcept {
   const std::lock_guard lock(mutex_);
@@ -190,7 +190,7 @@ void NcclCommunicator::give_up(double patience_s) noexcept {
     const auto done = task.get_future();
     std::thread(std::move(task)).detach();
     (void)done.wait_for(Seconds(patience_s));
-  } catch (const std::exception&) {  // no thread: it goes with the process
+  } catch (const std::exception&) {  // no thread: the communicator lasts until the process ends
     comm_ = nullptr;
   }
 }

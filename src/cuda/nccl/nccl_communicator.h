@@ -91,17 +91,17 @@ struct NcclApi {
 /// 22809: "2.28.9".
 [[nodiscard]] std::string nccl_version_text(int version);
 
-/// Bytes of this rank's device memory, on their way to or from a rank.
+/// Bytes of this rank's device memory that go to a rank, or come from it.
 struct NcclPiece {
   std::byte* data = nullptr;
   std::int64_t size_bytes = 0;
   std::int32_t peer = 0;
 };
 
-/// All ranks of a world in one communicator of NCCL, connected to those of other nodes. NCCL is
-/// asked without blocking, so that every wait of the host has a deadline. Its waits on the device
-/// have none of their own: a kernel that has one must wait for their effect. What it reports ends
-/// the context, or where it does not (FaultSink::traps), all that NCCL has under way is given up.
+/// One communicator of NCCL for all ranks of a world, connected to those of other nodes. Calls of
+/// NCCL do not block, so every wait of the host has a deadline. NCCL's waits on the device have
+/// none: a kernel with a deadline must wait for their effect. Its report ends the context; if it
+/// does not (FaultSink::traps), this object gives up all work of NCCL.
 class NcclCommunicator {
  public:
   /// Collective. Starts NCCL and sends a message between every two ranks of different nodes, after
@@ -112,7 +112,7 @@ class NcclCommunicator {
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
-  /// Waits for no other rank: what is under way is given up.
+  /// Waits for no other rank: it gives up the work that NCCL has not finished.
   ~NcclCommunicator();
 
   /// Queues pieces in one step, in which NCCL moves all of them at once. Between two ranks pieces
@@ -124,11 +124,10 @@ class NcclCommunicator {
   /// @throws TransportError when NCCL has noticed an error by itself, such as a broken connection
   void check(std::string_view operation) const;
 
-  /// Ends what is under way, here and sooner or later on the other ranks; waits for that so long.
+  /// Ends NCCL's work here, and sooner or later on the other ranks. Waits so long for the end.
   void give_up(double patience_s) noexcept;
 
-  /// Host memory that devices see: 0 until this object has given up what is under way, so that
-  /// later kernels know.
+  /// Host memory that devices see: 0 until this object has given up, which later kernels check.
   [[nodiscard]] const std::uint32_t* given_up() const noexcept {
     return static_cast<const std::uint32_t*>(given_up_.get());
   }

@@ -12,7 +12,7 @@
 
 namespace waybill::cuda {
 
-/// One call's part that crosses between nodes.
+/// The part of a call that crosses between nodes.
 struct NetworkCall {
   const char* operation = "";  ///< in errors
   FaultKind kind = FaultKind::none;
@@ -42,12 +42,12 @@ class NetworkPath {
   NetworkPath& operator=(const NetworkPath&) = delete;
   virtual ~NetworkPath() = default;
 
-  /// Whether it carries phases out, not tables: then the host queues them, and a graph holds them
-  /// for ever.
+  /// Says whether it runs phases, not tables: then the host queues them, and a graph holds them for
+  /// ever.
   [[nodiscard]] virtual bool needs_phases() const { return false; }
 
-  /// Whether symmetric memory of all ranks is mapped: then a put may come from any memory of the
-  /// rank, not only from its part of the window, and kernels may reach any rank themselves.
+  /// Says whether symmetric memory of all ranks is mapped: then a put may come from any memory of
+  /// the rank, not only from its part of the window, and kernels may reach any rank themselves.
   [[nodiscard]] virtual bool maps_peers() const { return false; }
 
   /// Queues the network path after the work on call.stream, concurrent with the next work there;

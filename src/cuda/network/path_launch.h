@@ -9,7 +9,7 @@
 
 namespace waybill::cuda {
 
-/// Where the ranks' parts are mapped here; those of the rank's node are not used.
+/// The addresses of the ranks' parts here; those of the rank's node are not used.
 struct PeerAddresses {
   Peers<std::byte> windows;
   Peers<std::uint64_t> slots;  ///< slot 0
@@ -48,7 +48,7 @@ struct PhaseRaises {
 };
 static_assert(sizeof(PhaseRaises) <= 4096);
 
-/// The kernels around what the host queues for a phase.
+/// Launch the kernels before and after the work that the host queues for a phase.
 cudaError_t prepare_phase_path();
 cudaError_t launch_phase_waits(const PhaseWaits& waits, cudaStream_t stream);
 cudaError_t launch_phase_raises(const PhaseRaises& raises, cudaStream_t stream);

@@ -10,7 +10,7 @@
 
 namespace waybill::cuda {
 
-/// Changes with the struct below: a library of another build is refused.
+/// Raise it with every change of the struct below: a library of another build is refused.
 inline constexpr int nvshmem_api_version = 6;
 inline constexpr const char* nvshmem_api_symbol = "waybill_nvshmem_api";
 
@@ -30,7 +30,7 @@ struct NvshmemApi {
   /// Collective: symmetric memory aligned to 256 bytes, not cleared; null: there is none left.
   void* (*allocate)(std::size_t size_bytes);
   void (*free)(void* memory);  ///< collective
-  /// Where a rank's part of symmetric memory is seen from here; null: nowhere.
+  /// Returns this rank's address of another rank's part of symmetric memory; null: there is none.
   void* (*peer)(const void* mine, int rank);
   /// The rest is queued on a stream. Sources of put must be symmetric memory.
   void (*put)(void* to, const void* from, std::size_t size_bytes, int rank, cudaStream_t stream);

@@ -19,8 +19,8 @@ constexpr std::size_t alignment_bytes = 256;
 constexpr const char* version_text = WAYBILL_TEXT(NVSHMEM_VENDOR_MAJOR_VERSION) "." WAYBILL_TEXT(
     NVSHMEM_VENDOR_MINOR_VERSION) "." WAYBILL_TEXT(NVSHMEM_VENDOR_PATCH_VERSION);
 
-/// Waits for a slot, with the deadline of `sink`. NVSHMEM's own test also makes what a network card
-/// has written before the signal visible.
+/// Waits for a slot, with the deadline of `sink`. NVSHMEM's own test also makes the writes of a
+/// network card before the signal visible.
 __global__ void wait_kernel(FlagWait wait, FaultSink sink) {
   spin_until(
       [&] {
@@ -42,8 +42,7 @@ __global__ void connectivity_kernel(int* enforces) {
   *enforces = nvshmemi_device_state_d.job_connectivity > NVSHMEMI_JOB_GPU_PROXY ? 1 : 0;
 }
 
-/// A network path's backend. What is put lies at the same place of the symmetric heap on every
-/// rank.
+/// A network path's backend. Rows have the same offset in the symmetric heap of every rank.
 class NvshmemBackend : public WholeBlock {
  public:
   __device__ explicit NvshmemBackend(const PathParams& p) : p_(p) {}
@@ -103,7 +102,7 @@ int make_unique_id(void* id) {
   return nvshmemx_get_uniqueid(made);
 }
 
-/// Asked once, as it waits for the device. Below 0: it could not be.
+/// Asks once, as it waits for the device. Below 0: it failed.
 int ask_consistency() {
   int answer = -1;
   int* on_device = nullptr;

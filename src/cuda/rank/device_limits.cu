@@ -18,7 +18,7 @@ constexpr int min_shared_kb = 48;
 constexpr int bulk_version = 90;  // bulk.cuh: compute capability 9.0 and later
 constexpr const char* shared_variable = "WAYBILL_MAX_SHARED_KB";
 
-/// Compiled as all others are: its attributes say what those can.
+/// It is compiled as all other kernels are, so its attributes are theirs.
 __global__ void probe_kernel() {}
 
 /// The last value read from each device; 0: none.
@@ -44,7 +44,7 @@ bool vector_path_is_forced() {
   return text != nullptr && *text != '\0' && std::strcmp(text, "0") != 0;
 }
 
-/// Whether what the device loaded of this build has bulk copies.
+/// Says whether the kernels that the device has loaded have bulk copies.
 bool kernels_have_bulk_copies(int device) {
   cudaFuncAttributes attributes{};
   const cudaError_t status = cudaFuncGetAttributes(&attributes, probe_kernel);

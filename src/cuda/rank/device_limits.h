@@ -15,13 +15,13 @@ struct DeviceLimits {
       false;  ///< the device has them and room, and the kernels that it loaded do too
 };
 
-/// Asks the device, and the kernels as they are loaded there: those of PTX for older devices would
-/// lack bulk copies. What shared_bytes_of_block() gives from now on.
+/// Asks the device, and the kernels that it has loaded: those of PTX for older devices lack bulk
+/// copies. From now on shared_bytes_of_block() returns this value.
 /// @throws Unsupported when no kernel of this build runs on the device; InvalidArgument for a value
 ///   of a variable; CudaError
 [[nodiscard]] DeviceLimits read_device_limits(int device);
 
-/// DeviceLimits::shared_bytes of the current device.
+/// Returns DeviceLimits::shared_bytes of the current device.
 [[nodiscard]] int shared_bytes_of_block();
 
 }  // namespace waybill::cuda

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <cstring>
 #include <future>
 #include <limits>
 #include <mutex>
@@ -23,14 +22,14 @@ constexpr std::uint64_t shared_device_grace_ns = 300'000'000;
 constexpr std::uint64_t look_after_ns = 100'000'000;  // calls that go well rarely wait so long
 constexpr double yields_s = 0.02;
 
-/// A rank in this process.
+/// The record of a rank of this process.
 struct LocalRecord {
   const FaultRecord* record;
   int device;
   std::int32_t rank;
 };
 
-/// The records of all ranks in this process tell which of them lost a shared device.
+/// All records of this process: they tell which rank lost a shared device.
 std::mutex records_mutex;
 std::vector<LocalRecord> records;
 
@@ -124,7 +123,6 @@ GpuRank::GpuRank(Rank rank, Topology topology, int device, double timeout_s)
   has_bulk_copies_ = read_device_limits(device).bulk_copies;
   cuda_check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
   record_ = pinned_memory(sizeof(FaultRecord));
-  std::memset(record_.get(), 0, sizeof(FaultRecord));
   claimed_ = device_memory(sizeof(unsigned long long), stream_);
   const std::lock_guard lock(records_mutex);
   records.push_back({static_cast<const FaultRecord*>(record_.get()), device, to_int(rank)});
@@ -168,8 +166,8 @@ void GpuRank::wait_for(cudaEvent_t event, std::string_view doing,
         operation);
 }
 
-/// CUDA has no question for this, only a wait: another thread waits, and goes on to do so where
-/// this one is interrupted.
+/// CUDA can only wait for a device, not query it. So another thread waits, also after this one is
+/// interrupted.
 void GpuRank::wait_for_device(std::string_view doing, std::string_view operation) const {
   std::packaged_task<cudaError_t()> wait([device = device_] {
     const cudaError_t status = cudaSetDevice(device);
@@ -186,7 +184,7 @@ void GpuRank::wait_for_device(std::string_view doing, std::string_view operation
     waiter.detach();
     throw;
   }
-  waiter.join();  // nothing of it runs when the device's memory is freed
+  waiter.join();  // it must have ended when the device's memory is freed
   check(status.get(), doing, operation);
 }
 
@@ -235,7 +233,7 @@ void GpuRank::check(cudaError_t status, std::string_view doing, std::string_view
   if (status == cudaSuccess) [[likely]] {
     return;
   }
-  // A rank that gave up because another one failed says what that one said.
+  // A rank that gave up because another one failed throws the error of that one.
   const auto& record = *static_cast<const FaultRecord*>(record_.get());
   const bool names_more =
       record.kind == FaultKind::parity || record.kind >= FaultKind::disagreement;

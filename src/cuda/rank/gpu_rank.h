@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -45,8 +46,8 @@ template <class Query>
   return status;
 }
 
-/// Zeros in the memory of the current device, cleared on `stream` (not the default stream, on which
-/// calls may wait for other ranks). They go back to the device whatever it has been through.
+/// Makes zeros in the memory of the current device, cleared on `stream` (not the default stream, on
+/// which calls may wait for other ranks). They are freed whatever state the device is in.
 [[nodiscard]] inline std::shared_ptr<void> device_memory(std::int64_t size_bytes,
                                                          cudaStream_t stream) {
   int device = 0;
@@ -68,12 +69,13 @@ template <class Query>
   return owner;
 }
 
-/// Zeros in pinned host memory that devices see as well.
+/// Makes zeros in pinned host memory that devices see as well.
 [[nodiscard]] inline std::shared_ptr<void> pinned_memory(std::int64_t size_bytes) {
   void* memory = nullptr;
-  cuda_check(cudaHostAlloc(&memory, static_cast<std::size_t>(size_bytes > 0 ? size_bytes : 1),
-                           cudaHostAllocPortable | cudaHostAllocMapped),
+  const auto size = static_cast<std::size_t>(size_bytes > 0 ? size_bytes : 1);
+  cuda_check(cudaHostAlloc(&memory, size, cudaHostAllocPortable | cudaHostAllocMapped),
              "allocating pinned host memory");
+  std::memset(memory, 0, size);
   return {memory, [](void* at) { (void)cudaFreeHost(at); }};
 }
 
@@ -93,13 +95,13 @@ class GpuRank {
   [[nodiscard]] Rank rank() const noexcept { return rank_; }
   [[nodiscard]] const Topology& topology() const noexcept { return topology_; }
   [[nodiscard]] int device() const noexcept { return device_; }
-  /// As the driver calls it: "NVIDIA H200".
+  /// The driver's name for it: "NVIDIA H200".
   [[nodiscard]] const std::string& device_name() const noexcept { return device_name_; }
   [[nodiscard]] int num_sms() const noexcept { return num_sms_; }
   [[nodiscard]] bool has_bulk_copies() const noexcept { return has_bulk_copies_; }
   void forgo_bulk_copies() noexcept { has_bulk_copies_ = false; }
 
-  /// For the library's own work; it waits for no other stream.
+  /// The stream for the library's own work, which waits for no other stream.
   [[nodiscard]] cudaStream_t stream() const noexcept { return stream_; }
 
   /// Makes the device the current one of the calling thread.
@@ -109,7 +111,7 @@ class GpuRank {
   /// context, whose end the other processes would have to wait for.
   void share_with_processes() noexcept { traps_ = false; }
 
-  /// Where kernels report. `share`: ranks on this device.
+  /// Kernels report there. @param share ranks on this device
   [[nodiscard]] FaultSink sink(int share) const;
 
   /// Ends waits of this rank's kernels within a tenth of a second, as their deadline does. On any

@@ -122,7 +122,7 @@ class Probe {
     }
   }
 
-  /// Milliseconds of the slowest GPU.
+  /// Returns the milliseconds of the slowest GPU.
   float run(LinkWay way, int num_sms) {
     for (int i = 0; i < num_gpus_; ++i) {
       check(cudaSetDevice(i), "choosing a device");
@@ -215,7 +215,7 @@ LinkSpeeds measure_links(int num_gpus, const LinkSpeeds& known) {
     }
   }
   constexpr std::int64_t bytes = std::int64_t{64} << 20;
-  constexpr int few = 4;  // far from what fills the links
+  constexpr int few = 4;  // too few to fill the links
   const auto rate = [&](int sms) {
     return link_gb_s(num_gpus, LinkWay::push_bulk, sms, bytes) * 1e9;
   };

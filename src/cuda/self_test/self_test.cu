@@ -30,7 +30,7 @@ struct TrialRows {
   std::uint32_t span = 256;
 };
 
-/// Where a row came from, in one word, and in how many copies; -1: not written.
+/// The origin of a row, in one word, and the number of its copies; -1: not written.
 inline constexpr int rank_shift = 44;
 struct TrialSources {
   const std::int64_t* place = nullptr;   ///< [rows]: rank above, row below
@@ -49,13 +49,13 @@ struct TrialJob {
   [[nodiscard]] std::vector<SequencePart> back() const { return {{&routing.rev_q, {q}}}; }
   [[nodiscard]] std::vector<SequencePart> gradient() const { return {{&routing.fwd_kv, {kv, kv}}}; }
 
-  /// Whether sums of K and V can be checked: a floating type in which they are exact.
+  /// Says whether sums of K and V can be checked: their dtype must hold them exactly.
   [[nodiscard]] bool has_gradient() const { return number_span > 0; }
 
-  /// The operations, with their bytes, when rank r lies on GPU r modulo `gpus`.
+  /// Returns the operations and their bytes if rank r lies on GPU r modulo `gpus`.
   [[nodiscard]] std::vector<GpuSelfTestStep> steps(int gpus) const;
 
-  /// [rows]: a rank's own rows.
+  /// Returns the origins of a rank's own rows: [rows].
   [[nodiscard]] static std::vector<std::int64_t> home_places(std::int32_t rank, std::int64_t rows);
 
   const QkvRouting& routing;
@@ -288,7 +288,7 @@ class RankTrial {
   RankTrial& operator=(const RankTrial&) = delete;
   ~RankTrial() { (void)cudaStreamDestroy(stream_); }
 
-  /// Q, K and V to where attention is.
+  /// Sends Q, K and V to the attention layout.
   GpuSelfTestStep run_forward() {
     fill(false);
     GpuSelfTestStep step = time([&] { send(); });
@@ -297,7 +297,7 @@ class RankTrial {
     return finish(step);
   }
 
-  /// The rows of Q back home.
+  /// Sends the rows of Q back home.
   GpuSelfTestStep run_back() {
     const std::vector<ConstTensorView> inputs{there_[0]};
     GpuSelfTestStep step = time([&] { received_ = dispatcher_.dispatch(back_, inputs, stream()); });
@@ -305,7 +305,7 @@ class RankTrial {
     return finish(step);
   }
 
-  /// The sums of the copies of K and V, of numbers that are exact in their dtype.
+  /// Sums the copies of K and V, in numbers that are exact in their dtype.
   GpuSelfTestStep run_gradient() {
     fill(true);
     send();
@@ -348,7 +348,7 @@ class RankTrial {
     return {memory_.back().get(), format.dtype, Shape{rows, format.hidden}};
   }
 
-  /// Bytes, or numbers of the tensor's dtype.
+  /// Describes the rows as bytes, or as numbers of the tensor's dtype.
   [[nodiscard]] TrialRows rows_of(const TensorView& view, std::size_t t, bool numbers) const {
     const std::int64_t element_bytes = dtype_bytes(view.dtype);
     TrialRows rows;
@@ -411,7 +411,7 @@ class RankTrial {
     return step;
   }
 
-  /// Median time from event to event.
+  /// Returns the median time from event to event.
   template <class Call>
   GpuSelfTestStep time(const Call& call) {
     for (int i = 0; i < job_.options.warmup; ++i) call();

@@ -32,21 +32,21 @@ struct GpuSelfTestStep {
 struct GpuSelfTest {
   int num_gpus = 0;
   std::int32_t world_size = 0;
-  /// Measured in the same run, the best of several ways, a GPU and direction; 0 with one GPU.
+  /// The best rate of several ways in the same run, per GPU and direction; 0 with one GPU.
   double link_gb_s = 0;
   double local_gb_s = 0;  ///< so measured: read and written by a copy on one GPU
   std::vector<GpuSelfTestStep> steps;
 
-  /// The least time that links and memory of these rates allow.
+  /// Returns the least time that links and memory of these rates allow.
   [[nodiscard]] double limit_us(const GpuSelfTestStep& step) const;
 
   [[nodiscard]] bool passed() const;
 };
 
-/// Carries a step out on the GPUs of this host, rank r on GPU r modulo their number: Q, K and V to
-/// where attention is, Q back home, and, for floating types of 16 bits and more, the sums of the
-/// gradients of K and V. Rows are made and every byte that arrives is compared on the devices;
-/// sums are of whole numbers, hence exact. Each operation is then timed.
+/// Runs a step on the GPUs of this host, rank r on GPU r modulo their number: it sends Q, K and V
+/// to the attention layout and Q back home, and, for floating types of 16 bits and more, sums the
+/// gradients of K and V. The devices make the rows and compare every byte that arrives; sums are of
+/// whole numbers, so they are exact. Then it times each operation.
 /// @param q, kv formats of Q, and of K and of V
 /// @throws Unsupported without a GPU or peer access, Timeout, CudaError (also when the rows do not
 ///   fit), InvalidArgument for options out of range
@@ -58,19 +58,20 @@ struct GpuSelfTest {
 /// of the threads.
 enum class LinkWay : std::uint8_t { push_bulk, push_vector, pull_bulk, copy_engines };
 
-/// Every GPU copies `bytes_per_peer` to (or from) each of the others at once; the median over
-/// `repeats` calls of the slowest GPU's time.
+/// Every GPU copies `bytes_per_peer` to (or from) each of the others at once. The rate is that of
+/// the slowest GPU's median time over `repeats` calls.
 /// @return remote GB/s per GPU and direction; 0 with one GPU
 /// @throws CudaError
 [[nodiscard]] double link_gb_s(int num_gpus, LinkWay way, int num_sms, std::int64_t bytes_per_peer,
                                int repeats = 10);
 
-/// The links of this machine's GPUs: the best rate of pushes over numbers of multiprocessors, and
-/// what one of few pushes. The network is not measured: it is `known`'s.
+/// Measures the links of this machine's GPUs: the best rate of pushes over numbers of
+/// multiprocessors, and the rate of one of few. The rate of the network is that of `known`.
 /// @throws Unsupported with fewer than two GPUs, or without access to each other; CudaError
 [[nodiscard]] LinkSpeeds measure_links(int num_gpus, const LinkSpeeds& known = {});
 
-/// Local copy by a device-to-device cudaMemcpy: bytes read plus written a second, in GB/s.
+/// Measures a local copy by a device-to-device cudaMemcpy: bytes read plus written per second, in
+/// GB/s.
 [[nodiscard]] double local_copy_gb_s(std::int64_t bytes);
 
 }  // namespace waybill

@@ -22,7 +22,7 @@ bool same_gpu(const cudaUUID_t& a, const cudaUUID_t& b) {
   return std::memcmp(a.bytes, b.bytes, sizeof(a.bytes)) == 0;
 }
 
-/// The namespace of this process's number.
+/// Identifies the namespace in which this process has its number.
 std::uint64_t pid_namespace() {
   struct stat of {};
   return stat("/proc/self/ns/pid", &of) == 0 ? of.st_ino : 0;
@@ -55,7 +55,7 @@ bool test_says(const char* text) {
   return value != nullptr && std::string_view(value) == text;
 }
 
-/// Ranks of [first, first + count) whose GPU this process does not see.
+/// Returns the ranks of [first, first + count) whose GPU this process does not see.
 std::vector<std::int32_t> unseen_ranks(const std::vector<GpuPlace>& places, std::int32_t first,
                                        std::int32_t count, Rank me) {
   std::vector<std::int32_t> ranks;
@@ -168,7 +168,7 @@ std::string try_to_map(Bootstrap& bootstrap, std::string_view who,
     cuda_check(cudaIpcGetMemHandle(&mine.handle, page.get()), "making a handle of memory");
     mine.size_bytes = 1;
   } catch (const CudaError&) {
-    (void)cudaGetLastError();  // those that would map it say so
+    (void)cudaGetLastError();  // the ranks that would map it report the error
   }
   const auto pages = all_gather_value(bootstrap, mine, who);
   std::string trouble;
@@ -176,7 +176,7 @@ std::string try_to_map(Bootstrap& bootstrap, std::string_view who,
     trouble = why_not(pages[rank], rank, gpu.device());
     if (!trouble.empty()) break;
   }
-  bootstrap.barrier(std::string(who));  // nobody has a page mapped any more
+  bootstrap.barrier(std::string(who));  // no rank has a page mapped any more
   return trouble;
 }
 

@@ -24,16 +24,16 @@ struct GpuPlace {
 /// Collective: the places of all ranks. @throws CudaError, Timeout
 [[nodiscard]] std::vector<GpuPlace> exchange_places(Bootstrap& bootstrap, int device);
 
-/// Ranks on the same GPU as `rank`, itself included.
+/// Counts the ranks on the GPU of `rank`, itself included.
 [[nodiscard]] int ranks_on_gpu_of(const std::vector<GpuPlace>& places, Rank rank);
 
-/// Whether one of them is in another process.
+/// Says whether one of them is in another process.
 [[nodiscard]] bool shares_gpu_with_processes(const std::vector<GpuPlace>& places, Rank rank);
 
-/// @throws Unsupported when two ranks are in one process, naming them and what to use
+/// @throws Unsupported when two ranks are in one process, naming them and the right function
 void require_own_processes(const std::vector<GpuPlace>& places, std::string_view who);
 
-/// Whether all ranks are on one host.
+/// Says whether all ranks are on one host.
 [[nodiscard]] bool on_one_host(const std::vector<GpuPlace>& places);
 
 /// @throws Unsupported when ranks of one node are on several hosts, naming two of them
@@ -45,13 +45,13 @@ void require_nodes_on_hosts(const std::vector<GpuPlace>& places, std::int32_t ra
 [[nodiscard]] std::string missing_peer_access(std::span<const GpuPlace> peers, std::int32_t first,
                                               int device);
 
-/// The driver says of visible devices alone whether they reach each other. Of the others, which
-/// processes have that see one GPU each, ranks find out by mapping a page of each other's memory.
-/// Nothing is tried where every rank sees the GPUs of all that it maps.
+/// The driver only tells whether visible devices reach each other. Processes that see one GPU each
+/// find out by mapping a page of each other's memory. If every rank sees the GPUs of all ranks that
+/// it maps, they map nothing.
 ///
 /// Collective: all ranks of the world, whatever they map.
 /// @param first, count the ranks whose memory this one maps, itself among them
-/// @return what this rank cannot map, in the driver's words; empty: nothing
+/// @return the memory that this rank cannot map, in the driver's words; empty: none
 [[nodiscard]] std::string try_to_map(Bootstrap& bootstrap, std::string_view who,
                                      const std::vector<GpuPlace>& places, std::int32_t first,
                                      std::int32_t count, const GpuRank& gpu);

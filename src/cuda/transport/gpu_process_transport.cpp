@@ -19,7 +19,7 @@ namespace {
 
 constexpr const char* process_world = "make_gpu_process_world";
 
-/// Others may have it mapped, and freeing it before they have closed it is not allowed.
+/// Other ranks may have it mapped; CUDA forbids to free it before they have closed it.
 std::shared_ptr<void> make_own(std::int64_t size_bytes, cudaStream_t stream) {
   return keep_until_released(make_shared_block(size_bytes, stream));
 }
@@ -29,7 +29,7 @@ const char* name_of(NetworkBackend backend) {
   return backend == NetworkBackend::nccl ? "nccl" : "automatic";
 }
 
-/// How ranks of different nodes reach each other, from what was asked for.
+/// Chooses how ranks of different nodes reach each other.
 NetworkBackend choose_backend(NetworkBackend asked, const std::vector<GpuPlace>& places,
                               const Topology& topology) {
   if (topology.num_nodes() == 1) return NetworkBackend::peer;
@@ -91,7 +91,7 @@ class GpuProcessTransport final : public GpuTransport {
     if (peer_memory() == PeerMemory::host) share_host_memory();
   }
 
-  /// Containers may have no shared memory in common: then this is said here, and on all ranks.
+  /// Containers may share no memory: then all ranks throw here.
   void share_host_memory() {
     shared_.emplace(bootstrap());
     try {
@@ -112,7 +112,7 @@ class GpuProcessTransport final : public GpuTransport {
     if (network_ != nullptr) network_->give_up(0);
   }
 
-  /// Null where the ranks have no shared memory: then their deadlines say who is gone.
+  /// Null if the ranks have no shared memory: then only deadlines tell which rank is gone.
   [[nodiscard]] std::shared_ptr<PeerStatus> peer_status() {
     try {
       return make_peer_status(bootstrap());
@@ -165,7 +165,7 @@ class GpuProcessTransport final : public GpuTransport {
   void free_parts(Parts parts) override {
     std::shared_ptr<void> own = std::move(parts[to_int(rank())]);
     parts.clear();
-    bootstrap().barrier("release");  // nobody has it mapped any more
+    bootstrap().barrier("release");  // no rank has it mapped any more
     note_release(own);
   }
 

@@ -28,7 +28,7 @@ class GpuTransport : public PeerTransport {
   /// so it is a kernel. Null: there is none.
   [[nodiscard]] virtual std::unique_ptr<NetworkPath> make_network_path();
 
-  /// Where symmetric memory lies: the same on all ranks.
+  /// The place of symmetric memory is the same on all ranks.
   [[nodiscard]] PeerMemory peer_memory() const noexcept { return peer_memory_; }
 
  protected:
@@ -41,14 +41,14 @@ class GpuTransport : public PeerTransport {
   GpuTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
                std::shared_ptr<GpuRank> gpu, int share);
 
-  /// To be called before memory is allocated. Bulk copies are for memory of devices.
+  /// Call it before memory is allocated. Bulk copies work only with memory of devices.
   void use_peer_memory(PeerMemory where) noexcept;
 
   [[nodiscard]] int share() const noexcept { return share_; }
   [[nodiscard]] const std::shared_ptr<GpuRank>& shared_gpu() const noexcept { return gpu_; }
   [[nodiscard]] const GpuRank& gpu() const noexcept { return *gpu_; }
   [[nodiscard]] FaultSink sink() const { return gpu_->sink(share_); }
-  /// Pinned host memory: what a wait saw.
+  /// Pinned host memory: the last value that a wait has read.
   [[nodiscard]] std::uint64_t* seen() const { return static_cast<std::uint64_t*>(seen_.get()); }
 
  private:
@@ -63,21 +63,22 @@ class GpuTransport : public PeerTransport {
   std::shared_ptr<void> ended_;         ///< keeps what is called when the run ends
 };
 
-/// Ranks are threads of one process, with the memory of GPUs that reach each other's.
+/// Makes the engine of ranks that are threads of one process, in memory of GPUs that reach each
+/// other's.
 /// @param share ranks on this rank's device
 /// @throws Unsupported without peer access where WAYBILL_PEER_ACCESS refuses memory of the host
 [[nodiscard]] std::unique_ptr<GpuTransport> make_gpu_thread_transport(
     std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node, std::shared_ptr<GpuRank> gpu,
     int share);
 
-/// Ranks are processes; each maps the device memory of the others (CUDA IPC): of all ranks with the
-/// backend `peer`, of those of its node with `nccl`.
+/// Makes the engine of ranks that are processes. Each maps the device memory of others (CUDA IPC):
+/// of all ranks with the backend `peer`, of the ranks of its node with `nccl`.
 [[nodiscard]] std::unique_ptr<GpuTransport> make_gpu_process_transport(
     std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node, std::shared_ptr<GpuRank> gpu,
     const std::vector<GpuPlace>& places, NetworkBackend backend);
 
-/// Ranks are processes with a GPU each, with symmetric memory of NVSHMEM: pointers inside a node,
-/// put and signal of NVSHMEM between nodes.
+/// Makes the engine of ranks that are processes with a GPU each, in symmetric memory of NVSHMEM:
+/// pointers inside a node, put and signal of NVSHMEM between nodes.
 [[nodiscard]] std::unique_ptr<GpuTransport> make_nvshmem_transport(
     std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node, std::shared_ptr<GpuRank> gpu,
     const std::vector<GpuPlace>& places);

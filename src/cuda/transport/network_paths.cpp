@@ -130,8 +130,8 @@ class NvshmemPath final : public NetworkPath {
   void join(cudaStream_t stream) override { side_.join(stream, operation_); }
 
  private:
-  /// Whether puts to other nodes go through a network card. Else they are copies, for which one
-  /// block does not suffice.
+  /// Says whether puts to other nodes go through a network card. Otherwise they are copies, for
+  /// which one block does not suffice.
   [[nodiscard]] bool posts(const SymmetricBuffer& window) const {
     for (std::int32_t r = 0; r < topology_.world_size; ++r) {
       const bool of_node =
@@ -254,7 +254,7 @@ class NcclPath final : public NetworkPath {
     } while (!slots.empty() || !arrived.empty());
   }
 
-  /// @param first_message of this direction
+  /// @param first_message index of the first message of this direction
   [[nodiscard]] std::vector<NcclPiece> pieces_of(std::span<const NetworkPiece> pieces,
                                                  std::int64_t first_message) const {
     auto* const messages = static_cast<std::byte*>(messages_.get());

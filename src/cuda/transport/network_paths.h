@@ -9,17 +9,18 @@
 
 namespace waybill::cuda {
 
-/// Between logical nodes whose memory is mapped: a kernel that copies.
+/// Makes the path between logical nodes whose memory is mapped: a kernel that copies.
 /// @param share ranks on this device
 [[nodiscard]] std::unique_ptr<NetworkPath> make_peer_path(std::shared_ptr<GpuRank> gpu,
                                                           Topology topology, int share);
 
-/// Over NVSHMEM: a kernel of libwaybill_nvshmem.so puts and signals, without the host.
+/// Makes the path over NVSHMEM: a kernel of libwaybill_nvshmem.so puts and signals without the
+/// host.
 [[nodiscard]] std::unique_ptr<NetworkPath> make_nvshmem_path(const NvshmemApi& api,
                                                              std::shared_ptr<GpuRank> gpu,
                                                              Topology topology);
 
-/// Between nodes that NCCL connects: the phases of a plan, queued by the host.
+/// Makes the path between nodes that NCCL connects: the host queues the phases of a plan.
 /// @param share ranks on this device
 [[nodiscard]] std::unique_ptr<NetworkPath> make_nccl_path(
     std::shared_ptr<GpuRank> gpu, Topology topology, int share,

@@ -17,8 +17,8 @@ namespace {
 constexpr const char* nvshmem_world = "make_nvshmem_world";
 constexpr std::int64_t staging_bytes = std::int64_t{8} << 20;
 
-/// On one host NVSHMEM needs no network: without these it looks for cards and for an interface.
-/// Multicast is not used. What the caller has set stays.
+/// Without these variables NVSHMEM looks for network cards and an interface, which one host does
+/// not need. Multicast is off. Variables that the caller has set stay.
 void set_defaults(bool one_host) {
   (void)setenv("NVSHMEM_DISABLE_NVLS", "1", 0);
   if (!one_host) return;
@@ -26,7 +26,7 @@ void set_defaults(bool one_host) {
   (void)setenv("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo", 0);
 }
 
-/// NVSHMEM lives once a process: who made it first says which rank this is.
+/// NVSHMEM starts once per process: the first world decides the rank of the process.
 struct ProcessRank {
   bool initialized = false;
   std::int32_t rank = 0;
@@ -75,8 +75,8 @@ void start(Bootstrap& bootstrap, int device) {
   first = now;
 }
 
-/// Kernels look at signals themselves, by a load with acquire: what was put before a signal must be
-/// seen with it.
+/// Kernels load signals themselves, with acquire: rows that were put before a signal must be
+/// visible with it.
 void require_consistent_rows(Bootstrap& bootstrap) {
   const NvshmemApi& api = nvshmem_api();
   run_collectively(bootstrap, nvshmem_world, [&] {
@@ -114,7 +114,7 @@ class NvshmemTransport final : public GpuTransport {
     if (reach(piece.peer) != Reach::network) return GpuTransport::put(to, piece);
     check_piece(to, piece);
     gpu().use();
-    // A network card reads symmetric memory alone. The stream keeps slices apart.
+    // A network card reads only symmetric memory. The stream orders the slices.
     for (std::int64_t done = 0; done < piece.size_bytes; done += staging_bytes) {
       const std::size_t size = std::min(staging_bytes, piece.size_bytes - done);
       gpu().check(cudaMemcpyAsync(staging_.get(), piece.source + done, size, cudaMemcpyDefault,
@@ -156,8 +156,8 @@ class NvshmemTransport final : public GpuTransport {
   }
 
  private:
-  /// NVSHMEM's own part of an allocation waits for all ranks without a deadline: so they
-  /// synchronize first.
+  /// NVSHMEM's part of an allocation waits for all ranks without a deadline, so they synchronize
+  /// first.
   std::shared_ptr<void> make_own(std::int64_t size_bytes, const std::string& operation) {
     bootstrap().barrier(operation);
     std::shared_ptr<void> own;

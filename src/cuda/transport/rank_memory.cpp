@@ -1,7 +1,6 @@
 #include "rank_memory.h"
 
 #include <algorithm>
-#include <cstring>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -15,7 +14,7 @@ constexpr std::int64_t page_bytes = std::int64_t{2} << 20;
 
 void keep_for_good(std::shared_ptr<void> memory) {
   static std::mutex mutex;
-  static auto* const kept = new std::vector<std::shared_ptr<void>>;  // lives longer than all else
+  static auto* const kept = new std::vector<std::shared_ptr<void>>;  // never destroyed
   const std::lock_guard lock(mutex);
   kept->push_back(std::move(memory));
 }
@@ -38,12 +37,6 @@ std::shared_ptr<void> open_shared(const cudaIpcMemHandle_t& handle, std::size_t 
             (void)cudaIpcCloseMemHandle(begin);
             (void)cudaSetDevice(current);
           }};
-}
-
-std::shared_ptr<void> make_pinned_part(std::int64_t size_bytes) {
-  std::shared_ptr<void> part = pinned_memory(size_bytes);
-  std::memset(part.get(), 0, static_cast<std::size_t>(size_bytes));
-  return part;
 }
 
 std::shared_ptr<void> pin_part(std::shared_ptr<void> memory, std::int64_t size_bytes) {
