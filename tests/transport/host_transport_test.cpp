@@ -75,7 +75,8 @@ TEST(ThreadTransport, SizesThatDifferAreRefusedByAll) {
     (void)transport->allocate(to_int(transport->rank()) == 1 ? 16 : 32, "landing");
   });
   for (const auto& result : results) {
-    EXPECT_NE(result.text.find("share_memory(landing): size_bytes = "), std::string::npos) << result.text;
+    EXPECT_NE(result.text.find("share_memory(landing): size_bytes = "), std::string::npos)
+        << result.text;
   }
 }
 
