@@ -3,7 +3,7 @@
 #include <limits>
 #include <utility>
 
-#include "core/move_assign.h"
+#include "core/memory_layout.h"
 #include "expert_checks.h"
 #include "experts/expert_memory.h"
 #include "layer_agreement.h"

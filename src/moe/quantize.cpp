@@ -3,7 +3,6 @@
 #include <cmath>
 #include <cstring>
 
-#include "core/float8_convert.h"
 #include "core/number.h"
 #include "core/to_size.h"
 #include "waybill/core/error.h"

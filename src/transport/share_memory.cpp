@@ -13,7 +13,7 @@
 #include <sstream>
 #include <utility>
 
-#include "core/errno_text.h"
+#include "core/printable.h"
 
 namespace waybill {
 namespace {

@@ -5,7 +5,7 @@
 #include <memory>
 #include <span>
 
-#include "waybill/core/tensor_view.h"
+#include "waybill/core/host_tensor.h"
 #include "waybill/moe/ep_config.h"
 #include "waybill/runtime/world.h"
 

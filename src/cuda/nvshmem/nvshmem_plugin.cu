@@ -37,7 +37,7 @@ __global__ void wait_kernel(FlagWait wait, FaultSink sink) {
 }
 
 /// Asks as NVSHMEM's own waits do before they let the rows be read. No public call tells it
-/// (docs/decisions/gpu_process_memory.md).
+/// (docs/decisions/worlds.md).
 __global__ void connectivity_kernel(int* enforces) {
   *enforces = nvshmemi_device_state_d.job_connectivity > NVSHMEMI_JOB_GPU_PROXY ? 1 : 0;
 }
@@ -127,7 +127,7 @@ int initialize(int rank, int world_size, const void* id) {
       rank, world_size, static_cast<const nvshmemx_uniqueid_t*>(id), &attributes);
   if (status != 0) return status;
   // The public nvshmemx_init_attr is an inline function that makes this call and ends the process
-  // if it fails (docs/decisions/gpu_process_memory.md).
+  // if it fails (docs/decisions/worlds.md).
   const nvshmemi_version_t version = {NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION,
                                       NVSHMEM_VENDOR_PATCH_VERSION};
   nvshmemx_init_init_attr_ver_only(attributes);

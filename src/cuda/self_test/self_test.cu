@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "../rank/gpu_rank.h"
-#include "core/float_convert.h"
+#include "core/number.h"
 #include "cuda/self_test/self_test.h"
 #include "routing/for_each_entry.h"
 #include "waybill/cuda/gpu_world.h"

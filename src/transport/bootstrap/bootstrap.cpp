@@ -10,7 +10,7 @@
 #include <fstream>
 #include <utility>
 
-#include "core/errno_text.h"
+#include "core/printable.h"
 #include "transport/bootstrap/wire.h"
 
 namespace waybill {

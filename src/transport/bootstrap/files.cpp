@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "core/errno_text.h"
+#include "core/printable.h"
 #include "transport/bootstrap/wire.h"
 #include "waybill/core/wait.h"
 

@@ -8,7 +8,7 @@
 #include <memory>
 #include <utility>
 
-#include "core/errno_text.h"
+#include "core/printable.h"
 
 namespace waybill::detail {
 namespace {
