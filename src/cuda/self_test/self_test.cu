@@ -1,4 +1,4 @@
-#pragma nv_diag_suppress 554  // tensor_view.h: a view of constants converts to itself
+#pragma nv_diag_suppress 554  // host_tensor.h: a view of constants converts to itself
 
 #include <cuda_runtime.h>
 
