@@ -11,7 +11,7 @@
 #include <string_view>
 
 #include "cuda/experts/combine_calls.h"
-#include "cuda/link_probe.h"
+#include "cuda/self_test/self_test.h"
 #include "moe_rank.h"
 #include "waybill/cuda/gpu_world.h"
 

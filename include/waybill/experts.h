@@ -16,10 +16,7 @@
 #include "waybill/planner/expert_balance.h"
 #include "waybill/report/expert_summary.h"
 #include "waybill/runtime/world.h"
-#include "waybill/transport/agree.h"
 #include "waybill/transport/bootstrap.h"
-#include "waybill/transport/bootstraps.h"
-#include "waybill/transport/launch_environment.h"
 #include "waybill/version.h"
 
 #if __has_include("waybill/cuda/gpu_world.h")

@@ -8,7 +8,7 @@
 
 #include "bindings.h"
 #include "waybill/core/error.h"
-#include "waybill/cuda/cuda_error.h"
+#include "waybill/cuda/gpu_world.h"
 
 namespace waybill::python {
 namespace {

@@ -6,7 +6,7 @@
 
 #include "experts/row_tag.h"
 #include "runtime/executor.h"
-#include "transport/symmetric_memory.h"
+#include "transport/transport.h"
 #include "waybill/moe/ep_config.h"
 
 namespace waybill {

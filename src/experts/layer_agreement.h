@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "experts/expert_executor.h"
-#include "transport/settings.h"
+#include "transport/transport.h"
 #include "waybill/moe/ep_config.h"
 
 // What the ranks of a layer of experts compare: once what never changes, and in each call the rest.

@@ -13,8 +13,7 @@
 #include "transport/transport.h"
 #include "waybill/core/error.h"
 #include "waybill/core/wait.h"
-#include "waybill/transport/agree.h"
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill {
 

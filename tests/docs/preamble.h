@@ -60,7 +60,7 @@
 #include "waybill/simulate/check.h"
 #include "waybill/simulate/kv_gradient.h"
 #include "waybill/simulate/orchestrate.h"
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace {
 

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "../device/word_size.h"
-#include "../rank/cuda_check.h"
+#include "../rank/gpu_rank.h"
 #include "core/memory_layout.h"
 #include "launch.h"
 #include "runtime/executor.h"

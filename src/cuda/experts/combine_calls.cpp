@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "../rank/cuda_check.h"
+#include "../rank/gpu_rank.h"
 #include "launch.h"
 
 namespace waybill::cuda {

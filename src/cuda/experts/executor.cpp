@@ -6,7 +6,6 @@
 #include <memory>
 #include <utility>
 
-#include "../rank/cuda_check.h"
 #include "../rank/gpu_rank.h"
 #include "call_params.h"
 #include "combine_calls.h"

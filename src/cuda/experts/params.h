@@ -5,9 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../device/arrive_params.h"
-#include "../device/fault.h"
-#include "../device/peers.h"
+#include "../device/params.h"
 #include "experts/row_tag.h"
 #include "waybill/core/dtype.h"
 

@@ -4,7 +4,7 @@
 
 #include "../device/arrive_kernels.h"
 #include "../experts/executor.h"
-#include "../rank/cuda_check.h"
+#include "../rank/gpu_rank.h"
 #include "waybill/core/error.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 

@@ -4,7 +4,7 @@
 #include <span>
 #include <utility>
 
-#include "../../rank/cuda_check.h"
+#include "../../rank/gpu_rank.h"
 #include "../launch.h"
 #include "core/memory_layout.h"
 #include "params.h"
