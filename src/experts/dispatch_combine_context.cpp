@@ -6,7 +6,7 @@
 #include "core/move_assign.h"
 #include "expert_checks.h"
 #include "experts/expert_memory.h"
-#include "layer_agreement.h"
+#include "agreement.h"
 #include "waybill/core/error.h"
 
 namespace waybill {

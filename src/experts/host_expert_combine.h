@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "expert_round.h"
-#include "host_expert_tables.h"
+#include "host_executor.h"
 #include "moe/row_accumulator.h"
 
 namespace waybill::detail {

@@ -6,7 +6,7 @@
 
 #include "expert_round.h"
 #include "expert_window.h"
-#include "host_expert_tables.h"
+#include "host_executor.h"
 
 namespace waybill::detail {
 

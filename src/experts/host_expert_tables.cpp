@@ -1,4 +1,4 @@
-#include "host_expert_tables.h"
+#include "host_executor.h"
 
 #include <algorithm>
 

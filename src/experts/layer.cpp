@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "expert_checks.h"
-#include "layer_agreement.h"
+#include "agreement.h"
 #include "layer_meetings.h"
 #include "waybill/core/error.h"
 

@@ -1,4 +1,4 @@
-#include "layer_agreement.h"
+#include "agreement.h"
 
 #include <initializer_list>
 #include <utility>
