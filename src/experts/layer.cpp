@@ -1,312 +1,502 @@
-#include "layer_state.h"
-
 #include <algorithm>
 #include <atomic>
 #include <functional>
 #include <utility>
 
-#include "expert_checks.h"
 #include "agreement.h"
-#include "layer_meetings.h"
+#include "core/hash.h"
+#include "experts/expert_executor.h"
+#include "runtime/abort_state.h"
+#include "runtime/capture_log.h"
 #include "waybill/core/error.h"
+#include "waybill/experts/ep_all2all_layer.h"
 
-namespace waybill::detail {
-
+namespace waybill {
 namespace {
 
-/// Of a layer among all that this process has made: an address may come again.
+/// The number of a layer among all that this process has made; unlike an address it is never
+/// reused.
 std::uint64_t next_id() {
   static std::atomic<std::uint64_t> last{0};
   return ++last;
 }
 
+template <class View>
+void check_view(const char* who, const char* name, const View& view, DType dtype,
+                const Shape& shape) {
+  require(view.dtype == dtype, who, ": ", name, " is ", view.dtype, ", expected ", dtype);
+  require(view.shape == shape, who, ": ", name, " has shape ", to_string(view.shape), ", expected ",
+          to_string(shape));
+  const std::int64_t elements = num_elements(view.shape, who);
+  require(elements == 0 || view.strides == View::contiguous_strides(view.shape), who, ": ", name,
+          " has strides ", to_string(view.strides), ", expected a contiguous tensor");
+  require(elements == 0 || view.data != nullptr, who, ": ", name, " is null");
+}
+
+void check_positions(const EPConfig& config, const EPDispatchOptions& options,
+                     const ConstTensorView& positions, std::int64_t own_tokens) {
+  constexpr const char* who = "dispatch";
+  require(options.rows == EPRows::grouped && options.expert_alignment == 1, who,
+          ": full_scatter_indices are for grouped rows without padding");
+  require(positions.dtype == DType::int32 || positions.dtype == DType::int64, who,
+          ": full_scatter_indices is ", positions.dtype, ", expected int32 or int64");
+  require(positions.ndim() == 2 && positions.shape[1] == config.topk, who,
+          ": full_scatter_indices has shape ", to_string(positions.shape), ", expected [tokens of ",
+          "all ranks, ", config.topk, "]");
+  // The sum over ranks is known later; an empty table must not count as none till then.
+  require(positions.shape[0] >= own_tokens, who, ": full_scatter_indices has ", positions.shape[0],
+          " tokens, expected those of all ranks, and this one has ", own_tokens);
+  require(positions.shape[0] <= config.world_size * config.max_tokens, who,
+          ": full_scatter_indices has ", positions.shape[0],
+          " tokens, expected those of all ranks, at most ", config.world_size, " * ",
+          config.max_tokens);
+  check_view(who, "full_scatter_indices", positions, positions.dtype, positions.shape);
+}
+
+/// @param ids_matter false: those of a layout are used
+void check_dispatch_input(const EPConfig& config, const EPDispatchOptions& options,
+                          const ExpertDispatchInput& input, bool ids_matter) {
+  constexpr const char* who = "dispatch";
+  const bool scaled = options.payload == EPPayload::scaled;
+  require(input.tokens.ndim() == 2, who, ": input has shape ", to_string(input.tokens.shape),
+          ", expected [num_tokens, ", config.hidden, "]");
+  const std::int64_t tokens = input.tokens.shape[0];
+  check_view(who, "input", input.tokens, scaled ? DType::float8_e4m3fn : config.token_dtype,
+             {tokens, config.hidden});
+  require(tokens <= config.max_tokens, who, ": input has ", tokens,
+          " tokens, expected at most max_tokens = ", config.max_tokens);
+  if (ids_matter) {
+    require(input.ids.dtype == DType::int32 || input.ids.dtype == DType::int64, who,
+            ": exp_indices is ", input.ids.dtype, ", expected int32 or int64");
+    check_view(who, "exp_indices", input.ids, input.ids.dtype, {tokens, config.topk});
+    if (is_given(input.full_scatter_indices)) {
+      check_positions(config, options, input.full_scatter_indices, tokens);
+    }
+  }
+  if (is_given(input.weights)) {
+    check_view(who, "weight", input.weights, config.weight_dtype, {tokens, config.topk});
+  }
+  if (scaled) {
+    check_view(who, "scales", input.scales, DType::float32, {tokens, num_scales(config, options)});
+  } else {
+    require(!is_given(input.scales), who,
+            ": scales are given, expected none: the payload has none");
+  }
+}
+
+/// @param num_rows -1: not known on the host
+void check_combine_input(const EPConfig& config, const ExpertCombineInput& input,
+                         std::int64_t num_rows, std::int64_t num_tokens) {
+  constexpr const char* who = "combine";
+  if (num_rows < 0 && input.rows.ndim() == 2) num_rows = input.rows.shape[0];
+  check_view(who, "input", input.rows, config.token_dtype, {num_rows, config.hidden});
+  check_view(who, "output", input.output, config.token_dtype, {num_tokens, config.hidden});
+  require(input.biases.size() <= 2, who, ": ", input.biases.size(), " biases, expected at most 2");
+  for (const ConstTensorView& bias : input.biases) {
+    check_view(who, "bias", bias, config.token_dtype, {num_tokens, config.hidden});
+  }
+}
+
+void check_gradient_input(const EPConfig& config, const ExpertGradientInput& input) {
+  constexpr const char* who = "weigh_gradients";
+  const DType dtype = config.token_dtype;
+  require(input.gradients.ndim() == 2, who, ": gradients has shape ",
+          to_string(input.gradients.shape), ", expected [num_rows, ", config.hidden, "]");
+  const std::int64_t rows = input.gradients.shape[0];
+  const Shape shape{rows, config.hidden};
+  check_view(who, "gradients", input.gradients, dtype, shape);
+  if (is_given(input.row_gradients)) {
+    check_view(who, "weights", input.weights, config.weight_dtype, {rows});
+    check_view(who, "row_gradients", input.row_gradients, dtype, shape);
+  }
+  require(is_given(input.rows) == is_given(input.weight_gradients), who,
+          ": one of rows and weight_gradients is given, expected both or none");
+  if (!is_given(input.rows)) return;
+  const bool wide = config.weight_dtype == DType::float64;
+  check_view(who, "rows", input.rows, dtype, shape);
+  check_view(who, "weight_gradients", input.weight_gradients,
+             wide ? DType::float64 : DType::float32, {rows});
+}
+
+void check_copied_rows(const EPConfig& config, const ConstTensorView& from, const TensorView& to) {
+  constexpr const char* who = "copy_rows";
+  require(from.ndim() == 2, who, ": rows have shape ", to_string(from.shape),
+          ", expected [num_rows, ", config.hidden, "]");
+  const Shape shape{from.shape[0], config.hidden};
+  check_view(who, "rows", from, config.token_dtype, shape);
+  check_view(who, "the copy", to, config.token_dtype, shape);
+}
+
+IndexArray copied(const ConstTensorView& view) {
+  return IndexArray::copy_of(view.data, view.shape, DType::int32);
+}
+
+IndexArray widened(const ConstTensorView& view) { return copied(view).to(DType::int64, "layout"); }
+
 }  // namespace
 
-DispatchCombineContext LayerState::make_context(const World& world, const EPConfig& config,
-                                                const EPLayerOptions& options) {
-  constexpr const char* who = "EPAll2AllLayer";
-  const Setting mine[] = {{"enable_local_combine", options.enable_local_combine ? "true" : "false"},
-                          {"push_combine", options.push_combine ? "true" : "false"},
-                          {"fixed_rows", concat(options.fixed_rows)},
-                          {"max_per_expert", concat(options.max_per_expert)},
-                          {"capacity", concat(options.capacity_factor)}};
-  const auto num_rows = [&] {
-    check_combine_of_environment(who);
-    require(options.num_sms >= 1, who, ": num_sms = ", options.num_sms, ", expected >= 1");
-    require(options.fixed_rows >= 0, who, ": fixed_rows = ", options.fixed_rows, ", expected >= 0");
-    require(options.max_per_expert >= 0, who, ": max_per_expert = ", options.max_per_expert,
-            ", expected >= 0");
-    if (options.fixed_rows > 0) return options.fixed_rows;
-    return DispatchCombineContext::rows_of(config, options.capacity_factor, who);
-  };
-  const bool once = options.enable_local_combine || options.dispatch.rows == EPRows::compact;
-  return DispatchCombineContext::make(world, config, options.dispatch, who, mine, num_rows,
-                                      options.push_combine ? slab_slots(config, once) : 0);
+bool EPLayout::has_weights() const { return is_given(tables_->weights()); }
+ExpertTableViews EPLayout::tables() const { return tables_->views(); }
+void EPLayout::note_use(Stream stream) const { tables_->routing().note_use(stream); }
+
+std::int64_t EPLayout::num_recv_rows() const { return tables_->wait_counts()[config_.rank]; }
+
+EPAll2AllLayoutDesc EPLayout::describe() const {
+  const ExpertTableViews tables = tables_->views();
+  const bool compact = options_.rows == EPRows::compact;
+  EPAll2AllLayoutDesc desc;
+  desc.num_dispatch_token_cur_rank = num_tokens_;
+  desc.num_input_tokens_per_rank = copied(tables.num_input_tokens);
+  if (!config_.is_intra_node()) desc.send_reqs_recv_tensor = copied(tables.send_reqs);
+  desc.topk_indices_tensor = copied(tables.ids);
+  desc.token_dst_scatter_idx = copied(tables.dst_rows);
+  if (config_.is_intra_node() && !compact) {
+    desc.skipped_token_mapping_indices = widened(tables.primary_rows);
+    desc.skipped_token_topk_mapping_indices = widened(tables.topk_slot_rows);
+  }
+  desc.recv_expert_counts = copied(tables.expert_counts);
+  desc.recv_expert_offsets = copied(tables.expert_offsets);
+  if (compact) {
+    desc.recv_topk_indices = copied(tables.recv_topk);
+    desc.compact_to_grouped = copied(tables.compact_to_grouped);
+    desc.grouped_to_compact = copied(tables.grouped_to_compact);
+  }
+  return desc;
 }
 
-LayerState::LayerState(const World& world, const EPConfig& config, const EPLayerOptions& options)
-    : world_(world),
-      config_(config),
-      options_(options),
-      id_(next_id()),
-      context_(make_context(world, config, options)),
-      meetings_(std::make_unique<LayerMeetings>(world.transport(), config)),
-      executor_(make_expert_executor(world, config_, options_.dispatch, context_.memory())) {}
+struct EPAll2AllLayer::State {
+  State(const World& of, const EPConfig& of_config, const EPLayerOptions& of_options)
+      : world(of),
+        config(of_config),
+        options(of_options),
+        context(DispatchCombineContext::make(of, of_config, of_options, "EPAll2AllLayer")),
+        fingerprint(detail::layer_fingerprint(of_config, of_options)),
+        signals(of.transport(), of_config),
+        executor(make_expert_executor(of, config, options.dispatch, context.memory())) {}
 
-LayerState::~LayerState() = default;
+  [[nodiscard]] ExpertCall next_call(const char* operation, std::uint64_t number,
+                                     const Stream& stream, const CallFingerprint& of_call) const;
+  [[nodiscard]] CallFingerprint fingerprint_now() const;
+  [[nodiscard]] std::uint64_t realign(const ExpertCall& call);
+  [[nodiscard]] bool may_take_second_place(const Stream& stream) const;
+  EPDispatched finish_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
+                               std::shared_ptr<ExpertTables> begun, std::uint32_t routing);
+  void grow_for(const ExpertTables& tables, const Stream& stream);
+  [[nodiscard]] bool goes_alike(const EPLayout& layout) const;
+  void check_rows(const ExpertCombineInput& input, const EPLayout& layout) const;
+  void check_place(const ConstTensorView& rows) const;
+  void check_own(const EPLayout& layout, const char* who) const {
+    require(layout.layer_ == id, who, ": the layout belongs to another layer");
+  }
 
-CallFingerprint LayerState::fingerprint() const {
-  return layer_fingerprint(config_, options_.dispatch, context_.capacity_rows());
+  World world;
+  EPConfig config;
+  EPLayerOptions options;
+  std::uint64_t id = next_id();
+  DispatchCombineContext context;
+  CallFingerprint fingerprint;  ///< the settings alone
+  detail::LayerSignals signals;
+  std::unique_ptr<ExpertExecutor> executor;
+  std::uint64_t epoch = 0;  ///< number of the last call
+  std::uint64_t num_dispatches = 0;
+  std::uint64_t num_combines = 0;
+  std::uint64_t num_places = 0;        ///< given by combine_input for the next combines, not used
+  bool ends_with_combine = false;      ///< the last call was one
+  bool has_recorded = false;           ///< graphs hold combines, and may run them at any time
+  std::uint64_t dispatch_capture = 0;  ///< recording of the last dispatch
+  detail::CaptureLog captured_dispatches;
+  detail::CaptureLog captured_combines;
+  detail::AbortState abort_state{"layer", &world.transport()};
+};
+
+EPAll2AllLayer::EPAll2AllLayer(const World& world, const EPConfig& config,
+                               const EPLayerOptions& options)
+    : state_(std::make_unique<State>(world, config, options)) {}
+EPAll2AllLayer::EPAll2AllLayer(EPAll2AllLayer&& other) noexcept = default;
+EPAll2AllLayer& EPAll2AllLayer::operator=(EPAll2AllLayer&& other) noexcept = default;
+EPAll2AllLayer::~EPAll2AllLayer() = default;
+
+const EPConfig& EPAll2AllLayer::config() const noexcept { return state_->config; }
+const EPLayerOptions& EPAll2AllLayer::options() const noexcept { return state_->options; }
+const DispatchCombineContext& EPAll2AllLayer::context() const noexcept { return state_->context; }
+std::int64_t EPAll2AllLayer::output_rows() const noexcept {
+  return state_->context.capacity_rows();
 }
 
-ExpertCall LayerState::next_call(const char* operation, std::uint64_t number, const Stream& stream,
-                                 const CallFingerprint& fingerprint) const {
+CallFingerprint EPAll2AllLayer::State::fingerprint_now() const {
+  CallFingerprint now = fingerprint;
+  now.options = Hash().add(now.options).add(context.capacity_rows()).value();
+  return now;
+}
+
+ExpertCall EPAll2AllLayer::State::next_call(const char* operation, std::uint64_t number,
+                                            const Stream& stream,
+                                            const CallFingerprint& of_call) const {
   return {.operation = operation,
-          .memory = &context_.memory(),
-          .epoch = epoch_ + 1,
+          .memory = &context.memory(),
+          .epoch = epoch + 1,
           .parity = static_cast<std::uint32_t>(number % 2),
-          .num_sms = options_.num_sms,
+          .num_sms = options.num_sms,
           .stream = &stream,
-          .fingerprint = fingerprint,
-          .may_grow = options_.fixed_rows == 0,
-          .max_per_expert = options_.max_per_expert,
-          .sums_locally = options_.enable_local_combine};
+          .fingerprint = of_call,
+          .may_grow = options.fixed_rows == 0,
+          .max_per_expert = options.max_per_expert,
+          .sums_locally = options.enable_local_combine};
 }
 
 /// @return the recording that the call goes to
-std::uint64_t LayerState::realign(const ExpertCall& call) {
-  const std::uint64_t capture = world_.executor().capture(*call.stream);
-  const bool dispatches = captured_dispatches_.may_be_off(capture);
-  const bool combines = captured_combines_.may_be_off(capture);
+std::uint64_t EPAll2AllLayer::State::realign(const ExpertCall& call) {
+  const std::uint64_t capture = world.executor().capture(*call.stream);
+  const bool dispatches = captured_dispatches.may_be_off(capture);
+  const bool combines = captured_combines.may_be_off(capture);
   if (dispatches || combines) {
-    executor_->realign(call, {.dispatch = static_cast<std::uint32_t>(num_dispatches_ % 2),
-                              .combine = static_cast<std::uint32_t>(num_combines_ % 2)});
+    executor->realign(call, static_cast<std::uint32_t>(num_dispatches % 2),
+                      static_cast<std::uint32_t>(num_combines % 2));
   }
   return capture;
 }
 
-void LayerState::grow_for(const ExpertTables& tables, const Stream& stream) {
-  if (options_.fixed_rows > 0) return;
+void EPAll2AllLayer::State::grow_for(const ExpertTables& tables, const Stream& stream) {
+  if (options.fixed_rows > 0) return;
   const auto counts = tables.wait_counts();
   const std::int64_t rows =
-      grown_output_rows(context_.capacity_rows(), *std::ranges::max_element(counts));
-  if (rows == context_.capacity_rows()) return;
-  world_.executor().synchronize(stream);
-  (void)context_.reallocate_dispatch_output_buf(rows);
+      grown_output_rows(context.capacity_rows(), *std::ranges::max_element(counts));
+  if (rows == context.capacity_rows()) return;
+  world.executor().synchronize(stream);
+  (void)context.reallocate_dispatch_output_buf(rows);
 }
 
-EPDispatched LayerState::finish_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
-                                         std::shared_ptr<ExpertTables> begun,
-                                         std::uint32_t routing) {
-  captured_dispatches_.count();
-  ++epoch_;
-  ++num_dispatches_;
-  ends_with_combine_ = false;
-  abort_state_.guard([&] {
+EPDispatched EPAll2AllLayer::State::finish_dispatch(const ExpertCall& call,
+                                                    const ExpertDispatchInput& input,
+                                                    std::shared_ptr<ExpertTables> begun,
+                                                    std::uint32_t routing) {
+  captured_dispatches.count();
+  ++epoch;
+  ++num_dispatches;
+  ends_with_combine = false;
+  abort_state.guard([&] {
     grow_for(*begun, *call.stream);
-    executor_->dispatch(call, input, *begun);
+    executor->dispatch(call, input, *begun);
   });
   const auto layout = std::make_shared<EPLayout>();
-  layout->config_ = config_;
-  layout->options_ = options_.dispatch;
-  layout->fixed_rows_ = options_.fixed_rows;
-  layout->world_ = &world_.transport();
+  layout->config_ = config;
+  layout->options_ = options.dispatch;
+  layout->fixed_rows_ = options.fixed_rows;
+  layout->world_ = &world.transport();
   layout->tables_ = std::move(begun);
   layout->num_tokens_ = input.tokens.shape[0];
-  layout->layer_ = id_;
-  layout->number_ = static_cast<std::uint32_t>(num_dispatches_);
+  layout->layer_ = id;
+  layout->number_ = static_cast<std::uint32_t>(num_dispatches);
   layout->routing_ = routing;
-  const std::int64_t rows = options_.fixed_rows > 0 ? options_.fixed_rows : layout->num_recv_rows();
-  const DispatchOutputBuffers buffers = context_.buffers(call.parity, rows);
+  const std::int64_t rows = options.fixed_rows > 0 ? options.fixed_rows : layout->num_recv_rows();
+  const DispatchOutputBuffers buffers = context.buffers(call.parity, rows);
   return {.rows = buffers.rows,
           .weights = is_given(input.weights) ? buffers.weights : TensorView{},
-          .scales = context_.scales(call.parity, rows),
+          .scales = context.scales(call.parity, rows),
           .layout = layout};
 }
 
-EPDispatched LayerState::dispatch(const ExpertDispatchInput& input, Stream stream) {
-  abort_state_.check("dispatch");
-  check_dispatch_input(config_, options_.dispatch, input, true);
+EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, Stream stream) {
+  State& state = *state_;
+  state.abort_state.check("dispatch");
+  check_dispatch_input(state.config, state.options.dispatch, input, true);
   const ExpertCall call =
-      next_call("dispatch", num_dispatches_, stream, counting_fingerprint(fingerprint(), input));
-  const auto number = static_cast<std::uint32_t>(num_dispatches_ + 1);
+      state.next_call("dispatch", state.num_dispatches, stream,
+                      detail::counting_fingerprint(state.fingerprint_now(), input));
+  const auto number = static_cast<std::uint32_t>(state.num_dispatches + 1);
   std::shared_ptr<ExpertTables> begun;
-  abort_state_.guard([&] {
-    dispatch_capture_ = realign(call);
-    begun = executor_->route(call, input);
+  state.abort_state.guard([&] {
+    state.dispatch_capture = state.realign(call);
+    begun = state.executor->route(call, input);
   });
-  return finish_dispatch(call, input, std::move(begun), number);
+  return state.finish_dispatch(call, input, std::move(begun), number);
 }
 
-EPDispatched LayerState::dispatch(const ExpertDispatchInput& input, const EPLayout& layout,
-                                  Stream stream) {
-  abort_state_.check("dispatch");
-  check_dispatch_input(config_, options_.dispatch, input, false);
-  require(layout.layer_ == id_, "dispatch: the layout belongs to another layer");
+EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, const EPLayout& layout,
+                                      Stream stream) {
+  State& state = *state_;
+  state.abort_state.check("dispatch");
+  check_dispatch_input(state.config, state.options.dispatch, input, false);
+  state.check_own(layout, "dispatch");
   require(input.tokens.shape[0] == layout.num_tokens_, "dispatch: input has ",
           input.tokens.shape[0], " tokens, expected ", layout.num_tokens_, ", as the layout");
-  const ExpertCall call = next_call("dispatch", num_dispatches_, stream,
-                                    known_fingerprint(fingerprint(), input, layout.routing_));
+  const ExpertCall call =
+      state.next_call("dispatch", state.num_dispatches, stream,
+                      detail::known_fingerprint(state.fingerprint_now(), input, layout.routing_));
   std::shared_ptr<ExpertTables> begun;
-  abort_state_.guard([&] {
-    dispatch_capture_ = realign(call);
-    begun = executor_->enter(call, input, *layout.tables_);
+  state.abort_state.guard([&] {
+    state.dispatch_capture = state.realign(call);
+    begun = state.executor->enter(call, input, *layout.tables_);
   });
-  return finish_dispatch(call, input, std::move(begun), layout.routing_);
+  return state.finish_dispatch(call, input, std::move(begun), layout.routing_);
 }
 
-/// Rows are those that arrived. With fixed_rows there may be more, up to the windows'; whether
-/// there are fewer the device checks, where only it knows.
-void LayerState::check_rows(const ExpertCombineInput& input, const EPLayout& layout) const {
-  const bool fixed = options_.fixed_rows > 0;
-  check_combine_input(config_, input, fixed ? -1 : layout.num_recv_rows(), layout.num_tokens_);
+/// As many rows as arrived are expected. With fixed_rows there may be more, up to those of the
+/// windows; where only the device knows how many arrived, it checks that there are not fewer.
+void EPAll2AllLayer::State::check_rows(const ExpertCombineInput& input,
+                                       const EPLayout& layout) const {
+  const bool fixed = options.fixed_rows > 0;
+  check_combine_input(config, input, fixed ? -1 : layout.num_recv_rows(), layout.num_tokens_);
   const std::int64_t rows = input.rows.shape[0];
   const auto counts = layout.tables_->routing().known_counts();
   if (!fixed || counts.empty()) return;
-  const std::int64_t arrived = counts[static_cast<std::size_t>(config_.rank)];
-  require(rows >= std::min(arrived, options_.fixed_rows), "combine: input has ", rows,
-          " rows, expected at least ", std::min(arrived, options_.fixed_rows),
+  const std::int64_t arrived = counts[config.rank];
+  require(rows >= std::min(arrived, options.fixed_rows), "combine: input has ", rows,
+          " rows, expected at least ", std::min(arrived, options.fixed_rows),
           ", as the dispatch gave");
 }
 
-/// Whether rows of the layout come from and go to where those of this layer would.
-bool LayerState::goes_alike(const EPLayout& layout) const {
-  EPConfig config = layout.config_;
-  config.hidden = config_.hidden;
-  config.token_dtype = config_.token_dtype;
-  config.weight_dtype = config_.weight_dtype;
-  const EPDispatchOptions& mine = options_.dispatch;
+/// Whether rows of the layout come from the same places as those of this layer, and return there.
+bool EPAll2AllLayer::State::goes_alike(const EPLayout& layout) const {
+  EPConfig theirs = layout.config_;
+  theirs.hidden = config.hidden;
+  theirs.token_dtype = config.token_dtype;
+  theirs.weight_dtype = config.weight_dtype;
+  const EPDispatchOptions& mine = options.dispatch;
   const EPDispatchOptions& other = layout.options_;
-  return layout.world_ == &world_.transport() && layout.fixed_rows_ == options_.fixed_rows &&
-         config == config_ && other.rows == mine.rows &&
+  return layout.world_ == &world.transport() && layout.fixed_rows_ == options.fixed_rows &&
+         theirs == config && other.rows == mine.rows &&
          other.expert_alignment == mine.expert_alignment;
 }
 
-/// Rows that lie in a combine window are what the next combine was to get there.
-void LayerState::check_place(const ConstTensorView& rows) const {
+/// Refuses rows in a combine window unless combine_input gave that place for the next combine.
+void EPAll2AllLayer::State::check_place(const ConstTensorView& rows) const {
   for (std::uint32_t parity = 0; parity < 2; ++parity) {
-    const TensorView window = context_.combine_rows(parity, context_.capacity_rows());
+    const TensorView window = context.combine_rows(parity, context.capacity_rows());
     const std::int64_t bytes =
-        context_.capacity_rows() * config_.hidden * dtype_bytes(config_.token_dtype);
+        context.capacity_rows() * config.hidden * dtype_bytes(config.token_dtype);
     const std::less<const std::byte*> before;
     if (before(rows.data, window.data) || !before(rows.data, window.data + bytes)) continue;
-    require(rows.data == window.data && parity == num_combines_ % 2 && num_places_ > 0,
+    require(rows.data == window.data && parity == num_combines % 2 && num_places > 0,
             "combine: input is in the memory of another combine, expected what combine_input "
             "returned for this one, or other memory");
   }
 }
 
-void LayerState::combine(const ExpertCombineInput& input, const EPLayout& layout, Stream stream) {
-  abort_state_.check("combine");
-  require(layout.layer_ == id_ || (input.of_companion && goes_alike(layout)),
+void EPAll2AllLayer::combine(const ExpertCombineInput& input, const EPLayout& layout,
+                             Stream stream) {
+  State& state = *state_;
+  state.abort_state.check("combine");
+  require(layout.layer_ == state.id || (input.of_companion && state.goes_alike(layout)),
           "combine: the layout belongs to another layer");
-  check_rows(input, layout);
-  check_place(input.rows);
+  state.check_rows(input, layout);
+  state.check_place(input.rows);
   require(!input.options.weighted || layout.has_weights(),
           "combine: weighted = true, but the dispatch had no weights");
-  require(!input.options.weighted || options_.dispatch.rows == EPRows::grouped,
+  require(!input.options.weighted || state.options.dispatch.rows == EPRows::grouped,
           "combine: weighted = true, expected false for compact rows: they hold sums already");
-  if (input.of_companion) abort_state_.guard([&] { grow_for(*layout.tables_, stream); });
-  require(input.rows.shape[0] <= context_.capacity_rows(), "combine: input has ",
-          input.rows.shape[0], " rows, expected at most ", context_.capacity_rows());
+  if (input.of_companion) state.abort_state.guard([&] { state.grow_for(*layout.tables_, stream); });
+  require(input.rows.shape[0] <= state.context.capacity_rows(), "combine: input has ",
+          input.rows.shape[0], " rows, expected at most ", state.context.capacity_rows());
   ExpertCombineInput checked = input;
-  checked.options.local_combine = options_.enable_local_combine;
-  const ExpertCall call = next_call("combine", num_combines_, stream,
-                                    combine_fingerprint(fingerprint(), checked, layout.number_));
-  abort_state_.guard([&] {
-    has_recorded_ = realign(call) != 0 || has_recorded_;
-    executor_->combine(call, checked, *layout.tables_);
+  checked.options.local_combine = state.options.enable_local_combine;
+  const ExpertCall call = state.next_call(
+      "combine", state.num_combines, stream,
+      detail::combine_fingerprint(state.fingerprint_now(), checked, layout.number_));
+  state.abort_state.guard([&] {
+    state.has_recorded = state.realign(call) != 0 || state.has_recorded;
+    state.executor->combine(call, checked, *layout.tables_);
   });
-  captured_combines_.count();
-  ++epoch_;
-  ++num_combines_;
-  ends_with_combine_ = true;
-  num_places_ -= std::min<std::uint64_t>(num_places_, 1);
+  state.captured_combines.count();
+  ++state.epoch;
+  ++state.num_combines;
+  state.ends_with_combine = true;
+  state.num_places -= std::min<std::uint64_t>(state.num_places, 1);
 }
 
-void LayerState::weigh_gradients(const ExpertGradientInput& input, const EPLayout& layout,
-                                 Stream stream) {
+void EPAll2AllLayer::weigh_gradients(const ExpertGradientInput& input, const EPLayout& layout,
+                                     Stream stream) {
+  State& state = *state_;
   constexpr const char* who = "weigh_gradients";
-  abort_state_.check(who);
-  require(layout.layer_ == id_, who, ": the layout belongs to another layer");
-  check_gradient_input(config_, input);
-  abort_state_.guard([&] { executor_->weigh_gradients(input, *layout.tables_, stream); });
+  state.abort_state.check(who);
+  state.check_own(layout, who);
+  check_gradient_input(state.config, input);
+  state.abort_state.guard([&] { state.executor->weigh_gradients(input, *layout.tables_, stream); });
 }
 
-void LayerState::copy_rows(const ConstTensorView& from, const TensorView& to,
-                           const EPLayout& layout, Stream stream) {
+void EPAll2AllLayer::copy_rows(const ConstTensorView& from, const TensorView& to,
+                               const EPLayout& layout, Stream stream) {
+  State& state = *state_;
   constexpr const char* who = "copy_rows";
-  abort_state_.check(who);
-  require(layout.layer_ == id_, who, ": the layout belongs to another layer");
-  check_copied_rows(config_, from, to);
-  abort_state_.guard([&] { executor_->copy_rows(from, to, *layout.tables_, stream); });
+  state.abort_state.check(who);
+  state.check_own(layout, who);
+  check_copied_rows(state.config, from, to);
+  state.abort_state.guard([&] { state.executor->copy_rows(from, to, *layout.tables_, stream); });
 }
 
-/// The window of the combine after the next is that of the last one: other ranks have read it when
-/// a dispatch, for which all of them wait, has come since; a graph may have combined even then.
-bool LayerState::may_take_second_place(const Stream& stream) const {
-  const std::uint64_t capture = world_.executor().capture(stream);
-  return !ends_with_combine_ && capture == dispatch_capture_ && (capture != 0 || !has_recorded_);
+/// The combine after the next uses the window of the last one. Other ranks have read it if a
+/// dispatch, in which all ranks wait for each other, has come since and no graph may have combined
+/// after that.
+bool EPAll2AllLayer::State::may_take_second_place(const Stream& stream) const {
+  const std::uint64_t capture = world.executor().capture(stream);
+  return !ends_with_combine && capture == dispatch_capture && (capture != 0 || !has_recorded);
 }
 
-TensorView LayerState::combine_input(std::int64_t rows, Stream stream) {
+TensorView EPAll2AllLayer::combine_input(std::int64_t rows, Stream stream) {
+  State& state = *state_;
   constexpr const char* who = "combine_input";
-  abort_state_.check(who);
-  require(0 <= rows && rows <= context_.capacity_rows(), who, ": rows = ", rows, ", expected 0..",
-          context_.capacity_rows());
-  require(num_places_ < 2, who,
+  state.abort_state.check(who);
+  require(0 <= rows && rows <= state.context.capacity_rows(), who, ": rows = ", rows,
+          ", expected 0..", state.context.capacity_rows());
+  require(state.num_places < 2, who,
           ": the memory of the next two combines is taken, expected a "
           "combine before this call");
-  require(num_places_ == 0 || may_take_second_place(stream), who,
+  require(state.num_places == 0 || state.may_take_second_place(stream), who,
           ": other ranks may still read the "
           "memory of the combine after the next, expected a combine or a dispatch before this "
           "call");
-  // What a graph has left there others may still read, too.
-  abort_state_.guard([&] { (void)realign(next_call(who, num_combines_, stream, fingerprint())); });
-  const std::uint64_t number = num_combines_ + num_places_++;
-  return context_.combine_rows(static_cast<std::uint32_t>(number % 2), rows);
+  // Other ranks may also still read rows that a graph has left there.
+  state.abort_state.guard([&] {
+    (void)state.realign(state.next_call(who, state.num_combines, stream, state.fingerprint_now()));
+  });
+  const std::uint64_t number = state.num_combines + state.num_places++;
+  return state.context.combine_rows(static_cast<std::uint32_t>(number % 2), rows);
 }
 
-void LayerState::ep_barrier_all(Stream stream, bool intra_node_only) {
-  abort_state_.check("ep_barrier_all");
-  abort_state_.guard([&] { meetings_->barrier(*executor_, stream, intra_node_only); });
+void EPAll2AllLayer::ep_barrier_all(Stream stream, bool intra_node_only) {
+  State& state = *state_;
+  state.abort_state.check("ep_barrier_all");
+  state.abort_state.guard([&] { state.signals.barrier(*state.executor, stream, intra_node_only); });
 }
 
-bool LayerState::combine_needs_gradients(const EPLayout& layout, bool mine, bool asks) {
-  abort_state_.check("combine");
-  require(layout.layer_ == id_, "combine: the layout belongs to another layer");
-  if (options_.fixed_rows > 0) return mine;
+bool EPAll2AllLayer::combine_needs_gradients(const EPLayout& layout, bool mine, bool asks) {
+  State& state = *state_;
+  state.abort_state.check("combine");
+  state.check_own(layout, "combine");
+  if (state.options.fixed_rows > 0) return mine;
   bool result = mine;
-  abort_state_.guard([&] {
+  state.abort_state.guard([&] {
     const auto counts = layout.tables_->wait_counts();
-    result = meetings_->needs_gradients(counts, num_combines_ + 1, mine, asks);
+    result = state.signals.needs_gradients(counts, state.num_combines + 1, mine, asks);
   });
   return result;
 }
 
-void LayerState::synchronize(Stream stream) {
-  abort_state_.check("synchronize");
-  abort_state_.guard([&] { world_.executor().synchronize(stream); });
+void EPAll2AllLayer::synchronize(Stream stream) {
+  State& state = *state_;
+  state.abort_state.check("synchronize");
+  state.abort_state.guard([&] { state.world.executor().synchronize(stream); });
   check_overflow();
 }
 
-ExpertOverflow LayerState::overflow() { return executor_->take_overflow(); }
+ExpertOverflow EPAll2AllLayer::overflow() { return state_->executor->take_overflow(); }
 
-void LayerState::check_overflow() {
+void EPAll2AllLayer::check_overflow() {
   const ExpertOverflow over = overflow();
   require(over.rows == 0, "dispatch ", over.call, ": a rank was sent ", over.rows,
-          " rows, expected at most fixed_rows = ", options_.fixed_rows,
+          " rows, expected at most fixed_rows = ", options().fixed_rows,
           "; those that did not fit are lost, and the sums of their tokens are NaN");
 }
 
-void LayerState::finalize() {
-  if (context_.finalized()) return;
-  abort_state_.check("finalize");
-  abort_state_.guard([&] {
-    context_.finalize();
-    meetings_->release();
+void EPAll2AllLayer::finalize() {
+  State& state = *state_;
+  if (state.context.finalized()) return;
+  state.abort_state.check("finalize");
+  state.abort_state.guard([&] {
+    state.context.finalize();
+    state.signals.release();
   });
-  abort_state_.end("was finalized");
+  state.abort_state.end("was finalized");
 }
 
-}  // namespace waybill::detail
+}  // namespace waybill

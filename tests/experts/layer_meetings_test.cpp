@@ -32,7 +32,7 @@ class FarTransport final : public Transport {
   }
   SignalPad allocate_signals(std::int64_t count, std::string_view name) override {
     SignalPad pad = near_->allocate_signals(count, name);
-    if (name != "meetings of experts") return pad;
+    if (name != "signals between calls of experts") return pad;
     for (std::size_t r = 0; r < pad.memory.size(); ++r) {
       if (pad.peers[r] == nullptr) pad.memory[r].reset();
     }

@@ -1,6 +1,6 @@
 // Gradients of rows and weights where the rows are.
 
-#include "experts/weigh_gradients.h"
+#include "experts/host_executor.h"
 
 #include <gtest/gtest.h>
 

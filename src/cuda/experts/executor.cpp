@@ -88,13 +88,14 @@ class GpuExpertExecutor final : public ExpertExecutor {
   GpuExpertExecutor& operator=(const GpuExpertExecutor&) = delete;
   ~GpuExpertExecutor() override { transport_.defer_release({pool_, barrier_epochs_}); }
 
-  void realign(const ExpertCall& call, ExpertParities next) override {
+  void realign(const ExpertCall& call, std::uint32_t next_dispatch,
+               std::uint32_t next_combine) override {
     if (nodes_ != nullptr) return;
     begin();
     ExpertCall empty = call;
     empty.fingerprint = {.call = CollectiveCall::realign};
     const MoeArrive arrive = params_.arrive(empty, FaultKind::moe_dispatch);
-    check(launch_realign(arrive, {{next.dispatch, next.combine}}, stream_of(call)), call);
+    check(launch_realign(arrive, {{next_dispatch, next_combine}}, stream_of(call)), call);
   }
 
   std::shared_ptr<ExpertTables> route(const ExpertCall& call,
@@ -230,24 +231,24 @@ class GpuExpertExecutor final : public ExpertExecutor {
     made_tables.note_use(table_call(*gpu_, stream_of(stream)), false);
   }
 
-  void barrier(const ExpertBarrier& call) override {
+  void barrier(const SignalPad& signals, bool of_world, std::uint64_t /*epoch*/,
+               const Stream& stream) override {
     begin();
-    for (std::int32_t i = 0; i < call.count; ++i) {
-      // Ranks of another logical node count, too, if their memory is mapped.
-      if (call.signals->memory[call.first + i] == nullptr) return barrier_on_host(call);
-    }
     BarrierParams params{};
     params.rank = config_.rank;
-    params.first = call.first;
-    params.count = call.count;
-    params.epoch =
-        static_cast<std::uint64_t*>(barrier_epochs_.get()) + (call.first_slot > 0 ? 1 : 0);
+    params.count = of_world ? config_.world_size : config_.local_world_size;
+    params.first = config_.rank / params.count * params.count;
+    for (std::int32_t i = 0; i < params.count; ++i) {
+      // Ranks of another logical node count, too, if their memory is mapped.
+      if (signals.memory[params.first + i] == nullptr) return barrier_on_host(stream);
+    }
+    const std::int64_t first_slot = of_world ? config_.world_size : 0;
+    params.epoch = static_cast<std::uint64_t*>(barrier_epochs_.get()) + (of_world ? 1 : 0);
     params.sink = gpu_->sink(share_);
-    params.own = call.signals->local + call.first_slot;
-    params.peers = peers_of<std::uint64_t>(call.signals->table,
-                                           call.first_slot * std::int64_t{sizeof(std::uint64_t)});
-    gpu_->check(launch_barrier(params, stream_of(call.stream)), "launching a kernel",
-                barrier_operation);
+    params.own = signals.local + first_slot;
+    params.peers =
+        peers_of<std::uint64_t>(signals.table, first_slot * std::int64_t{sizeof(std::uint64_t)});
+    gpu_->check(launch_barrier(params, stream_of(stream)), "launching a kernel", barrier_operation);
   }
 
   ExpertOverflow take_overflow() override {
@@ -265,16 +266,16 @@ class GpuExpertExecutor final : public ExpertExecutor {
   }
 
   /// Lets the host wait instead of a kernel, for nodes that reach each other over a network only.
-  void barrier_on_host(const ExpertBarrier& call) const {
+  void barrier_on_host(const Stream& stream) const {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    gpu_->check(cudaStreamIsCapturing(stream_of(call.stream), &status), "asking a stream",
+    gpu_->check(cudaStreamIsCapturing(stream_of(stream), &status), "asking a stream",
                 barrier_operation);
     if (status != cudaStreamCaptureStatusNone) {
       throw Unsupported(concat(barrier_operation, ": the host waits for ranks of other nodes, ",
                                "which a graph cannot hold: expected intra_node_only = true, or no ",
                                "capture"));
     }
-    gpu_->wait_for(stream_of(call.stream), "waiting for a stream", barrier_operation);
+    gpu_->wait_for(stream_of(stream), "waiting for a stream", barrier_operation);
     transport_.barrier(barrier_operation);
   }
 

@@ -4,7 +4,7 @@
 #include "../device/number.cuh"
 #include "call.cuh"
 #include "launch.h"
-#include "waybill/experts/gradient_sums.h"
+#include "waybill/experts/expert_tensors.h"
 
 namespace waybill::cuda {
 namespace {
