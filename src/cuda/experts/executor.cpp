@@ -23,6 +23,7 @@ namespace {
 
 constexpr const char* barrier_operation = "ep_barrier_all";
 constexpr int default_sms = 16;
+static_assert(weight_gradient_sums == gradient_partial_sums);
 
 void check_supported(const Transport& transport, const NetworkPath* path, const EPConfig& config) {
   const std::int32_t world = config.world_size;
