@@ -1,14 +1,12 @@
 #include <algorithm>
-#include <limits>
+#include <numeric>
+#include <unordered_set>
 
-#include "core/to_size.h"
+#include "moe/input_checks.h"
 #include "waybill/core/error.h"
 #include "waybill/moe/expert_routing.h"
 
 namespace waybill {
-
-using detail::to_size;
-
 namespace {
 
 template <class Id>
@@ -32,10 +30,6 @@ std::vector<std::int32_t> read_ids(const EPConfig& config, const EPDispatchOptio
   return result;
 }
 
-std::int32_t padded(std::int32_t rows, std::int64_t alignment) {
-  return static_cast<std::int32_t>((rows + alignment - 1) / alignment * alignment);
-}
-
 /// Fills the segments of one receiver, by local expert and source.
 void locate_segments(const EPConfig& config, const EPDispatchOptions& options, std::int32_t dst,
                      ExpertRows& rows) {
@@ -50,7 +44,8 @@ void locate_segments(const EPConfig& config, const EPDispatchOptions& options, s
     }
     rows.expert_counts[dst * experts + p] = next - base;
     rows.expert_offsets[dst * (experts + 1) + p] = base;
-    base += padded(next - base, options.expert_alignment);
+    const std::int64_t alignment = options.expert_alignment;
+    base += static_cast<std::int32_t>((next - base + alignment - 1) / alignment * alignment);
   }
   rows.expert_offsets[dst * (experts + 1) + experts] = base;
 
@@ -63,7 +58,68 @@ void locate_segments(const EPConfig& config, const EPDispatchOptions& options, s
   rows.num_recv_rows[dst] = options.rows == EPRows::grouped ? base : compact;
 }
 
+std::vector<std::int32_t> place_grouped(const EPConfig& config, const ExpertRows& rows,
+                                        std::int32_t source, std::span<const std::int32_t> ids) {
+  std::vector<std::int32_t> next(config.num_experts);
+  for (std::int64_t e = 0; e < config.num_experts; ++e) {
+    next[e] = rows.segment_offsets[e * config.world_size + source];
+  }
+  std::vector<std::int32_t> dst_row(ids.size(), -1);
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] != config.num_experts) dst_row[i] = next[ids[i]]++;
+  }
+  return dst_row;
+}
+
+std::vector<std::int32_t> place_compact(const EPConfig& config, const ExpertRows& rows,
+                                        std::int32_t source, std::span<const std::int32_t> ids) {
+  const std::int64_t world = config.world_size;
+  const std::int64_t topk = config.topk;
+  std::vector<std::int32_t> next(world);
+  for (std::int64_t dst = 0; dst < world; ++dst) {
+    next[dst] = rows.compact_offsets[dst * (world + 1) + source];
+  }
+  std::vector<std::int64_t> last_token(world, -1);
+  std::vector<std::int32_t> dst_row(ids.size(), -1);
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] == config.num_experts) continue;
+    const std::int32_t dst = config.rank_of_expert(ids[i]);
+    const std::int64_t token = static_cast<std::int64_t>(i) / topk;
+    if (last_token[dst] != token) ++next[dst];
+    last_token[dst] = token;
+    dst_row[i] = next[dst] - 1;
+  }
+  return dst_row;
+}
+
 }  // namespace
+
+void detail::check_matrix(const ConstTensorView& view, std::int64_t rows, std::int64_t columns,
+                          DType dtype, const char* who, const char* name, std::int64_t rank) {
+  require(view.dtype == dtype, who, ": ", name, "[", rank, "] is ", view.dtype, ", expected ",
+          dtype);
+  require(view.shape == Shape{rows, columns}, who, ": ", name, "[", rank, "] has shape ",
+          to_string(view.shape), ", expected [", rows, ", ", columns, "]");
+  require(rows == 0 || columns <= 1 || view.strides[1] == 1, who, ": ", name, "[", rank,
+          "]: the elements of a row are ", view.strides[1], " apart, expected 1");
+}
+
+void detail::check_ids(const char* who, const EPConfig& config,
+                       std::span<const std::vector<std::int32_t>> ids) {
+  require(std::ssize(ids) == config.world_size, who, ": ids has ", ids.size(),
+          " entries, expected one per rank: ", config.world_size);
+  for (std::size_t r = 0; r < ids.size(); ++r) {
+    const std::int64_t size = std::ssize(ids[r]);
+    require(size % config.topk == 0 && size / config.topk <= config.max_tokens, who, ": ids[", r,
+            "] has ", size, " entries, expected topk = ", config.topk, " for each of at most ",
+            config.max_tokens, " tokens");
+    for (std::int64_t i = 0; i < size; ++i) {
+      require(0 <= ids[r][i] && ids[r][i] <= config.num_experts, who, ": ids[", r, "]: token ",
+              i / config.topk, ", topk slot ", i % config.topk, " has expert ", ids[r][i],
+              ", expected 0..", config.num_experts);
+    }
+  }
+}
 
 std::vector<std::int32_t> read_expert_ids(const EPConfig& config, const EPDispatchOptions& options,
                                           const ConstTensorView& ids, const char* who) {
@@ -130,9 +186,88 @@ ExpertRows locate_rows(const EPConfig& config, const EPDispatchOptions& options,
                        std::span<const std::int32_t> counts) {
   const std::size_t count = num_counts(config);
   std::vector<std::span<const std::int32_t>> by_rank;
-  for (std::size_t src = 0; src < to_size(config.world_size); ++src)
+  for (std::int32_t src = 0; src < config.world_size; ++src)
     by_rank.push_back(counts.subspan(src * count, count));
   return locate_rows(config, options, by_rank);
+}
+
+std::vector<std::int32_t> place_topk_slots(const EPConfig& config, const EPDispatchOptions& options,
+                                           const ExpertRows& rows, std::int32_t source,
+                                           std::span<const std::int32_t> ids) {
+  return options.rows == EPRows::grouped ? place_grouped(config, rows, source, ids)
+                                         : place_compact(config, rows, source, ids);
+}
+
+std::vector<std::int32_t> place_by_scatter_indices(const EPConfig& config, const ExpertRows& rows,
+                                                   std::int32_t source,
+                                                   std::span<const std::int32_t> ids,
+                                                   std::span<const std::int64_t> positions,
+                                                   const char* who) {
+  std::vector<std::int64_t> first(config.world_size + 1);
+  std::partial_sum(rows.num_recv_rows.begin(), rows.num_recv_rows.end(), first.begin() + 1,
+                   [](std::int64_t sum, std::int32_t count) { return sum + count; });
+  std::vector<std::int32_t> dst_row(ids.size(), -1);
+  std::unordered_set<std::int64_t> used;
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] == config.num_experts) continue;
+    const std::size_t dst = config.rank_of_expert(ids[i]);
+    const std::int64_t position = positions[i];
+    const auto token = static_cast<std::int64_t>(i) / config.topk;
+    const auto topk_slot = static_cast<std::int64_t>(i) % config.topk;
+    require(first[dst] <= position && position < first[dst + 1], who,
+            ": full_scatter_indices of rank ", source, ", token ", token, ", topk slot ", topk_slot,
+            " = ", position, ", expected ", first[dst], "..", first[dst + 1] - 1, ", the rows of ",
+            "rank ", dst, " where expert ", ids[i], " lives");
+    require(used.insert(position).second, who, ": full_scatter_indices of rank ", source,
+            ", token ", token, ", topk slot ", topk_slot, " = ", position,
+            ", which is taken already");
+    dst_row[i] = static_cast<std::int32_t>(position - first[dst]);
+  }
+  return dst_row;
+}
+
+std::vector<std::int32_t> canonical_scatter_indices(
+    const EPConfig& config, std::span<const std::vector<std::int32_t>> ids) {
+  std::vector<std::int32_t> next(config.num_experts + 2);
+  for (const auto& of_rank : ids) {
+    for (const std::int32_t id : of_rank) ++next[id + 1];
+  }
+  std::partial_sum(next.begin(), next.end(), next.begin());
+  std::vector<std::int32_t> positions;
+  for (const auto& of_rank : ids) {
+    for (const std::int32_t id : of_rank) positions.push_back(next[id]++);
+  }
+  return positions;
+}
+
+std::vector<std::int32_t> node_send_requests(const EPConfig& config, std::int32_t source,
+                                             std::span<const std::int32_t> ids) {
+  constexpr std::int64_t tile_tokens = 256;
+  const std::int64_t max_runs = config.max_tokens;
+  const std::int64_t topk = config.topk;
+  const auto tokens = static_cast<std::int64_t>(ids.size()) / topk;
+  const std::int32_t experts_per_node = config.num_experts_per_rank() * config.local_world_size;
+  std::vector<std::int32_t> result(std::int64_t{config.num_nodes()} * 2 * max_runs, -1);
+  for (std::int32_t node = 0; node < config.num_nodes(); ++node) {
+    if (node == source / config.local_world_size) continue;
+    const auto starts = result.begin() + std::int64_t{node} * 2 * max_runs;
+    const auto needed = [&](std::int64_t t) {
+      const auto topk_slots = ids.subspan(t * topk, topk);
+      return std::ranges::any_of(topk_slots,
+                                 [&](std::int32_t id) { return id / experts_per_node == node; });
+    };
+    std::int64_t slot = 0;
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      if (t % tile_tokens == 0) slot = t;
+      if (!needed(t)) continue;
+      starts[slot] = static_cast<std::int32_t>(t);
+      const std::int64_t tile_end = std::min(tokens, (t / tile_tokens + 1) * tile_tokens);
+      while (t + 1 < tile_end && needed(t + 1)) ++t;
+      starts[max_runs + slot] = static_cast<std::int32_t>(t + 1);
+      ++slot;
+    }
+  }
+  return result;
 }
 
 }  // namespace waybill

@@ -7,7 +7,7 @@
 #include "waybill/core/tensor_view.h"
 #include "waybill/experts/dispatch_combine_context.h"
 #include "waybill/experts/expert_tensors.h"
-#include "waybill/moe/ep_layout.h"
+#include "waybill/moe/simulate.h"
 #include "waybill/runtime/stream.h"
 #include "waybill/runtime/world.h"
 

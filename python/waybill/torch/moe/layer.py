@@ -158,16 +158,15 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         self.world = agreed_world(
             lambda: world_of(ep_group, local_world_size, device, who, "ep_group"), who, check
         )
-        if num_sm is None:
-            self.num_sm = suggested_sms(self.world, self.max_tokens)
+        self.num_sm = self.num_sm if num_sm else suggested_sms(self.world, self.max_tokens)
         self._group = group_of_layer(ep_group)
         self.device = torch.device(self.world.device)
         self.payload, self.rows, self.fixed_rows = payload, rows, fixed
         given_id = self._options["dropped_id"]
         self.dropped_id: int = self.num_tot_experts if given_id is None else given_id
         self._layer: Any = _core.ExpertLayer(
-            self.world._world, compiled, options, self.num_sm, self.enable_local_combine,
-            factor, fixed or 0, most, self.combine_way == "push",
+            self.world._world, compiled, options, self.num_sm, self.enable_local_combine, factor,
+            fixed or 0, most, self.combine_way == "push",
         )  # fmt: skip
         self._lock = threading.RLock()
         self._unwinding = Unwinding()
