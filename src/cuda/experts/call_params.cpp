@@ -1,7 +1,6 @@
 #include "call_params.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <utility>
@@ -9,6 +8,7 @@
 #include "../device/word_size.h"
 #include "../rank/cuda_check.h"
 #include "core/memory_layout.h"
+#include "core/test_hooks.h"
 #include "launch.h"
 #include "runtime/executor.h"
 #include "waybill/moe/expert_routing.h"
@@ -25,15 +25,6 @@ std::int64_t num_slot_tokens(const EPConfig& config, std::int64_t row_bytes,
   if (!bulk || !config.is_intra_node() || config.world_size == 1) return 0;
   return std::min({std::int64_t{max_low_latency_tokens}, config.max_tokens,
                    max_bytes / (config.world_size * (row_bytes + scale_bytes))});
-}
-
-/// Reads the delay that only tests set.
-std::uint32_t max_delay_ns() {
-  constexpr std::uint64_t max_ns = 1'000'000'000;
-  const char* const text = std::getenv("WAYBILL_TEST_DELAY_NS");
-  if (text == nullptr) return 0;
-  return static_cast<std::uint32_t>(
-      std::min<std::uint64_t>(std::strtoull(text, nullptr, 10), max_ns));
 }
 
 }  // namespace
@@ -82,7 +73,7 @@ ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, i
       options_(options),
       memory_(memory),
       low_latency_(low_latency_route_fits(shape(0, 0))),
-      max_delay_ns_(max_delay_ns()),
+      max_delay_ns_(static_cast<std::uint32_t>(waybill::detail::test_hooks().delay_ns)),
       workspace_(config, options, low_latency_) {
   const cudaStream_t stream = gpu_->stream();
   state_ = device_memory(moe_state_bytes(config.world_size), stream);

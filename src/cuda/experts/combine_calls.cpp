@@ -4,13 +4,10 @@
 #include <utility>
 
 #include "../rank/cuda_check.h"
+#include "core/test_hooks.h"
 #include "launch.h"
 
 namespace waybill::cuda {
-PushTuning& push_tuning() {
-  static PushTuning tuning;
-  return tuning;
-}
 
 GpuExpertCombine::GpuExpertCombine(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
                                    const EPConfig& config, const EPDispatchOptions& options,
@@ -101,7 +98,8 @@ void GpuExpertCombine::push(const ExpertCall& call, const ExpertCombineInput& in
   const bool wide =
       common_word({address_of(params.input), params.row_bytes, address_of(sums.output),
                    address_of(sums.rows[0]), address_of(sums.rows[1])}) == 16;
-  const bool bulk = wide && gpu_->has_bulk_copies() && !push_tuning().forgoes_bulk_copies;
+  const bool bulk =
+      wide && gpu_->has_bulk_copies() && waybill::detail::test_hooks().push_words == 0;
   const PushWay way = bulk ? PushWay::bulk : wide ? PushWay::words : PushWay::elements;
   check(launch_push_combine(params, config_.token_dtype, way, blocks, is_alone(), stream_of(call)),
         call);

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 
@@ -13,12 +12,6 @@
 #include "transport/transport.h"
 
 namespace waybill::cuda {
-
-/// Settings that benches and tests vary, alike on all ranks.
-struct PushTuning {
-  std::atomic<bool> forgoes_bulk_copies{false};
-};
-PushTuning& push_tuning();
 
 /// The combines of a layer. On one node ranks push if the layer has slabs; otherwise they pull.
 /// Collective to make.

@@ -6,9 +6,8 @@ namespace waybill::cuda {
 /// with loads and stores of the threads.
 inline constexpr int bulk_shared_bytes = 227 * 1024;
 
-/// What kernels may count on. Two environment variables lower it, for tests: WAYBILL_MAX_SHARED_KB
-/// (48 and more), as devices with less have it, and WAYBILL_VECTOR_PATH=1, as those without bulk
-/// copies.
+/// The limits that kernels may count on. Tests lower them by max_shared_kb and no_bulk_copies of
+/// WAYBILL_TEST (core/test_hooks.h).
 struct DeviceLimits {
   int shared_bytes = 0;  ///< of a block, where a kernel asks for more than 48 KiB
   bool bulk_copies =

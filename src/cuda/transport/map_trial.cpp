@@ -2,25 +2,16 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <iterator>
 #include <memory>
-#include <string_view>
 
 #include "../rank/cuda_check.h"
+#include "core/test_hooks.h"
 #include "share_by_handle.h"
 #include "waybill/transport/agree.h"
 
 namespace waybill::cuda {
 namespace {
-
-/// For tests on one GPU: no rank sees that of another; "refused": nor can it be mapped.
-constexpr const char* test_variable = "WAYBILL_TEST_UNSEEN_GPUS";
-
-bool is_told(const char* text) {
-  const char* const told = std::getenv(test_variable);
-  return told != nullptr && std::string_view(told) == text;
-}
 
 /// A page that a rank offers; without memory or handle there is nothing to map.
 struct Offer {
@@ -32,7 +23,8 @@ struct Offer {
 std::vector<std::int32_t> unseen_ranks(const std::vector<GpuPlace>& places, std::int32_t first,
                                        std::int32_t count, Rank me) {
   std::vector<std::int32_t> ranks;
-  const bool none_seen = is_told("yes") || is_told("refused");
+  const waybill::detail::TestHooks& hooks = waybill::detail::test_hooks();
+  const bool none_seen = hooks.unseen_gpus != 0 || hooks.unmappable_gpus != 0;
   for (std::int32_t r = first; r < first + count; ++r) {
     if (r == to_int(me)) continue;
     if (none_seen || !is_visible(places[r].gpu)) ranks.push_back(r);
@@ -45,7 +37,7 @@ std::string why_not(const Offer& offer, std::int32_t rank, int device) {
       concat("device ", device, " cannot map the memory of rank ", rank,
              ", whose GPU this process does not see (CUDA_VISIBLE_DEVICES, containers): ");
   if (!offer.is_there) return what + "that rank cannot share it";
-  if (is_told("refused")) return concat(what, test_variable, " = refused");
+  if (waybill::detail::test_hooks().unmappable_gpus != 0) return what + "a test refuses it";
   try {
     (void)open_shared(offer.handle, rank, device);
   } catch (const CudaError& error) {
