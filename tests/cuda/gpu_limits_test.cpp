@@ -3,7 +3,7 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
-#include "cuda/experts/executor.h"
+#include "cuda/experts/executor/executor.h"
 #include "cuda/experts/launch.h"
 #include "cuda/gpu_expert_rounds.h"
 #include "cuda/gpu_step.h"

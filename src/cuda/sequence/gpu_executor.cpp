@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "../device/arrive_kernels.h"
-#include "../experts/executor.h"
+#include "../experts/executor/executor.h"
 #include "../rank/cuda_check.h"
 #include "call_params.h"
 #include "copy_engine.h"
