@@ -5,7 +5,7 @@
 
 namespace waybill::detail {
 
-/// What tests change inside the product, by WAYBILL_TEST="name=value,name=value" in the
+/// Changes inside the product for tests, by WAYBILL_TEST="name=value,name=value" in the
 /// environment. 0 everywhere: nothing.
 struct TestHooks {
   std::int64_t delay_ns = 0;          ///< kernels of experts pause at random, up to so long
