@@ -5,6 +5,7 @@ Rows are ordered by local expert, then source rank, then token, then topk slot: 
 """
 
 from .config import EPConfig
+from .even_experts import EvenExperts, ExpertPlacement, even_experts, plan_expert_placement
 from .predict import ExpertCallPrediction, predict
 from .quantize import quantize_fp8
 from .simulate import EPAllToAllLayoutDesc, ExpertDispatch, simulate_dispatch
@@ -13,9 +14,13 @@ from .summary import ExpertSummary, summarize
 __all__ = [
     "EPAllToAllLayoutDesc",
     "EPConfig",
+    "EvenExperts",
     "ExpertCallPrediction",
     "ExpertDispatch",
+    "ExpertPlacement",
     "ExpertSummary",
+    "even_experts",
+    "plan_expert_placement",
     "predict",
     "quantize_fp8",
     "simulate_dispatch",
