@@ -3,7 +3,6 @@
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
-
 #include "../device/signal.cuh"
 #include "../network/path_kernel.cuh"
 #include "nvshmem_api.h"
