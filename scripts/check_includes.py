@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Holds the #include lines to the table of modules, and the files to the lists in CMake; the three
-headers for users have all public ones.
+"""Holds the #include lines to the modules' DEPENDS in CMake, and the files to the lists there; the
+three headers for users have all public ones; docs/architecture.md has the same table.
 
 Prints one line for each offence and exits 1 when there is one.
 """
 
+import functools
 import os
 import pathlib
 import re
@@ -12,45 +13,24 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-# Which modules a module may include, besides itself. The table in CONTRIBUTING.md says the same.
-MODULES = {
-    "core": set(),
-    "routing": {"core"},
-    "planner": {"routing", "core"},
-    "cost_model": {"planner", "moe", "routing", "core"},
-    "simulate": {"routing", "core"},
-    "transport": {"core"},
-    "moe": {"core"},
-    "schedule": {"planner", "routing", "core"},
-    "runtime": {"schedule", "transport", "core"},
-    "experts": {"runtime", "transport", "moe", "core"},
-    "cuda": {
-        "experts",
-        "runtime",
-        "schedule",
-        "transport",
-        "moe",
-        "routing",
-        "core",
-    },
-    "json": {"planner", "routing", "core"},
-    "report": {"cost_model", "planner", "moe", "routing", "core"},
-    "cli": {
-        "core",
-        "routing",
-        "planner",
-        "cost_model",
-        "simulate",
-        "moe",
-        "json",
-        "report",
-        "transport",
-        "schedule",
-        "runtime",
-        "experts",
-        "cuda",
-    },
-}
+DEPENDS = re.compile(r"waybill_add_module\(\s*(\w+)\s+DEPENDS\s+([\w\s]*?)\s+(?:HEADERS|SOURCES)")
+
+
+@functools.cache
+def modules_of(root):
+    """Which modules a module may include besides itself: DEPENDS in its CMakeLists.txt."""
+    table = {}
+    for cmake in sorted((root / "src").glob("*/CMakeLists.txt")):
+        found = DEPENDS.search(cmake.read_text(encoding="utf-8"))
+        table[cmake.parent.name] = set(found[2].split()) if found else set()
+    if "cli" in table:
+        table["cli"] = set(table) - {"cli"}
+    return table
+
+
+def modules():
+    return modules_of(ROOT)
+
 
 # Third-party headers, and the folders that may include them (never a public header).
 THIRD_PARTY = {
@@ -131,10 +111,9 @@ def check_quoted(path, name):
         target = name.split("/")[1]
         if not (ROOT / "include" / name).is_file():
             return f'"{name}" does not exist'
-        if module and target != module and target not in MODULES[module]:
-            return (
-                f'"{name}": {module} may include {", ".join(sorted(MODULES[module])) or "only std"}'
-            )
+        if module and target != module and target not in modules()[module]:
+            allowed = ", ".join(sorted(modules()[module])) or "only std"
+            return f'"{name}": {module} may include {allowed}'
         return None
     if str(path).startswith("include/"):
         return f'"{name}": a public header includes "waybill/MODULE/x.h" or <x>'
@@ -155,10 +134,10 @@ def check_quoted(path, name):
         return None if (ROOT / path.parent / name).is_file() else f'"{name}" does not exist'
     # A private header of src, "transport/tcp_frames.h": of the own module, of one that may be
     # included, or of any for tests.
-    if (ROOT / "src" / name).is_file() and ".." not in name and name.split("/")[0] in MODULES:
+    if (ROOT / "src" / name).is_file() and ".." not in name and name.split("/")[0] in modules():
         target = name.split("/")[0]
-        if module and target != module and target not in MODULES[module]:
-            allowed = ", ".join(sorted(MODULES[module])) or "only std"
+        if module and target != module and target not in modules()[module]:
+            allowed = ", ".join(sorted(modules()[module])) or "only std"
             return f'"{name}": {module} may include {allowed}'
         return None
     inner = INNER_FOLDERS.get(path.parent.as_posix(), ())
@@ -192,6 +171,19 @@ def check_lists(module):
                 yield f"{path.relative_to(ROOT)}:1: not named in src/{module}/CMakeLists.txt"
 
 
+def check_page():
+    """The column of docs/architecture.md says what CMake does."""
+    page = ROOT / "docs/architecture.md"
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    for number, line in enumerate(text.splitlines(), 1):
+        row = re.match(r"\| `(\w+)` \|.*\| ([\w, ]+) \|$", line)
+        if row and modules().get(row[1]) and row[1] != "cli":
+            said = set(row[2].replace(",", " ").split())
+            if said != modules()[row[1]]:
+                depends = ", ".join(sorted(modules()[row[1]]))
+                yield f"docs/architecture.md:{number}: {row[1]} may include {depends}"
+
+
 def check_for_users():
     """Every public header comes with one of the headers for users."""
     folder = ROOT / "include"
@@ -208,7 +200,7 @@ def check_for_users():
 
 
 def main():
-    problems = [*check_for_users()]
+    problems = [*check_for_users(), *check_page()]
     num_files = 0
     for folder in ("include", "src", "python", "tests", "bench", "examples"):
         for path in sorted((ROOT / folder).rglob("*")):
@@ -216,11 +208,11 @@ def main():
                 num_files += 1
                 path = path.relative_to(ROOT)
                 module = module_of(path)
-                if module and module not in MODULES:
+                if module and module not in modules():
                     problems.append(f"{path}:1: {module} is not a module")
                 else:
                     problems += check_file(path)
-    for module in MODULES:
+    for module in modules():
         problems += check_lists(module)
     print("\n".join(problems) if problems else f"includes: {num_files} files keep the rules")
     return 1 if problems else 0

@@ -38,12 +38,7 @@ import warnings
 
 from extract_doc_examples import FENCE, ROOT, pages
 
-NO_PYTHON = (
-    "README.md",
-    "call_overhead.md",
-    "expert_executor.md",
-    "transport.md",
-)
+NO_PYTHON = ("README.md",)
 OPTIONAL = ("torch", "matplotlib")
 SKIPPED = 77  # exit status of a program that lacks a package
 LIMIT_S = 60

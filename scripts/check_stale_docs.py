@@ -2,7 +2,8 @@
 """Finds what pages say that is not so any more; prints a line for each and exits 1 for any.
 
 - sentences about what does not exist yet, or is to be done: what is written is what there is
-- names in `code`, and functions in blocks that do not run, that no source, script or test has
+- names in `code`, and functions and headers in blocks that do not run, that no source, script or
+  test has
 - figures of speed without a link, in their paragraph, to docs/performance or docs/decisions
 - files in `code` that are not there
 - excerpts (```python excerpt FILE) that are not in their file
@@ -14,7 +15,7 @@ import sys
 
 from extract_doc_examples import FENCE, ROOT
 
-SKIP_FOLDERS = {"build", ".git", "upstream"}
+SKIP_FOLDERS = {"build", ".git", "upstream", "history"}  # history: records of past runs
 SKIP_PAGES = {"CHANGELOG.md"}  # it says what was
 STALE = re.compile(
     r"\b(?:do(?:es)? not exist yet|not (?:yet )?implemented(?: yet)?|not supported yet"
@@ -27,6 +28,8 @@ CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 WORD = re.compile(r"[A-Za-z_]\w*")
 #: A file of the project, also as others include it; not of tests, which other projects have, too.
 FILE = re.compile(r"(?<![\w/.])(?:include|src|python|scripts|cmake|bench|docs|waybill)/[\w/]+\.\w+")
+#: A header of the project in a block of code that does not run.
+INCLUDED = re.compile(r'^\s*#\s*include "([^"]+)"')
 #: Functions, members and types in a block of code.
 USED = re.compile(r"(?<=\.)[A-Za-z_]\w*|\b[A-Za-z_]\w*(?=\()|\b[A-Z]\w*[a-z]\w*")
 SOURCES = ("include", "src", "python", "scripts", "tests", "examples", "cmake", "bench", "data")
@@ -43,7 +46,7 @@ OTHERS = {
 #: Parts of names that stand for any: OPERATION_test, bind_MODULE.
 ANY_NAME = re.compile(r"OPERATION|MODULE|^x_test$")
 #: Their figures are settings and limits of the code, not measurements.
-SETTINGS = {"docs/functions/waits.md", "docs/functions/explain.md"}
+SETTINGS = {"docs/functions/world.md", "docs/functions/predictions.md"}
 FIGURE = re.compile(
     r"(?<![\w.])\d[\d.,]*\s?(?:us|µs|ms|ns|GB/s|TB/s|%)(?![\w/])"
     r"|\b(?:times|x) (?:as fast|faster|slower)\b"
@@ -146,6 +149,9 @@ def check_blocks(name, blocks, words):
         for offset, line in enumerate(lines, start=1):
             for word in sorted({word for word in USED.findall(line) if is_gone(word, words)}):
                 yield f"{name}:{number + offset}: {word} is in no source, script or test"
+            for file in INCLUDED.findall(line):
+                if not any((ROOT / base / file).is_file() for base in ("include", "src")):
+                    yield f"{name}:{number + offset}: there is no header {file}"
 
 
 def own_part(page, line, of_others):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes tests of the worked examples in README.md and docs/.
+"""Makes tests of the worked examples in README.md, docs/ and tests/docs/examples.
 
     scripts/extract_doc_examples.py OUT_DIR NUM_FILES
 
@@ -30,7 +30,8 @@ class Example:
 
 def pages():
     """The pages whose examples run."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    more = (ROOT / "tests" / "docs" / "examples").glob("*.md")
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(more)]
 
 
 def examples_of(page):

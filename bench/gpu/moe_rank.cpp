@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "core/float_convert.h"
+#include "core/number.h"
 #include "core/to_size.h"
 #include "rows.h"
 #include "transport/transport.h"

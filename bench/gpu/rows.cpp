@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "core/float_convert.h"
+#include "core/number.h"
 #include "core/to_size.h"
 #include "routing/for_each_entry.h"
 #include "waybill/core/error.h"

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "waybill/core/tensor_view.h"
+#include "waybill/core/host_tensor.h"
 #include "waybill/routing/sparse_metadata.h"
 
 namespace waybill::bench {

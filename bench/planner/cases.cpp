@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "waybill/core/random.h"
-#include "waybill/json/lengths.h"
+#include "waybill/json/length_distribution_json.h"
 
 namespace waybill::bench {
 namespace {

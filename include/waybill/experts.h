@@ -5,7 +5,6 @@
 
 #include "waybill/core/error.h"
 #include "waybill/core/host_tensor.h"
-#include "waybill/core/tensor_view.h"
 #include "waybill/core/topology.h"
 #include "waybill/experts/dispatch_combine_context.h"
 #include "waybill/experts/ep_all2all_layer.h"
@@ -14,7 +13,6 @@
 #include "waybill/moe/quantize.h"
 #include "waybill/moe/simulate.h"
 #include "waybill/planner/expert_balance.h"
-#include "waybill/report/expert_calls.h"
 #include "waybill/report/expert_summary.h"
 #include "waybill/runtime/world.h"
 #include "waybill/transport/agree.h"

@@ -3,7 +3,7 @@
 // Worlds of ranks, and what moves shards of Q, K and V between them: SequenceDispatcher.
 
 #include "waybill/core/error.h"
-#include "waybill/core/tensor_view.h"
+#include "waybill/core/host_tensor.h"
 #include "waybill/core/topology.h"
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/runtime/sequence_dispatcher.h"

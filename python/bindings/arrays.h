@@ -11,7 +11,6 @@
 
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/index_array.h"
-#include "waybill/core/tensor_view.h"
 
 namespace waybill::python {
 

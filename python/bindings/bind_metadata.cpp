@@ -7,7 +7,7 @@
 
 #include "bindings.h"
 #include "metadata_fields.h"
-#include "waybill/json/metadata_json.h"
+#include "waybill/json/plan_json.h"
 
 namespace waybill::python {
 

@@ -16,7 +16,7 @@
 #include "waybill/core/error.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/report/html_report.h"
-#include "waybill/report/text_summary.h"
+#include "waybill/report/plan_summary.h"
 #include "waybill/routing/document_plan.h"
 #include "waybill/routing/qkv_routing.h"
 

@@ -14,11 +14,11 @@
 #include "planner_options.h"
 #include "waybill/core/dtype.h"
 #include "waybill/core/error.h"
-#include "waybill/json/attention_plan_json.h"
+#include "waybill/json/plan_json.h"
 #include "waybill/planner/plan_pieces.h"
 #include "waybill/planner/planner.h"
 #include "waybill/report/html_report.h"
-#include "waybill/report/text_summary.h"
+#include "waybill/report/plan_summary.h"
 
 namespace waybill::python {
 

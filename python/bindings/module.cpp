@@ -1,7 +1,7 @@
 #include <nanobind/nanobind.h>
 
 #include "bindings.h"
-#include "core/dtype_names.h"
+#include "core/number.h"
 #include "core/test_hooks.h"
 #include "waybill/json/file.h"
 

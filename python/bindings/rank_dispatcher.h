@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "rank_world.h"
-#include "waybill/core/tensor_view.h"
+#include "waybill/core/host_tensor.h"
 
 namespace waybill::python {
 

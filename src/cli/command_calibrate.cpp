@@ -1,10 +1,8 @@
 #include <memory>
 #include <string>
 
-#include "commands.h"
-#include "core/printable.h"
-#include "numbers.h"
-#include "waybill/json/file.h"
+#include "options.h"
+#include "program.h"
 #include "waybill/json/link_speeds_json.h"
 
 #ifdef WAYBILL_CLI_CUDA
@@ -14,11 +12,6 @@
 
 namespace waybill::cli {
 namespace {
-
-struct CalibrateOptions {
-  std::string out = "-";
-  std::string network;
-};
 
 #ifdef WAYBILL_CLI_CUDA
 LinkMeasurement measure(const LinkSpeeds& known) {
@@ -35,8 +28,8 @@ LinkMeasurement measure(const LinkSpeeds& /*known*/) {
 }
 #endif
 
-int run_calibrate(const CalibrateOptions& options, Program& program) {
-  check_output(options.out);
+int run_calibrate(const Options& options, Program& program) {
+  check_outputs({options.output});
   LinkSpeeds known;
   if (!options.network.empty()) {
     known.network_bytes_per_second = parse_rate(options.network).value();
@@ -48,7 +41,7 @@ int run_calibrate(const CalibrateOptions& options, Program& program) {
   }
   const std::string text = to_json(links);
   try {
-    write_output(program.console, options.out, text);
+    write_output(program.console, options.output, text);
   } catch (const IoError&) {
     program.console.print(text);  // it took too long to be lost
     throw;
@@ -59,15 +52,14 @@ int run_calibrate(const CalibrateOptions& options, Program& program) {
 }  // namespace
 
 void add_calibrate_command(Command app, Program& program) {
-  auto options = std::make_shared<CalibrateOptions>();
+  auto options = std::make_shared<Options>();
+  options->output = "-";
   Command command = app.add_command(
       "calibrate",
       "Measures the links of this machine's GPUs and writes their speeds as JSON, for --links, "
       "World::use_links and waybill.read_links. Nothing else should run on the GPUs meanwhile. "
       "Without such a file, the speeds of 8 x H200 are used.");
-  command.option("-o,--output", options->out, "Where to write; -: standard output")
-      .value_name("FILE")
-      .show_default();
+  command.file("-o,--output", options->output, "Where to write; -: standard output").show_default();
   command
       .option(
           "--network", options->network,
@@ -80,9 +72,7 @@ void add_calibrate_command(Command app, Program& program) {
       "Examples:\n"
       "  waybill calibrate -o links.json\n"
       "  waybill explain --links links.json --world-size 64");
-  command.when_chosen([options, &program] {
-    program.run = [options, &program] { return run_calibrate(*options, program); };
-  });
+  program.on(command, [options, &program] { return run_calibrate(*options, program); });
 }
 
 }  // namespace waybill::cli

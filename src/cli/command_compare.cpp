@@ -1,21 +1,12 @@
 #include <memory>
 
-#include "commands.h"
+#include "documents.h"
+#include "plans.h"
 #include "report/format.h"
-#include "step_job.h"
 #include "waybill/cost_model/compare_plans.h"
 
 namespace waybill::cli {
 namespace {
-
-struct CompareCommand {
-  SourceOptions source;
-  PlanningOptions planning;
-  RowOptions rows;
-  HardwareOptions hardware;
-  StepOutputOptions output;
-  std::int32_t degree = 0;
-};
 
 std::string lower_first(std::string text) {
   text[0] = static_cast<char>(text[0] | 0x20);  // ASCII letters
@@ -42,16 +33,16 @@ std::vector<std::string> comparison_sentences(const std::vector<NamedStep>& step
   return sentences;
 }
 
-int run_compare(const CompareCommand& options, Program& program) {
+int run_compare(const Options& options, Program& program) {
   Console& console = program.console;
-  check_outputs(options.output);
+  check_outputs({options.trace});
   std::vector<NamedStep> steps;
   Documents documents;
   {
     const Progress progress(console, "compare");
-    documents = load_documents(options.source, options.planning, options.rows);
-    documents.plan.hardware = options.hardware.facts(documents.plan.hardware);
-    for (const std::string& remark : documents.remarks) console.print_remark(remark);
+    documents = load_documents(options);
+    documents.plan.hardware = options.facts(documents.plan.hardware);
+    console.print_remarks(documents.remarks);
     steps = compare_plans(documents.lengths, {.planner = documents.plan, .degree = options.degree});
   }
   console.print(concat(documents.origin, ", on ", format_plural(documents.plan.world_size, "rank"),
@@ -60,39 +51,36 @@ int run_compare(const CompareCommand& options, Program& program) {
                        "dispatch.\nKeys move before attention "
                        "in static plans too: nothing overlaps.\n\n",
                        sentence_list(comparison_sentences(steps))));
-  write_trace(options.output, steps, console);
+  write_trace(options, steps, console);
   return exit_good;
 }
 
 }  // namespace
 
 void add_compare_command(Command app, Program& program) {
-  auto options = std::make_shared<CompareCommand>();
+  auto options = std::make_shared<Options>();
   Command command = app.add_command(
       "compare",
       "Compares static zigzag context parallelism, sharding of each document, and the planner on "
       "the same documents: work, bytes and predicted times side by side.");
-  add_source_options(command, options->source);
-  add_planning_options(command, options->planning);
-  add_row_options(command, options->rows);
-  add_hardware_options(command, options->hardware);
-  command
+  add_document_options(command, *options);
+  add_plan_options(command, *options);
+  add_row_options(command, *options);
+  add_hardware_options(command, *options);
+  command.under(plan_group)
       .option("--degree", options->degree,
               "Ranks in a static context-parallel group, a divisor of the world size; 0: the "
               "largest that fits in a node")
       .value_name("N")
       .not_negative()
-      .show_default()
-      .group("Plan");
-  add_trace_option(command, options->output);
+      .show_default();
+  add_trace_option(command, *options);
   command.footer(
       "Examples:\n"
       "  waybill compare\n"
       "  waybill compare --distribution prolong --world-size 256 --degree 16\n"
       "  echo 300000 5000 5000 | waybill compare --lengths - --world-size 4 --trace steps.json");
-  command.when_chosen([options, &program] {
-    program.run = [options, &program] { return run_compare(*options, program); };
-  });
+  program.on(command, [options, &program] { return run_compare(*options, program); });
 }
 
 }  // namespace waybill::cli

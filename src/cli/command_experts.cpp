@@ -1,47 +1,190 @@
+#include <algorithm>
+#include <bit>
+#include <cmath>
 #include <memory>
 
-#include "commands.h"
-#include "expert_ids.h"
-#include "job_options.h"
-#include "numbers.h"
+#include "options.h"
+#include "program.h"
 #include "report/format.h"
-#include "waybill/report/expert_calls.h"
+#include "waybill/core/random.h"
+#include "waybill/core/topology.h"
+#include "waybill/moe/ep_config.h"
 #include "waybill/report/expert_summary.h"
 
 namespace waybill::cli {
 namespace {
 
 // Drawing more would take minutes before anything is shown.
-constexpr std::int64_t most_drawn_ids = std::int64_t{1} << 31;
+constexpr std::int64_t max_drawn_ids = std::int64_t{1} << 31;
 
-struct ExpertsOptions {
+struct ExpertsOptions : Options {
   std::string ids_path;
-  std::int32_t ranks = 8;
-  std::int32_t ranks_per_node = 8;
   std::int32_t experts = 256;
   std::int32_t topk = 8;
   std::int64_t tokens = 4096;
   std::int64_t hidden = 7168;
-  std::string dtype = "bfloat16";
   std::string payload = "plain";
   double skew = 0;
-  GroupLimit groups;
-  std::uint64_t seed = 0;
+  std::int32_t num_groups = 1;  ///< groups of consecutive experts, all of one size
+  std::int32_t top_groups = 1;  ///< a token goes to experts of so many groups at most
   ExpertCosts costs;
   std::string path{to_string(ExpertCosts{}.path)};
-  HardwareOptions hardware;
 };
 
+/// Topk slots of experts, one token after the other.
+struct TopkIds {
+  std::int32_t topk = 0;
+  std::vector<std::int32_t> ids;  ///< [tokens, topk]; -1: dropped
+};
+
+/// Numbers with weights, drawn without putting back: sums of weights in a Fenwick tree.
+class WeightedUrn {
+ public:
+  explicit WeightedUrn(const std::vector<std::int64_t>& weights)
+      : weights_(weights), sums_(weights.size() + 1) {
+    for (std::int64_t i = 0; i < std::ssize(weights); ++i) add(i, weights[i]);
+  }
+
+  /// One of those that are left.
+  [[nodiscard]] std::int64_t take(Random& random) {
+    std::int64_t target = random.below(total_);
+    std::int64_t place = 0;  // all numbers before it weigh at most the target
+    for (auto step = static_cast<std::int64_t>(std::bit_floor(weights_.size())); step > 0;
+         step /= 2) {
+      if (place + step >= std::ssize(sums_) || sums_[place + step] > target) continue;
+      place += step;
+      target -= sums_[place];
+    }
+    add(place, -weights_[place]);
+    return place;
+  }
+
+  void put_back(std::int64_t number) { add(number, weights_[number]); }
+
+ private:
+  void add(std::int64_t number, std::int64_t weight) {
+    total_ += weight;
+    for (std::int64_t i = number + 1; i < std::ssize(sums_); i += i & -i) sums_[i] += weight;
+  }
+
+  std::vector<std::int64_t> weights_;
+  std::vector<std::int64_t> sums_;  ///< [i]: of the lowbit(i) numbers before i
+  std::int64_t total_ = 0;
+};
+
+/// One line's ids. @throws IoError
+void read_line(std::string_view line, const std::string& where, std::vector<std::int32_t>& ids) {
+  constexpr std::string_view blanks = " \t,\r";
+  while (true) {
+    const std::size_t begin = line.find_first_not_of(blanks);
+    if (begin == std::string_view::npos) return;
+    const std::size_t end = std::min(line.find_first_of(blanks, begin), line.size());
+    const std::string word(line.substr(begin, end - begin));
+    const std::optional<std::int64_t> id = parse_number(word);
+    if (!id || *id < -1 || *id >= std::int64_t{1} << 31)
+      throw IoError(concat(where, "got \"", word, "\", expected the number of an expert, or -1"));
+    ids.push_back(static_cast<std::int32_t>(*id));
+    line.remove_prefix(end);
+  }
+}
+
+/// Text with a token a line: as many ids in each, separated by blanks or commas; -1 is a dropped
+/// topk slot; empty lines are passed over.
+/// @throws IoError naming line, got and expected
+TopkIds read_topk_ids(std::string_view text, const std::string& name) {
+  TopkIds topk_slots;
+  std::int64_t number = 0;
+  while (!text.empty()) {
+    const std::size_t end = std::min(text.find('\n'), text.size());
+    const std::size_t before = topk_slots.ids.size();
+    const std::string where = concat(name, ": line ", ++number, ": ");
+    read_line(text.substr(0, end), where, topk_slots.ids);
+    text.remove_prefix(std::min(end + 1, text.size()));
+    const auto got = static_cast<std::int32_t>(topk_slots.ids.size() - before);
+    if (got == 0) continue;
+    if (topk_slots.topk == 0) topk_slots.topk = got;
+    if (got != topk_slots.topk) {
+      throw IoError(concat(where, "got ", got, " ids, expected ", topk_slots.topk,
+                           " as in the lines before"));
+    }
+    if (got > max_topk)
+      throw IoError(concat(where, "got ", got, " ids, expected at most ", max_topk));
+  }
+  if (topk_slots.ids.empty())
+    throw IoError(concat(name, ": got no ids, expected one token per line"));
+  return topk_slots;
+}
+
+/// Distinct experts for each token. With a skew the n-th expert, in an order that is drawn first,
+/// is 1 / n^skew as likely as the first (Zipf). A token draws its groups first, all as likely.
+TopkIds draw_topk_ids(const ExpertsOptions& o) {
+  const std::int64_t num_tokens = o.tokens * o.world_size;
+  Random random(o.seed);
+  const std::vector<std::int32_t> order = random.permutation(o.experts, o.experts);
+  std::vector<std::int64_t> weights(o.experts);
+  for (std::int32_t n = 0; n < o.experts; ++n) {
+    const double weight = std::pow(n + 1.0, -o.skew) * 0x1p32;
+    weights[order[n]] = std::max<std::int64_t>(1, std::llround(weight));
+  }
+  WeightedUrn urn(weights);
+  TopkIds topk_slots{o.topk, {}};
+  topk_slots.ids.reserve(num_tokens * o.topk);
+  const std::int64_t of_group = o.experts / o.num_groups;
+  std::vector<std::int64_t> taken;
+  std::vector<bool> open(o.num_groups, true);
+  for (std::int64_t t = 0; t < num_tokens; ++t) {
+    if (o.top_groups < o.num_groups) {
+      open.assign(open.size(), false);
+      for (const std::int32_t group : random.permutation(o.num_groups, o.top_groups))
+        open[group] = true;
+    }
+    taken.clear();
+    for (std::int32_t k = 0; k < o.topk;) {
+      taken.push_back(urn.take(random));
+      if (!open[taken.back() / of_group]) continue;
+      topk_slots.ids.push_back(static_cast<std::int32_t>(taken.back()));
+      ++k;
+    }
+    for (const std::int64_t expert : taken) urn.put_back(expert);
+  }
+  return topk_slots;
+}
+
+/// The tokens in equal parts, the first ranks one more; a dropped topk slot is config.num_experts.
+/// Sets max_tokens and topk of the config. @throws IoError for an id that is no expert
+std::vector<std::vector<std::int32_t>> ids_of_ranks(const TopkIds& topk_slots, EPConfig& config,
+                                                    const std::string& name) {
+  const std::int64_t tokens = std::ssize(topk_slots.ids) / topk_slots.topk;
+  const std::int64_t world = config.world_size;
+  config.topk = topk_slots.topk;
+  config.max_tokens = std::max<std::int64_t>(1, (tokens + world - 1) / world);
+  std::vector<std::vector<std::int32_t>> ids(world);
+  std::int64_t token = 0;
+  for (std::int64_t r = 0; r < world; ++r) {
+    const std::int64_t end = token + tokens / world + (r < tokens % world ? 1 : 0);
+    for (std::int64_t i = token * topk_slots.topk; i < end * topk_slots.topk; ++i) {
+      const std::int32_t id = topk_slots.ids[i];
+      if (id > config.num_experts) {
+        throw IoError(concat(name, ": token ", i / topk_slots.topk, " has expert ", id,
+                             ", expected 0..", config.num_experts - 1, ", or -1"));
+      }
+      ids[r].push_back(id < 0 ? config.num_experts : id);
+    }
+    token = end;
+  }
+  return ids;
+}
+
 void check_groups(const ExpertsOptions& o) {
-  const auto [groups, top] = o.groups;
-  if (o.experts % groups != 0) {
+  if (o.experts % o.num_groups != 0) {
     throw UsageError(
-        concat("--groups: ", groups, ", expected a divisor of --experts = ", o.experts));
+        concat("--groups: ", o.num_groups, ", expected a divisor of --experts = ", o.experts));
   }
-  if (top > groups) {
-    throw UsageError(concat("--top-groups: ", top, ", expected at most --groups = ", groups));
+  if (o.top_groups > o.num_groups) {
+    throw UsageError(
+        concat("--top-groups: ", o.top_groups, ", expected at most --groups = ", o.num_groups));
   }
-  const std::int64_t open = std::int64_t{o.experts} / groups * top;
+  const std::int64_t open = std::int64_t{o.experts} / o.num_groups * o.top_groups;
   if (o.topk > open) {
     throw UsageError(
         concat("--topk: ", o.topk, ", expected at most ", open, ", the experts of --top-groups"));
@@ -55,19 +198,20 @@ TopkIds ids_of(const ExpertsOptions& o, Console& console) {
         concat("--topk: ", o.topk, ", expected at most ", o.experts, ", the number of experts"));
   }
   check_groups(o);
-  if (o.tokens * o.ranks > most_drawn_ids / o.topk) {
-    throw UsageError(concat("--tokens: ", o.tokens, " on ", o.ranks, " ranks, expected at most ",
-                            most_drawn_ids, " topk slots in all for drawn ids"));
+  if (o.tokens * o.world_size > max_drawn_ids / o.topk) {
+    throw UsageError(concat("--tokens: ", o.tokens, " on ", o.world_size,
+                            " ranks, expected at most ", max_drawn_ids,
+                            " topk slots in all for drawn ids"));
   }
   const Progress progress(console, "draw ids");
-  return draw_topk_ids(o.tokens * o.ranks, o.topk, o.experts, o.skew, o.seed, o.groups);
+  return draw_topk_ids(o);
 }
 
 std::string origin_of(const ExpertsOptions& o) {
   if (!o.ids_path.empty()) return concat("Choices from ", input_name(o.ids_path));
   std::string text = concat("Choices drawn", o.skew > 0 ? concat(", skew ", o.skew) : "");
-  if (o.groups.top_groups < o.groups.num_groups)
-    text += concat(", of ", o.groups.top_groups, " of ", o.groups.num_groups, " groups");
+  if (o.top_groups < o.num_groups)
+    text += concat(", of ", o.top_groups, " of ", o.num_groups, " groups");
   return concat(text, ", seed ", o.seed);
 }
 
@@ -75,16 +219,16 @@ int run_experts(const ExpertsOptions& o, Program& program) {
   EPConfig config;
   config.hidden = o.hidden;
   config.num_experts = o.experts;
-  config.world_size = o.ranks;
-  config.local_world_size = std::min(o.ranks_per_node, o.ranks);
+  config.world_size = o.world_size;
+  config.local_world_size = std::min(o.ranks_per_node, o.world_size);
   config.token_dtype = dtype_from_name(o.dtype);
-  if (o.experts % o.ranks != 0) {
+  if (o.experts % o.world_size != 0) {
     throw UsageError(
-        concat("--experts: ", o.experts, ", expected a multiple of --ranks = ", o.ranks));
+        concat("--experts: ", o.experts, ", expected a multiple of --ranks = ", o.world_size));
   }
-  if (o.ranks % config.local_world_size != 0) {
+  if (o.world_size % config.local_world_size != 0) {
     throw UsageError(concat("--ranks-per-node: ", o.ranks_per_node, ", expected a divisor of",
-                            " --ranks = ", o.ranks));
+                            " --ranks = ", o.world_size));
   }
   EPDispatchOptions options;
   if (o.payload == "float8") options.payload = EPPayload::quantized;
@@ -92,95 +236,61 @@ int run_experts(const ExpertsOptions& o, Program& program) {
   const auto ids =
       ids_of_ranks(topk_slots, config, o.ids_path.empty() ? "" : input_name(o.ids_path));
   const ExpertSummary summary = summarize_experts(config, options, ids);
-  ExpertCostOptions calls{.links = o.hardware.speeds(), .costs = o.costs};
+  ExpertCostOptions calls{.links = o.speeds(), .costs = o.costs};
   calls.costs.path = o.path == "pipelined" ? ExpertPath::pipelined : ExpertPath::waiting;
-  const TextStyle& style = program.console.style();
+  const TextStyle style = program.console.style();
   program.console.print(concat(origin_of(o), "\n\n", expert_text(summary, calls.links, style), "\n",
                                expert_calls_text(config, options, ids, calls, style)));
   return exit_good;
 }
 
 void add_layer_options(Command command, ExpertsOptions& o) {
-  const std::string group = "Layer";
-  const auto number = [&](const char* name, auto& value, std::int64_t least, std::int64_t most,
-                          const char* text) {
-    return command.option(name, value, text)
-        .value_name("N")
-        .between(least, most)
-        .show_default()
-        .group(group);
-  };
-  number("--ranks,--world-size", o.ranks, 1, max_world_size, "Number of ranks");
-  number("--ranks-per-node", o.ranks_per_node, 1, max_world_size,
-         "Ranks per node, joined by NVLink; nodes are joined by a network");
-  number("--experts", o.experts, 1, std::int32_t{1} << 20,
-         "Number of experts, a multiple of --ranks");
-  number("--hidden", o.hidden, 1, std::int64_t{1} << 24, "Elements of a token");
-  command.option("--dtype", o.dtype, "Type of the elements")
-      .value_name("NAME")
-      .one_of({"bfloat16", "float16", "float32"})
-      .show_default()
-      .group(group);
-  command
-      .option("--payload", o.payload,
-              "plain: tokens travel as they are; float8: as e4m3 with one scale per 128 elements")
-      .value_name("NAME")
-      .one_of({"plain", "float8"})
-      .show_default()
-      .group(group);
+  command.number("--ranks,--world-size", o.world_size, 1, max_world_size, "Number of ranks");
+  add_ranks_per_node(command, o);
+  command.number("--experts", o.experts, 1, std::int32_t{1} << 20,
+                 "Number of experts, a multiple of --ranks");
+  command.number("--hidden", o.hidden, 1, std::int64_t{1} << 24, "Elements of a token");
+  command.choice("--dtype", o.dtype, {"bfloat16", "float16", "float32"}, "Type of the elements");
+  command.choice(
+      "--payload", o.payload, {"plain", "float8"},
+      "plain: tokens travel as they are; float8: as e4m3 with one scale per 128 elements");
 }
 
 void add_id_options(Command command, ExpertsOptions& o) {
-  const std::string group = "Choices";
-  const Option file =
-      command
-          .option(
-              "--ids", o.ids_path,
-              "Text file with a line for each token: the ids of its experts, -1 for a dropped topk "
-              "slot. Ranks get equal parts, in order. - is standard input")
-          .value_name("FILE")
-          .group(group);
-  const auto drawn = [&](Option option) { option.show_default().group(group).excludes(file); };
-  drawn(command.option("--tokens", o.tokens, "Tokens per rank")
-            .value_name("N")
-            .between(1, std::int64_t{1} << 24));
-  drawn(command.option("--topk", o.topk, "Experts per token, all different")
-            .value_name("N")
-            .between(1, max_topk));
-  drawn(command
-            .option("--skew", o.skew,
-                    "0: all experts are equally likely; X: the n-th is 1/n^X times as likely as "
-                    "the first")
-            .value_name("X")
-            .check(real_between(0, 10)));
-  drawn(command
-            .option("--groups", o.groups.num_groups,
-                    "Number of groups of consecutive experts, such as one per node")
-            .value_name("N")
-            .between(1, std::int32_t{1} << 20));
-  drawn(command
-            .option("--top-groups", o.groups.top_groups,
-                    "Most groups that the experts of a token may be in")
-            .value_name("N")
-            .between(1, std::int32_t{1} << 20));
-  drawn(
-      command.option("--seed", o.seed, "Seed of the drawn ids").value_name("N").check(check_seed));
+  const Option file = command.file(
+      "--ids", o.ids_path,
+      "Text file with a line for each token: the ids of its experts, -1 for a dropped topk "
+      "slot. Ranks get equal parts, in order. - is standard input");
+  command.number("--tokens", o.tokens, 1, std::int64_t{1} << 24, "Tokens per rank").excludes(file);
+  command.number("--topk", o.topk, 1, max_topk, "Experts per token, all different").excludes(file);
+  command
+      .option(
+          "--skew", o.skew,
+          "0: all experts are equally likely; X: the n-th is 1/n^X times as likely as the first")
+      .value_name("X")
+      .real_between(0, 10)
+      .show_default()
+      .excludes(file);
+  command
+      .number("--groups", o.num_groups, 1, std::int32_t{1} << 20,
+              "Number of groups of consecutive experts, such as one per node")
+      .excludes(file);
+  command
+      .number("--top-groups", o.top_groups, 1, std::int32_t{1} << 20,
+              "Most groups that the experts of a token may be in")
+      .excludes(file);
+  command.option("--seed", o.seed, "Seed of the drawn ids")
+      .value_name("N")
+      .check(check_seed)
+      .show_default()
+      .excludes(file);
 }
 
 void add_call_options(Command command, ExpertsOptions& o) {
-  const std::string group = "Calls";
-  command.option("--sms", o.costs.num_sms, "Multiprocessors (SMs) that a call uses")
-      .value_name("N")
-      .between(1, 1024)
-      .show_default()
-      .group(group);
-  command
-      .option("--path", o.path,
-              "Puts over the network: waiting, each for the one before; pipelined, many in flight")
-      .value_name("NAME")
-      .one_of({"waiting", "pipelined"})
-      .show_default()
-      .group(group);
+  command.number("--sms", o.costs.num_sms, 1, 1024, "Multiprocessors (SMs) that a call uses");
+  command.choice(
+      "--path", o.path, {"waiting", "pipelined"},
+      "Puts over the network: waiting, each for the one before; pipelined, many in flight");
 }
 
 }  // namespace
@@ -192,10 +302,10 @@ void add_experts_command(Command app, Program& program) {
       "Analyses the traffic of a mixture of experts: rows and bytes of each rank, what limits "
       "dispatch and combine, how even the experts' work is, whether another placement would help, "
       "and how long each call would take. Nothing is run.");
-  add_layer_options(command, *options);
-  add_id_options(command, *options);
-  add_call_options(command, *options);
-  add_link_options(command, options->hardware);
+  add_layer_options(command.under("Layer"), *options);
+  add_id_options(command.under("Choices"), *options);
+  add_call_options(command.under("Calls"), *options);
+  add_link_options(command, *options);
   command.footer(
       "Examples:\n"
       "  waybill experts\n"
@@ -203,9 +313,7 @@ void add_experts_command(Command app, Program& program) {
       "  waybill experts --ranks 64 --network 400Gbit/s\n"
       "  waybill experts --ranks 64 --groups 8 --top-groups 4\n"
       "  waybill experts --ids router.txt --experts 64");
-  command.when_chosen([options, &program] {
-    program.run = [options, &program] { return run_experts(*options, program); };
-  });
+  program.on(command, [options, &program] { return run_experts(*options, program); });
 }
 
 }  // namespace waybill::cli

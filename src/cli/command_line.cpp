@@ -2,13 +2,40 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-
-#include "console.h"
-#include "numbers.h"
-#include "suggest.h"
+#include <charconv>
+#include <numeric>
 
 namespace waybill::cli {
 namespace {
+
+/// Letters to insert, delete, replace or exchange with their neighbour.
+std::size_t distance(std::string_view a, std::string_view b) {
+  std::vector<std::vector<std::size_t>> cost(a.size() + 1, std::vector<std::size_t>(b.size() + 1));
+  std::iota(cost[0].begin(), cost[0].end(), std::size_t{0});
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    cost[i][0] = i;
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t other = a[i - 1] == b[j - 1] ? 0 : 1;
+      cost[i][j] = std::min({cost[i - 1][j] + 1, cost[i][j - 1] + 1, cost[i - 1][j - 1] + other});
+      const bool swapped = i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1];
+      if (swapped) cost[i][j] = std::min(cost[i][j], cost[i - 2][j - 2] + 1);
+    }
+  }
+  return cost[a.size()][b.size()];
+}
+
+std::string_view without_dashes(std::string_view word) {
+  word.remove_prefix(std::min(word.find_first_not_of('-'), word.size()));
+  return word;
+}
+
+/// Where the text of a line begins: after the last gap of two or more spaces, or its indentation.
+std::size_t text_column(std::string_view line) {
+  std::size_t column = std::min(line.find_first_not_of(' '), line.size());
+  const std::size_t gap = line.find("  ", column);
+  if (gap != std::string_view::npos) column = line.find_first_not_of(' ', gap);
+  return std::min(column, line.size());
+}
 
 std::vector<std::string> names_of_commands(const CLI::App& app) {
   std::vector<std::string> names;
@@ -24,7 +51,7 @@ std::vector<std::string> names_of_options(const CLI::App& app) {
   return names;
 }
 
-/// What was left over of a command line: the first option, else the first word.
+/// The complaint about words that no option took: names the first option, else the first word.
 std::string left_over_text(const CLI::App& app, std::vector<std::string> left) {
   const auto chosen = app.get_subcommands();
   const auto option = std::find_if(left.begin(), left.end(), [](const std::string& word) {
@@ -48,7 +75,7 @@ std::string left_over_text(const CLI::App& app, std::vector<std::string> left) {
                 chosen.empty() ? "" : who + " ", "--help lists them)");
 }
 
-/// What CLI11 says of a command line, with the command that it is about.
+/// The text of an error of CLI11, with the command that it is about.
 std::string complaint(const CLI::App& app, const CLI::ParseError& error) {
   const auto chosen = app.get_subcommands();
   const std::string who = chosen.empty() ? "" : chosen.front()->get_name();
@@ -64,8 +91,8 @@ std::string complaint(const CLI::App& app, const CLI::ParseError& error) {
       name, is_missing ? ": got nothing, expected a value" : ": got it twice, expected once", more);
 }
 
-// Names, value and default alone: which options exclude each other is said where it is tried, and
-// what a check is called says nothing.
+// Names, value and default alone: an error says which options exclude each other, and the name of a
+// check says nothing.
 class HelpFormatter : public CLI::Formatter {
  public:
   std::string make_option_opts(const CLI::Option* option) const override {
@@ -87,7 +114,57 @@ class HelpFormatter : public CLI::Formatter {
   }
 };
 
+/// Breaks lines of a help text at spaces; the rest of a line stands below where its text began.
+std::string wrapped_help(std::string_view text, std::size_t width) {
+  std::string result;
+  while (!text.empty()) {
+    const std::size_t end = std::min(text.find('\n'), text.size());
+    std::string_view line = text.substr(0, end);
+    text.remove_prefix(std::min(end + 1, text.size()));
+    if (line.empty() && result.ends_with("\n\n")) continue;
+    const std::size_t hanging = text_column(line);
+    const std::size_t indent = hanging + 20 < width ? hanging : std::min<std::size_t>(4, width / 4);
+    std::size_t first = hanging;  // no break before the text
+    for (std::size_t room = width; line.size() > room; room = width - indent, first = 0) {
+      std::size_t cut = line.rfind(' ', room);
+      if (cut == std::string_view::npos || cut <= first) cut = line.find(' ', room);
+      if (cut == std::string_view::npos) break;
+      result += line.substr(0, cut);
+      result += '\n';
+      result.append(indent, ' ');
+      line.remove_prefix(cut + 1);
+    }
+    result += line;
+    result += '\n';
+  }
+  return result;
+}
+
 }  // namespace
+
+std::optional<std::int64_t> parse_number(const std::string& text) {
+  std::int64_t number = 0;
+  const auto [end, status] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (status != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return number;
+}
+
+std::string did_you_mean(std::string_view word, std::span<const std::string> known) {
+  const std::string_view bare = without_dashes(word);
+  if (bare.empty() || bare.size() > 60) return "";
+  const std::string* best = nullptr;
+  std::size_t limit = std::max<std::size_t>(1, bare.size() / 3) + 1;
+  for (const std::string& candidate : known) {
+    const std::string_view name = without_dashes(candidate);
+    std::size_t far = distance(bare, name);
+    const bool begins = bare.size() >= 3 && name.starts_with(bare);
+    if (begins) far = std::min<std::size_t>(far, 1);
+    if (far >= limit) continue;
+    limit = far;
+    best = &candidate;
+  }
+  return best == nullptr ? "" : ", did you mean " + *best + "?";
+}
 
 Option& Option::value_name(const std::string& name) {
   option_->type_name(name);
@@ -98,11 +175,6 @@ Option& Option::value_name(const std::string& name) {
                           : std::string();
     });
   }
-  return *this;
-}
-
-Option& Option::group(const std::string& name) {
-  option_->group(name);
   return *this;
 }
 
@@ -121,9 +193,24 @@ Option& Option::check(const std::function<std::string(const std::string&)>& comp
   return *this;
 }
 
-Option& Option::between(std::int64_t least, std::int64_t most) {
-  option_->check(number_between(least, most));
-  return *this;
+Option& Option::between(std::int64_t min, std::int64_t max, bool or_auto) {
+  return check([min, max, or_auto](const std::string& text) -> std::string {
+    const std::optional<std::int64_t> number = parse_number(text);
+    if ((or_auto && text == "auto") || (number && min <= *number && *number <= max)) return "";
+    return or_auto ? concat("got ", text, ", expected auto or a number from ", min, " to ", max)
+                   : concat("got ", text, ", expected ", min, "..", max);
+  });
+}
+
+Option& Option::real_between(double min, double max) {
+  return check([min, max](const std::string& text) -> std::string {
+    double number = 0;
+    const char* const end = text.data() + text.size();
+    const auto [rest, error] = std::from_chars(text.data(), end, number);
+    // The comparison is false for what is no number.
+    if (error == std::errc() && rest == end && min <= number && number <= max) return "";
+    return concat("got ", text, ", expected a number from ", min, " to ", max);
+  });
 }
 
 Option& Option::one_of(const std::vector<std::string>& words) {
@@ -161,28 +248,22 @@ Command Command::add_command(const std::string& name, const std::string& text) {
   return Command(app_->add_subcommand(name, text));
 }
 
-Option Command::option(const std::string& names, std::string& value, const std::string& text) {
-  return Option(app_->add_option(names, value, text));
+CLI::Option* Command::in_group(CLI::Option* option) const {
+  return group_.empty() ? option : option->group(group_);
 }
 
-Option Command::option(const std::string& names, std::int32_t& value, const std::string& text) {
-  return Option(app_->add_option(names, value, text));
+template <class Value>
+Option Command::option(const std::string& names, Value& value, const std::string& text) {
+  return Option(in_group(app_->add_option(names, value, text)));
 }
-
-Option Command::option(const std::string& names, std::int64_t& value, const std::string& text) {
-  return Option(app_->add_option(names, value, text));
-}
-
-Option Command::option(const std::string& names, std::uint64_t& value, const std::string& text) {
-  return Option(app_->add_option(names, value, text));
-}
-
-Option Command::option(const std::string& names, double& value, const std::string& text) {
-  return Option(app_->add_option(names, value, text));
-}
+template Option Command::option(const std::string&, std::string&, const std::string&);
+template Option Command::option(const std::string&, std::int32_t&, const std::string&);
+template Option Command::option(const std::string&, std::int64_t&, const std::string&);
+template Option Command::option(const std::string&, std::uint64_t&, const std::string&);
+template Option Command::option(const std::string&, double&, const std::string&);
 
 Option Command::flag(const std::string& names, bool& value, const std::string& text) {
-  return Option(app_->add_flag(names, value, text));
+  return Option(in_group(app_->add_flag(names, value, text)));
 }
 
 void Command::flag(const std::string& names, const std::function<void()>& call,
@@ -222,11 +303,11 @@ CommandLine::~CommandLine() = default;
 
 Command CommandLine::program() const { return Command(app_.get()); }
 
-std::optional<std::string> CommandLine::parse(int argc, char** argv) {
+std::optional<std::string> CommandLine::parse(int argc, char** argv, std::size_t width) {
   try {
     app_->parse(argc, argv);
   } catch (const CLI::CallForHelp&) {
-    return wrapped_help(app_->help(), text_width());
+    return wrapped_help(app_->help(), width);
   } catch (const CLI::CallForVersion& version) {
     return concat(version.what(), "\n");
   } catch (const CLI::ExtrasError&) {

@@ -1,34 +1,22 @@
 #include <memory>
 
-#include "commands.h"
-#include "dispatch_file.h"
-#include "waybill/json/dispatch_json.h"
-#include "waybill/json/metadata_json.h"
+#include "plans.h"
+#include "waybill/json/plan_json.h"
 
 namespace waybill::cli {
 namespace {
 
-struct MetadataOptions {
-  std::string input;
-  std::string output;
-  std::string table;
-  std::int32_t rank = -1;
+struct MetadataOptions : Options {
   bool normalize = false;
-  bool compact = false;
 };
 
 std::string metadata_json(const MetadataOptions& options) {
   const JsonStyle style = options.compact ? JsonStyle::compact : JsonStyle::readable;
   DispatchFile file = read_plan_file(options.input, ReadCheck::values);
-  if (!file.bundle) {
-    check_routing_size(*file.plan);
-    const QkvRouting routing = compute_qkv_routing(*file.plan);
-    check_dense_size(*file.plan, routing);
-    file.bundle = to_dense(routing);
-  }
+  E2eMetadata& bundle = file.dense();
   if (options.table.empty())
-    return to_json(DispatchBundle{std::move(*file.plan), std::move(*file.bundle)}, style);
-  Metadata table = table_of(*file.bundle, options.table);
+    return to_json(DispatchBundle{std::move(*file.plan), std::move(bundle)}, style);
+  Metadata table = table_of(bundle, options.table);
   if (options.rank >= 0) table = table.get_slice(Rank{options.rank});
   if (options.normalize) table = table.normalize_dtype();
   return to_json(table, style);
@@ -42,38 +30,28 @@ void add_metadata_command(Command app, Program& program) {
       "metadata",
       "Computes the metadata of a plan (Q and KV, forward and reverse) and the attention layout, "
       "and writes them as dispatch JSON, with the plan inside");
-  command.option("PLAN", options->input, "Plan JSON; - is standard input")
-      .required()
-      .value_name("");
-  command
-      .option("-o,--output", options->output, "Where to write the result; default: standard output")
-      .value_name("FILE");
-  const Option table = command.option("--table", options->table, "Only this table")
-                           .value_name("NAME")
-                           .one_of({"fwd_q", "rev_q", "fwd_kv", "rev_kv"});
-  command.option("--rank", options->rank, "Only the slice of this rank; needs --table")
-      .value_name("N")
-      .not_negative()
-      .needs(table);
+  add_input(command, *options, "PLAN", "Plan JSON; - is standard input").required();
+  command.file("-o,--output", options->output,
+               "Where to write the result; default: standard output");
+  const Option table = add_table_option(command, *options);
+  add_rank_option(command, *options, "Only the slice of this rank; needs --table").needs(table);
   command.flag("--normalize", options->normalize, "Use the dtypes of device tables; needs --table")
       .needs(table);
-  command.flag("--compact", options->compact, "JSON without line breaks");
+  add_compact_flag(command, *options);
   command.footer(
       "Examples:\n"
       "  waybill metadata plan.json -o dispatch.json\n"
       "  waybill plan --world-size 4 | waybill metadata - | waybill validate -\n"
       "  waybill metadata plan.json --table fwd_kv --rank 3 --normalize");
-  command.when_chosen([options, &program] {
-    program.run = [options, &program] {
-      check_output(options->output);
-      std::string text;
-      {
-        const Progress progress(program.console, "metadata");
-        text = metadata_json(*options);
-      }
-      write_output(program.console, options->output, text);
-      return static_cast<int>(exit_good);
-    };
+  program.on(command, [options, &program]() -> int {
+    check_outputs({options->output});
+    std::string text;
+    {
+      const Progress progress(program.console, "metadata");
+      text = metadata_json(*options);
+    }
+    write_output(program.console, options->output, text);
+    return exit_good;
   });
 }
 

@@ -1,61 +1,43 @@
 #include <algorithm>
 #include <memory>
 
-#include "commands.h"
-#include "dispatch_file.h"
-#include "job_options.h"
+#include "plans.h"
 #include "report/format.h"
-#include "waybill/report/text_summary.h"
+#include "waybill/report/plan_summary.h"
 
 namespace waybill::cli {
 namespace {
 
-struct ShowOptions {
-  std::string input;
-  std::int32_t rank = -1;
-  std::string table;
-  RowOptions rows;
-};
+using detail::pad_left;
 
-std::string pad(const std::string& text, std::size_t width) {
-  return text.size() >= width ? text : std::string(width - text.size(), ' ') + text;
-}
-
-// Where each shard stands in its document.
-struct Place {
-  std::int64_t document = 0;
-  std::int64_t position = 0;
-  std::int64_t first_token = 0;
-};
-
-std::vector<Place> places(const QkvPlan& plan) {
-  std::vector<Place> result(plan.num_shards());
+std::string shard_lines(const QkvPlan& plan, std::int32_t rank) {
+  // Where each shard stands in its document.
+  std::vector<std::int64_t> document(plan.num_shards());
+  std::vector<std::int64_t> position(plan.num_shards());
+  std::vector<std::int64_t> first_token(plan.num_shards());
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     const std::int64_t begin = plan.doc_shard_offsets[d];
     std::int64_t token = 0;
     for (std::int64_t i = begin; i < plan.doc_shard_offsets[d + 1]; ++i) {
       const std::int32_t shard = plan.doc_shards[i];
-      result[shard] = {d, i - begin, token};
+      document[shard] = d;
+      position[shard] = i - begin;
+      first_token[shard] = token;
       token += plan.shard_len[shard];
     }
   }
-  return result;
-}
-
-std::string shard_lines(const QkvPlan& plan, std::int32_t rank) {
-  const std::vector<Place> place = places(plan);
   std::int64_t row = 0;
   std::string text = concat("Shards of rank ", rank,
                             "\n   shard  first row     tokens  document  place  first token  keys "
                             "from place  attended by\n");
   const std::int64_t end = plan.rank_shard_offsets[rank + 1];
   for (std::int64_t n = plan.rank_shard_offsets[rank]; n < end; ++n) {
-    const Place& p = place[n];
-    text += concat(pad(std::to_string(n), 8), pad(format_count(row), 11),
-                   pad(format_count(plan.shard_len[n]), 11), pad(std::to_string(p.document), 10),
-                   pad(std::to_string(p.position), 7), pad(format_count(p.first_token), 13),
-                   pad(std::to_string(plan.kv_begin.empty() ? 0 : plan.kv_begin[n]), 17),
-                   pad(std::to_string(plan.q_dst[n]), 13), "\n");
+    text += concat(
+        pad_left(std::to_string(n), 8), pad_left(format_count(row), 11),
+        pad_left(format_count(plan.shard_len[n]), 11), pad_left(std::to_string(document[n]), 10),
+        pad_left(std::to_string(position[n]), 7), pad_left(format_count(first_token[n]), 13),
+        pad_left(std::to_string(plan.kv_begin.empty() ? 0 : plan.kv_begin[n]), 17),
+        pad_left(std::to_string(plan.q_dst[n]), 13), "\n");
     row += plan.shard_len[n];
   }
   return text + concat("It attends to the queries of ",
@@ -68,20 +50,16 @@ std::string table_line(const char* name, const Metadata& metadata) {
     require(!__builtin_add_overflow(rows, total, &rows), "show: ", name,
             ": the sum of num_total_recv_tokens exceeds 2^63 - 1");
   }
-  return concat("  ", name, std::string(8 - std::string_view(name).size(), ' '), "dst_rank ",
-                to_string(metadata.dst_rank.shape()), ", ", format_count(rows), " rows arrive\n");
+  return concat("  ", detail::pad_right(name, 8), "dst_rank ", to_string(metadata.dst_rank.shape()),
+                ", ", format_count(rows), " rows arrive\n");
 }
 
-void check_rank(const ShowOptions& options, std::int64_t world_size) {
-  require(options.rank < world_size, "--rank = ", options.rank, ", expected 0..", world_size - 1);
-}
-
-std::string metadata_text(const ShowOptions& options, const Metadata& metadata) {
+std::string metadata_text(const Options& options, const Metadata& metadata) {
   if (options.rank < 0) return to_string(metadata) + "\n";
   return to_string(metadata.get_slice(Rank{options.rank})) + "\n";
 }
 
-std::string show_bundle(const ShowOptions& options, E2eMetadata& bundle) {
+std::string show_bundle(const Options& options, E2eMetadata& bundle) {
   if (!options.table.empty()) return metadata_text(options, table_of(bundle, options.table));
   std::string text = "\nMetadata\n";
   for (const char* name : {"fwd_q", "rev_q", "fwd_kv", "rev_kv"}) {
@@ -92,30 +70,25 @@ std::string show_bundle(const ShowOptions& options, E2eMetadata& bundle) {
   return text;
 }
 
-std::string show_plan(const ShowOptions& options, const QkvPlan& plan, const Console& console) {
+std::string show_plan(const Options& options, const QkvPlan& plan, const Console& console) {
   if (options.rank >= 0) {
-    check_rank(options, plan.world_size);
+    require(options.rank < plan.world_size, "--rank = ", options.rank, ", expected 0..",
+            plan.world_size - 1);
     return shard_lines(plan, options.rank);
   }
   check_routing_size(plan);
   const QkvRouting routing = compute_qkv_routing(plan);
-  TextStyle style = console.style();
-  style.gb_per_s = options.rows.gb_per_s;
-  return text_summary(plan, routing, summarize(plan, routing, options.rows.row_bytes()), style);
+  return text_summary(plan, routing, summarize(plan, routing, options.row_bytes()),
+                      console.style(options.gb_per_s));
 }
 
-int run_show(const ShowOptions& options, Program& program) {
+int run_show(const Options& options, Program& program) {
   DispatchFile file = read_dispatch_file(options.input, ReadCheck::values);
   std::string text;
   if (file.metadata) {
     text = metadata_text(options, *file.metadata);
   } else {
-    if (!options.table.empty() && !file.bundle) {
-      check_routing_size(*file.plan);
-      const QkvRouting routing = compute_qkv_routing(*file.plan);
-      check_dense_size(*file.plan, routing);
-      file.bundle = to_dense(routing);
-    }
+    if (!options.table.empty()) (void)file.dense();
     if (options.table.empty()) text = show_plan(options, *file.plan, program.console);
     if (file.bundle) text += show_bundle(options, *file.bundle);
   }
@@ -126,27 +99,20 @@ int run_show(const ShowOptions& options, Program& program) {
 }  // namespace
 
 void add_show_command(Command app, Program& program) {
-  auto options = std::make_shared<ShowOptions>();
+  auto options = std::make_shared<Options>();
   Command command =
       app.add_command("show", "Prints a plan, a dispatch or metadata in readable form");
-  command.option("FILE", options->input, "Plan, dispatch or metadata JSON; - is standard input")
-      .required()
-      .value_name("");
-  command.option("--rank", options->rank, "Only this rank: its shards and slices")
-      .value_name("N")
-      .not_negative();
-  command.option("--table", options->table, "Only this table")
-      .value_name("NAME")
-      .one_of({"fwd_q", "rev_q", "fwd_kv", "rev_kv"});
-  add_row_options(command, options->rows);
+  add_input(command, *options, "FILE", "Plan, dispatch or metadata JSON; - is standard input")
+      .required();
+  add_rank_option(command, *options, "Only this rank: its shards and slices");
+  add_table_option(command, *options);
+  add_row_options(command, *options);
   command.footer(
       "Examples:\n"
       "  waybill show plan.json --gb-per-s 400\n"
       "  waybill show plan.json --rank 3\n"
       "  waybill show dispatch.json --table rev_kv --rank 0");
-  command.when_chosen([options, &program] {
-    program.run = [options, &program] { return run_show(*options, program); };
-  });
+  program.on(command, [options, &program] { return run_show(*options, program); });
 }
 
 }  // namespace waybill::cli

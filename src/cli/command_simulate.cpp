@@ -1,24 +1,10 @@
 #include <memory>
 
-#include "commands.h"
-#include "dispatch_file.h"
-#include "main_job.h"
+#include "plans.h"
 #include "report/format.h"
-#include "step_job.h"
 
 namespace waybill::cli {
 namespace {
-
-struct SimulateOptions {
-  std::string input;
-  SimulationOptions simulation;
-  // Without a file: what is planned and predicted.
-  SourceOptions source;
-  PlanningOptions planning;
-  RowOptions rows;
-  HardwareOptions hardware;
-  StepOutputOptions output;
-};
 
 // The file's own metadata where it has some, else those of its plan.
 QkvRouting routing_of(const DispatchFile& file, int num_threads) {
@@ -30,40 +16,38 @@ QkvRouting routing_of(const DispatchFile& file, int num_threads) {
 std::string phases_text(const DispatchCheck& check) {
   std::string text;
   for (const CheckPhase& phase : check.phases) {
-    std::string line = concat("  ", phase.name);
-    line.resize(std::max<std::size_t>(line.size(), 34), ' ');
-    text += concat(line, format_seconds(phase.seconds));
+    text += concat("  ", detail::pad_right(phase.name, 32), format_seconds(phase.seconds));
     if (phase.bytes > 0) text += concat(", ", format_bytes(phase.bytes));
     text += "\n";
   }
   return text;
 }
 
-int run_prediction(const SimulateOptions& options, Program& program) {
+int run_prediction(const Options& options, Program& program) {
   Console& console = program.console;
-  check_outputs(options.output);
+  check_outputs({options.html, options.trace});
   StepJob job;
   std::vector<NamedStep> steps;
   std::vector<Remedy> remedies;
   {
     const Progress progress(console, "predict");
-    job = step_job_of_documents(options.source, options.planning, options.rows, options.hardware);
+    job = step_job_of_documents(options);
     const StepPredictor predictor = job.predictor();
     steps = compare_transfers(predictor, job.options, job.plan.num_shards());
     remedies = step_remedies(predictor, steps.back().step);
   }
-  for (const std::string& remark : job.remarks) console.print_remark(remark);
+  console.print_remarks(job.remarks);
   console.print(concat("Predicted, not run: one attention layer, forward and backward\n",
                        job.origin, "\n", hardware_text(job.options), "\n\n", step_table(steps),
                        "\nPhases: what the last rank waited for. Bytes: of the first dispatch.\n\n",
                        steps.back().name, ":\n",
                        sentence_list(explain_step(steps.back().step, remedies))));
-  write_step_html(options.output, job, steps, program.command_line, console);
-  write_trace(options.output, steps, console);
+  write_step_html(options, job, steps, program);
+  write_trace(options, steps, console);
   return exit_good;
 }
 
-int run_simulate(const SimulateOptions& options, Program& program) {
+int run_simulate(const Options& options, Program& program) {
   Console& console = program.console;
   const DispatchFile file = read_plan_file(options.input, ReadCheck::values);
   if (file.bundle) {
@@ -76,10 +60,9 @@ int run_simulate(const SimulateOptions& options, Program& program) {
       return exit_failure;
     }
   }
-  const QkvRouting routing = routing_of(file, options.simulation.num_threads);
+  const QkvRouting routing = routing_of(file, options.num_threads);
   std::int64_t payload_bytes = 0;
-  const DispatchCheck check =
-      run_checked(*file.plan, routing, options.simulation, console, payload_bytes);
+  const DispatchCheck check = run_checked(*file.plan, routing, options, console, payload_bytes);
   console.print(phases_text(check));
   console.print(concat("\n", format_bytes(check.bytes_moved), " moved, ",
                        format_bytes(check.wire_bytes), " of it between ranks, in rows of ",
@@ -96,28 +79,24 @@ int run_simulate(const SimulateOptions& options, Program& program) {
 }  // namespace
 
 void add_simulate_command(Command app, Program& program) {
-  auto options = std::make_shared<SimulateOptions>();
+  auto options = std::make_shared<Options>();
   Command command = app.add_command(
       "simulate",
       "With FILE: carries out a plan or dispatch in memory (Q, K and V to the attention layout and "
       "back), checks every byte, and exits with 1 if one is wrong. With --ranks: plans documents "
       "and predicts the time of a step on that many ranks, with and without forwarding.");
-  const Option file =
-      command
-          .option("FILE", options->input, "Plan or dispatch JSON to carry out; - is standard input")
-          .value_name("");
-  add_simulation_options(command, options->simulation);
-  for (Option option : command.options_of({"Byte-checked run"})) option.needs(file);
-  add_source_options(command, options->source);
-  add_planning_options(command, options->planning, "--ranks,--world-size");
-  add_row_options(command, options->rows);
-  add_hardware_options(command, options->hardware);
-  command.option("--html", options->output.html, "Write a report with the timelines")
-      .value_name("FILE")
-      .group("Output");
-  add_trace_option(command, options->output);
+  const Option file = add_input(command, *options, "FILE",
+                                "Plan or dispatch JSON to carry out; - is standard input");
+  add_run_options(command, *options);
+  for (Option option : command.options_of({run_group})) option.needs(file);
+  add_document_options(command, *options);
+  add_plan_options(command, *options, "--ranks,--world-size");
+  add_row_options(command, *options);
+  add_hardware_options(command, *options);
+  command.under(output_group).file("--html", options->html, "Write a report with the timelines");
+  add_trace_option(command, *options);
   for (Option option :
-       command.options_of({"Documents", "Plan", "Bytes that are counted", "Hardware", "Output"}))
+       command.options_of({documents_group, plan_group, rows_group, hardware_group, output_group}))
     option.excludes(file);
   command.footer(
       "Examples:\n"
@@ -126,13 +105,11 @@ void add_simulate_command(Command app, Program& program) {
       "  waybill plan --world-size 16 | waybill simulate -\n"
       "  waybill simulate --ranks 4096 --ranks-per-node 8 --network 50GB/s\n"
       "  waybill simulate --ranks 64 --distribution prolong --trace step.json");
-  command.when_chosen([options, command, &program] {
-    const bool predict = options->input.empty();
-    if (predict && !command.is_given("--ranks"))
+  program.on(command, [options, command, &program] {
+    if (!options->input.empty()) return run_simulate(*options, program);
+    if (!command.is_given("--ranks"))
       throw UsageError("simulate: FILE is required, or --ranks for a prediction");
-    program.run = [options, predict, &program] {
-      return predict ? run_prediction(*options, program) : run_simulate(*options, program);
-    };
+    return run_prediction(*options, program);
   });
 }
 

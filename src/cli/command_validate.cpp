@@ -1,18 +1,14 @@
 #include <memory>
 
-#include "commands.h"
-#include "dispatch_file.h"
-#include "main_job.h"
+#include "plans.h"
 #include "report/format.h"
-#include "waybill/routing/validate.h"
 
 namespace waybill::cli {
 namespace {
 
-struct ValidateCommand {
-  std::string input;
+struct ValidateCommand : Options {
   std::string reverse;
-  ValidateOptions options;
+  ValidateOptions checks;
 };
 
 std::vector<Finding> findings_of(const ValidateCommand& command) {
@@ -21,16 +17,16 @@ std::vector<Finding> findings_of(const ValidateCommand& command) {
     const DispatchFile reverse = read_dispatch_file(command.reverse, ReadCheck::form);
     if (!file.metadata || !reverse.metadata)
       throw UsageError("validate: two files must both be metadata, forward and reverse");
-    return validate(*file.metadata, *reverse.metadata, command.options);
+    return validate(*file.metadata, *reverse.metadata, command.checks);
   }
-  if (file.metadata) return validate(*file.metadata, command.options);
-  if (file.bundle) return validate(*file.plan, *file.bundle, command.options);
+  if (file.metadata) return validate(*file.metadata, command.checks);
+  if (file.bundle) return validate(*file.plan, *file.bundle, command.checks);
 
-  std::vector<Finding> findings = validate(*file.plan, command.options);
+  std::vector<Finding> findings = validate(*file.plan, command.checks);
   if (!findings.empty()) return findings;
   check_routing_size(*file.plan);
-  findings = validate(*file.plan, compute_qkv_routing(*file.plan), command.options);
-  return findings.empty() && file.attention ? validate(*file.attention, command.options) : findings;
+  findings = validate(*file.plan, compute_qkv_routing(*file.plan), command.checks);
+  return findings.empty() && file.attention ? validate(*file.attention, command.checks) : findings;
 }
 
 int run_validate(const ValidateCommand& command, Program& program) {
@@ -47,35 +43,31 @@ int run_validate(const ValidateCommand& command, Program& program) {
   }
   program.console.print_error(
       concat(name, ": ", format_plural(std::ssize(findings), "finding"),
-             std::ssize(findings) >= command.options.max_findings ? " (there may be more)" : ""));
+             std::ssize(findings) >= command.checks.max_findings ? " (there may be more)" : ""));
   return exit_failure;
 }
 
 }  // namespace
 
 void add_validate_command(Command app, Program& program) {
-  auto command_options = std::make_shared<ValidateCommand>();
+  auto options = std::make_shared<ValidateCommand>();
   Command command = app.add_command("validate",
                                     "Checks a plan, a dispatch or metadata, prints one line for "
                                     "each finding, and exits with 1 if "
                                     "there is any.");
+  add_input(command, *options, "FILE", "Plan, dispatch or metadata JSON; - is standard input")
+      .required();
   command
-      .option("FILE", command_options->input,
-              "Plan, dispatch or metadata JSON; - is standard input")
-      .required()
-      .value_name("");
-  command
-      .option("REVERSE", command_options->reverse,
+      .option("REVERSE", options->reverse,
               "Reverse metadata to check against the forward metadata in FILE")
       .value_name("");
-  ValidateOptions& options = command_options->options;
-  command.option("--q-capacity", options.q_capacity, "Rows of a rank's Q buffer")
+  command.option("--q-capacity", options->checks.q_capacity, "Rows of a rank's Q buffer")
       .value_name("N")
       .not_negative();
-  command.option("--kv-capacity", options.kv_capacity, "Rows of a rank's K and V buffers")
+  command.option("--kv-capacity", options->checks.kv_capacity, "Rows of a rank's K and V buffers")
       .value_name("N")
       .not_negative();
-  command.option("--max-findings", options.max_findings, "Stop after this many")
+  command.option("--max-findings", options->checks.max_findings, "Stop after this many")
       .value_name("N")
       .positive()
       .show_default();
@@ -84,9 +76,7 @@ void add_validate_command(Command app, Program& program) {
       "  waybill validate plan.json\n"
       "  waybill validate dispatch.json --kv-capacity 200000\n"
       "  waybill validate forward.json reverse.json");
-  command.when_chosen([command_options, &program] {
-    program.run = [command_options, &program] { return run_validate(*command_options, program); };
-  });
+  program.on(command, [options, &program] { return run_validate(*options, program); });
 }
 
 }  // namespace waybill::cli

@@ -2,7 +2,7 @@
 #include <new>
 #include <optional>
 
-#include "commands.h"
+#include "program.h"
 
 namespace waybill::cli {
 namespace {
@@ -35,17 +35,11 @@ void add_commands(Command app, Program& program) {
   app.flag(
       "--progress", [&program] { program.console.set_plain_progress(true); },
       "Print progress lines on standard error even if it is not a terminal");
-  add_demo_command(app, program);
-  add_plan_command(app, program);
-  add_metadata_command(app, program);
-  add_simulate_command(app, program);
-  add_validate_command(app, program);
-  add_show_command(app, program);
-  add_explain_command(app, program);
-  add_compare_command(app, program);
-  add_experts_command(app, program);
-  add_doctor_command(app, program);
-  add_calibrate_command(app, program);
+  for (const auto add :
+       {add_demo_command, add_plan_command, add_metadata_command, add_simulate_command,
+        add_validate_command, add_show_command, add_explain_command, add_compare_command,
+        add_experts_command, add_doctor_command, add_calibrate_command})
+    add(app, program);
   app.footer(
       "Examples:\n"
       "  waybill demo                                   everything in one run; needs nothing\n"
@@ -69,7 +63,7 @@ int run(int argc, char** argv, Program& program) {
                    version);
   program.command_line = command_line(argc, argv);
   add_commands(line.program(), program);
-  if (const std::optional<std::string> shown = line.parse(argc, argv)) {
+  if (const std::optional<std::string> shown = line.parse(argc, argv, text_width())) {
     program.console.print(*shown);
     return exit_good;
   }

@@ -4,7 +4,7 @@
 #include <ostream>
 #include <string>
 
-#include "dtype_names.h"
+#include "core/number.h"
 #include "waybill/core/error.h"
 
 namespace waybill {

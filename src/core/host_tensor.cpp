@@ -4,6 +4,72 @@
 #include <new>
 #include <utility>
 
+#include "waybill/core/error.h"
+
+namespace waybill {
+
+void Shape::throw_too_long() {
+  throw_invalid("Shape: more than ", max_axes, " axes, expected at most ", max_axes);
+}
+
+std::int64_t num_elements(std::span<const std::int64_t> shape, const char* who) {
+  constexpr std::int64_t limit = std::int64_t{1} << 62;
+  std::int64_t product = 1;
+  for (const std::int64_t extent : shape) {
+    if (extent < 0) {
+      throw_invalid(who, ": shape = ", to_string(shape), ", expected no negative extent");
+    }
+  }
+  for (const std::int64_t extent : shape) {
+    if (extent == 0) return 0;
+  }
+  for (const std::int64_t extent : shape) {
+    if (extent > limit / product) {
+      throw_invalid(who, ": shape = ", to_string(shape), ", expected at most 2^62 elements");
+    }
+    product *= extent;
+  }
+  return product;
+}
+
+std::string to_string(std::span<const std::int64_t> shape) {
+  std::string text = "[";
+  for (std::size_t axis = 0; axis < shape.size(); ++axis) {
+    if (axis > 0) text += ", ";
+    text += std::to_string(shape[axis]);
+  }
+  return text + "]";
+}
+
+std::int64_t normalize_dim(std::int64_t dim, std::int64_t ndim, const char* who) {
+  require(-ndim <= dim && dim < ndim, who, ": dim = ", dim, ", expected ", -ndim, "..", ndim - 1,
+          " for an array of ", ndim, " dimensions");
+  return dim < 0 ? dim + ndim : dim;
+}
+
+}  // namespace waybill
+
+namespace waybill::detail {
+
+std::int64_t check_view_as(DType dtype, const Shape& shape, const Shape& strides,
+                           std::size_t element_bytes) {
+  constexpr const char* who = "TensorView::as";
+  require(element_bytes == static_cast<std::size_t>(dtype_bytes(dtype)), who, ": elements of ",
+          element_bytes, " bytes, expected ", dtype_bytes(dtype), ", as ", dtype, " has");
+  require(strides.size() == shape.size(), who, ": ", strides.size(), " strides, expected ",
+          shape.size());
+  const std::int64_t count = num_elements(shape, who);
+  if (count == 0) return 0;
+  const Shape contiguous = TensorView::contiguous_strides(shape);
+  for (std::size_t axis = 0; axis < shape.size(); ++axis) {
+    require(shape[axis] == 1 || strides[axis] == contiguous[axis], who, ": strides ",
+            to_string(strides), " of shape ", to_string(shape), ", expected a contiguous view");
+  }
+  return count;
+}
+
+}  // namespace waybill::detail
+
 namespace waybill {
 namespace {
 

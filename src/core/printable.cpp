@@ -1,6 +1,7 @@
 #include "core/printable.h"
 
 #include <algorithm>
+#include <system_error>
 
 namespace waybill {
 namespace detail {
@@ -72,3 +73,9 @@ std::string printable(std::string_view text) { return escaped(text, "\n\t"); }
 std::string printable_line(std::string_view text) { return escaped(text, ""); }
 
 }  // namespace waybill
+
+namespace waybill::detail {
+
+std::string errno_text(int error) { return std::generic_category().message(error); }
+
+}  // namespace waybill::detail

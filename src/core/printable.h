@@ -32,3 +32,10 @@ struct CodePoint {
 }  // namespace detail
 
 }  // namespace waybill
+
+namespace waybill::detail {
+
+/// The system's text for an `errno`: "No such file or directory".
+[[nodiscard]] std::string errno_text(int error);
+
+}  // namespace waybill::detail

@@ -40,9 +40,10 @@ std::atomic<const TestHooks*> replaced{nullptr};
 }
 
 void set(std::string_view item, TestHooks& hooks) {
-  const std::size_t end_of_name = std::min(item.find('='), item.size());
-  const std::string_view name = item.substr(0, end_of_name);
-  const std::string_view text = item.substr(std::min(end_of_name + 1, item.size()));
+  const std::size_t mark = item.find('=');
+  if (mark == std::string_view::npos) refuse(item);
+  const std::string_view name = item.substr(0, mark);
+  const std::string_view text = item.substr(mark + 1);
   for (const Hook& hook : all_hooks) {
     if (hook.name != name) continue;
     std::int64_t value = 0;

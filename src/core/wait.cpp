@@ -11,9 +11,9 @@ namespace {
 constexpr double check_every_s = 0.02;
 constexpr double shortest_sleep_s = 50e-6;
 constexpr double longest_sleep_s = 1e-3;
-constexpr double share_of_waited = 1.0 / 64;  // what a sleep may add to a long wait
+constexpr double share_of_waited = 1.0 / 64;  // a sleep may add as much to a long wait
 constexpr std::int32_t few_waiters = 64;
-constexpr double sleep_per_waiter_s = 10e-6;  // of more than a few
+constexpr double sleep_per_waiter_s = 10e-6;  // with more than a few
 constexpr double longest_sleep_of_many_s = 10e-3;
 
 double shortest_sleep_of(const WaitOptions& options) {

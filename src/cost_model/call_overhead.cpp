@@ -8,7 +8,7 @@ namespace waybill {
 namespace {
 
 constexpr std::int64_t word_bytes = 8;
-constexpr std::int64_t words_of_a_call = 5;  // that it has come, and the fingerprint's four
+constexpr std::int64_t words_per_call = 5;  // that it has come, and the fingerprint's four
 
 /// @param words that go to each other rank
 CallOverhead overhead_of(const Topology& topology, std::int64_t words,
@@ -20,7 +20,7 @@ CallOverhead overhead_of(const Topology& topology, std::int64_t words,
   result.node_messages = topology.ranks_per_node - 1;
   result.network_messages = world - topology.ranks_per_node;
   result.bytes_out = (world - 1) * words * word_bytes;
-  // By parity of the call, as a fast rank may be one ahead.
+  // By parity of the call, as a fast rank may be in the next one already.
   result.memory_bytes = 2 * world * words * word_bytes;
   const auto link_seconds = [&](std::int64_t messages, double of_message, double speed) {
     return static_cast<double>(messages) *
@@ -40,7 +40,7 @@ CallOverhead overhead_of(const Topology& topology, std::int64_t words,
 
 CallOverhead call_overhead(const Topology& topology, const HardwareFacts& hardware,
                            const StepCosts& costs) {
-  return overhead_of(topology, words_of_a_call, hardware, costs);
+  return overhead_of(topology, words_per_call, hardware, costs);
 }
 
 CallOverhead counting_overhead(const Topology& topology, std::int32_t num_experts,
@@ -49,7 +49,7 @@ CallOverhead counting_overhead(const Topology& topology, std::int32_t num_expert
           "counting_overhead: num_experts = ", num_experts, ", expected a multiple of ",
           topology.world_size, " ranks");
   const std::int64_t counts = std::int64_t{num_experts} + 1 + topology.world_size;
-  return overhead_of(topology, words_of_a_call + counts, hardware, costs);
+  return overhead_of(topology, words_per_call + counts, hardware, costs);
 }
 
 }  // namespace waybill

@@ -1,12 +1,49 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
-#include "moves.h"
+#include "waybill/core/topology.h"
+#include "waybill/cost_model/predict_step.h"
 #include "waybill/planner/relay.h"
+#include "waybill/routing/qkv_plan.h"
+#include "waybill/routing/qkv_routing.h"
 
 namespace waybill::detail {
+
+/// Rows of a KV shard that cross from one rank to another, forward.
+struct KvMove {
+  std::int32_t shard = 0;
+  std::int32_t src = 0;
+  std::int32_t dst = 0;
+  std::int32_t via = -1;  ///< the rank that brought them to src; -1: src is home
+  std::int64_t rows = 0;
+  bool is_fed_on = false;  ///< dst forwards them: their gradients come back as one sum
+};
+
+/// Width of a sum of gradients on its way over that of a row: it is float32, or float64.
+[[nodiscard]] std::int64_t sum_width(const ModelShape& model);
+
+/// A plan with what every prediction of it needs.
+struct TimedPlan {
+  const QkvPlan* plan = nullptr;
+  const RelaySchedule* relay = nullptr;
+  QkvRouting routing;
+  std::vector<std::int32_t> home;      ///< [N]
+  std::vector<std::int32_t> document;  ///< [N]
+  std::vector<std::int64_t> position;  ///< [N] first token, in the document
+};
+
+/// Calls `visit` for every move of KV between ranks, straight or once per node.
+void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, TransferMode transfer,
+                    const std::function<void(const KvMove&)>& visit);
+
+/// [N] (query, key) pairs of each shard: by the mask's window; without one as the plan says. The
+/// time that the kernel takes per row and shard is in them, as pairs.
+[[nodiscard]] std::vector<std::int64_t> work_of_shards(const TimedPlan& timed,
+                                                       const AttentionMask& mask,
+                                                       const HardwareFacts& facts);
 
 /// Bytes from one rank to another, forward. A flow with `after` forwards what that flow, which
 /// stands before it, brings.
@@ -15,22 +52,14 @@ struct Flow {
   std::int32_t dst = 0;
   std::int32_t after = -1;
   std::int64_t bytes = 0;
-  std::int64_t sum_bytes = 0;  ///< of these, what comes back as sums of gradients
+  std::int64_t sum_bytes = 0;  ///< the part of these that comes back as sums of gradients
 };
 
-/// Peers of one rank by kind of link.
-struct LinkPeers {
-  std::int32_t nvlink_in = 0;
-  std::int32_t nvlink_out = 0;
-  std::int32_t network_in = 0;
-  std::int32_t network_out = 0;
-};
-
-/// What crosses in a phase, forward, with its sums. Backward in and out change places.
+/// The flows of a phase, forward, with their sums. Backward in and out change places.
 struct FlowSet {
   std::vector<Flow> flows;
   std::vector<LinkBytes> links;  ///< [W]
-  std::vector<LinkPeers> peers;  ///< [W] distinct ones
+  std::vector<LinkBytes> peers;  ///< [W] number of distinct peers over each link
 
   /// Sums of `flows`.
   void count(const Topology& nodes);
@@ -39,11 +68,35 @@ struct FlowSet {
 /// Rows of Q; once per pair of ranks.
 [[nodiscard]] std::vector<Flow> q_flows(const TimedPlan& timed, std::int64_t row_bytes);
 
-/// What comes back along flows of KV: sums are `width` times as wide.
+/// The gradients that come back along flows of KV: sums are `width` times as wide.
 [[nodiscard]] std::vector<Flow> gradient_flows(std::vector<Flow> flows, std::int64_t width);
 
 /// Rows of KV; once per pair of ranks and feeder, or once per hop.
 [[nodiscard]] std::vector<Flow> kv_flows(const TimedPlan& timed, const Topology& nodes,
                                          TransferMode transfer, std::int64_t row_bytes);
+
+/// Seconds of the four links of a rank, as if it were alone.
+struct LinkSeconds {
+  double nvlink_in = 0;
+  double nvlink_out = 0;
+  double network_in = 0;
+  double network_out = 0;
+
+  [[nodiscard]] double in() const { return nvlink_in > network_in ? nvlink_in : network_in; }
+  [[nodiscard]] double out() const { return nvlink_out > network_out ? nvlink_out : network_out; }
+  [[nodiscard]] double longest() const { return in() > out() ? in() : out(); }
+  /// The link that takes longest; nothing if none takes any time.
+  [[nodiscard]] StepResource slowest() const;
+};
+
+/// Runs one phase in which rows move: fills `phase` (all but the document of `slowest`), whose
+/// `begin` and `phase` are set.
+/// @param reverse the flows cross the other way
+/// @param nvlink_share speed over that of a push
+void run_transfer(const FlowSet& set, bool reverse, double nvlink_share, const Topology& nodes,
+                  const StepOptions& options, PhasePrediction& phase);
+
+/// Runs one kernel: `seconds` is set, too.
+void run_kernel(PhasePrediction& phase);
 
 }  // namespace waybill::detail

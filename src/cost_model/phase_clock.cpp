@@ -1,31 +1,32 @@
-#include "phase_clock.h"
-
 #include <algorithm>
 #include <utility>
 
 #include "core/batch_bytes.h"
+#include "flows.h"
 
 namespace waybill::detail {
 namespace {
 
-struct Ready {
-  double seconds = 0;
-  std::int32_t rank = 0;  // whose begin and links decide
+/// A time, and the rank whose begin and links decide it.
+using Ready = std::pair<double, std::int32_t>;
 
-  void wait_for(const Ready& other) {
-    if (other.seconds > seconds) *this = other;
-  }
-};
+void wait_for(Ready& ready, const Ready& other) {
+  if (other.first > ready.first) ready = other;
+}
+
+LinkBytes reversed(const LinkBytes& links) {
+  return {links.nvlink_out, links.nvlink_in, links.network_out, links.network_in};
+}
 
 class TransferClock {
  public:
-  TransferClock(const FlowSet& set, FlowWay way, double nvlink_share, const Topology& nodes,
+  TransferClock(const FlowSet& set, bool reverse, double nvlink_share, const Topology& nodes,
                 const StepOptions& options)
       : set_(set),
-        way_(way),
+        reverse_(reverse),
         nodes_(nodes),
         costs_(options.costs),
-        most_nvlink_speed_(options.hardware.nvlink_bytes_per_second * nvlink_share),
+        max_nvlink_speed_(options.hardware.nvlink_bytes_per_second * nvlink_share),
         network_speed_(options.hardware.network_bytes_per_second),
         nvlink_message_(options.hardware.message_seconds) {}
 
@@ -38,53 +39,47 @@ class TransferClock {
     done_.resize(world_size);
     sent_.resize(world_size);
     for (std::size_t r = 0; r < world_size; ++r) {
-      if (way_ == FlowWay::reverse) {
-        std::swap(phase.links[r].nvlink_in, phase.links[r].nvlink_out);
-        std::swap(phase.links[r].network_in, phase.links[r].network_out);
-      }
+      if (reverse_) phase.links[r] = reversed(phase.links[r]);
       own_[r] = link_seconds(phase.links[r], r);
       const auto rank = static_cast<std::int32_t>(r);
       sent_[r] = {phase.begin[r] + own_[r].out(), rank};
-      done_[r] = {phase.begin[r] + own_[r].most(), rank};
-      phase.seconds[r] = own_[r].most() + costs_.phase_seconds;
+      done_[r] = {phase.begin[r] + own_[r].longest(), rank};
+      phase.seconds[r] = own_[r].longest() + costs_.phase_seconds;
     }
     cut_pieces();
-    if (way_ == FlowWay::forward) {
-      follow_forward();
-    } else {
+    if (reverse_) {
       follow_reverse();
+    } else {
+      follow_forward();
     }
     phase.end.resize(world_size);
     phase.waits_for.resize(world_size);
     for (std::size_t r = 0; r < world_size; ++r) {
-      phase.end[r] = done_[r].seconds + costs_.phase_seconds;
-      phase.waits_for[r] = done_[r].rank;
+      phase.end[r] = done_[r].first + costs_.phase_seconds;
+      phase.waits_for[r] = done_[r].second;
     }
     find_slowest(phase);
   }
 
  private:
   void find_forwarders() {
-    nvlink_speed_.assign(nodes_.world_size, most_nvlink_speed_);
+    nvlink_speed_.assign(nodes_.world_size, max_nvlink_speed_);
     for (const Flow& flow : set_.flows) {
       if (flow.after < 0 || !nodes_.share_node(Rank{flow.src}, Rank{flow.dst})) continue;
-      nvlink_speed_[flow.src] = most_nvlink_speed_ * costs_.forward_share;
+      nvlink_speed_[flow.src] = max_nvlink_speed_ * costs_.forward_share;
     }
   }
 
   LinkSeconds link_seconds(const LinkBytes& bytes, std::size_t rank) const {
-    const auto nvlink = [&](std::int64_t num_bytes, std::int32_t peers) {
-      return static_cast<double>(num_bytes) / nvlink_speed_[rank] + peers * nvlink_message_;
+    const auto nvlink = [&](std::int64_t num_bytes, std::int64_t num_peers) {
+      return static_cast<double>(num_bytes) / nvlink_speed_[rank] +
+             static_cast<double>(num_peers) * nvlink_message_;
     };
-    const auto network = [&](std::int64_t num_bytes, std::int32_t peers) {
+    const auto network = [&](std::int64_t num_bytes, std::int64_t num_peers) {
       return static_cast<double>(num_bytes) / network_speed_ +
-             peers * costs_.network_message_seconds;
+             static_cast<double>(num_peers) * costs_.network_message_seconds;
     };
-    LinkPeers peers = set_.peers[rank];
-    if (way_ == FlowWay::reverse) {
-      std::swap(peers.nvlink_in, peers.nvlink_out);
-      std::swap(peers.network_in, peers.network_out);
-    }
+    const LinkBytes peers = reverse_ ? reversed(set_.peers[rank]) : set_.peers[rank];
     return {.nvlink_in = nvlink(bytes.nvlink_in, peers.nvlink_in),
             .nvlink_out = nvlink(bytes.nvlink_out, peers.nvlink_out),
             .network_in = network(bytes.network_in, peers.network_in),
@@ -123,24 +118,24 @@ class TransferClock {
       arrived[i] = sent_[flow.src];
       if (flow.after >= 0) {
         Ready fed = arrived[flow.after];
-        fed.seconds += piece_seconds(i);
-        arrived[i].wait_for(fed);
+        fed.first += piece_seconds(i);
+        wait_for(arrived[i], fed);
       }
-      done_[flow.dst].wait_for(arrived[i]);
+      wait_for(done_[flow.dst], arrived[i]);
     }
   }
 
-  // What was forwarded comes back the same way: a rank that forwarded sums, and passes on.
+  // Forwarded rows come back the same way: a rank that forwarded sums, and passes on.
   void follow_reverse() {
     std::vector<Ready> passed(set_.flows.size());
     for (std::size_t i = set_.flows.size(); i-- > 0;) {
       const Flow& flow = set_.flows[i];
       Ready ready = passed[i];
-      ready.wait_for(sent_[flow.dst]);
-      done_[flow.src].wait_for(ready);
+      wait_for(ready, sent_[flow.dst]);
+      wait_for(done_[flow.src], ready);
       if (flow.after < 0) continue;
-      ready.seconds += piece_seconds(flow.after);
-      passed[flow.after].wait_for(ready);
+      ready.first += piece_seconds(flow.after);
+      wait_for(passed[flow.after], ready);
     }
   }
 
@@ -154,10 +149,10 @@ class TransferClock {
   }
 
   const FlowSet& set_;
-  FlowWay way_;
+  bool reverse_;
   const Topology& nodes_;
   const StepCosts& costs_;
-  double most_nvlink_speed_;
+  double max_nvlink_speed_;
   double network_speed_;
   double nvlink_message_;
   std::vector<double> nvlink_speed_;  // [W]
@@ -171,16 +166,16 @@ class TransferClock {
 }  // namespace
 
 StepResource LinkSeconds::slowest() const {
-  const double longest = most();
-  if (longest <= 0) return StepResource::nothing;
-  if (longest == network_out) return StepResource::network_out;
-  if (longest == network_in) return StepResource::network_in;
-  return longest == nvlink_out ? StepResource::nvlink_out : StepResource::nvlink_in;
+  const double seconds = longest();
+  if (seconds <= 0) return StepResource::nothing;
+  if (seconds == network_out) return StepResource::network_out;
+  if (seconds == network_in) return StepResource::network_in;
+  return seconds == nvlink_out ? StepResource::nvlink_out : StepResource::nvlink_in;
 }
 
-void run_transfer(const FlowSet& set, FlowWay way, double nvlink_share, const Topology& nodes,
+void run_transfer(const FlowSet& set, bool reverse, double nvlink_share, const Topology& nodes,
                   const StepOptions& options, PhasePrediction& phase) {
-  TransferClock(set, way, nvlink_share, nodes, options).run(phase);
+  TransferClock(set, reverse, nvlink_share, nodes, options).run(phase);
 }
 
 void run_kernel(PhasePrediction& phase) {

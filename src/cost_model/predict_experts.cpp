@@ -1,33 +1,197 @@
 #include "waybill/cost_model/predict_experts.h"
 
 #include <algorithm>
+#include <cmath>
+#include <tuple>
 #include <utility>
 
 #include "core/batch_bytes.h"
-#include "expert_load.h"
 #include "moe/input_checks.h"
+#include "moe/token_routes.h"
 #include "waybill/core/error.h"
 #include "waybill/cost_model/call_overhead.h"
 
 namespace waybill {
+
+std::string_view to_string(ExpertPath path) {
+  return path == ExpertPath::waiting ? "waiting" : "pipelined";
+}
+
+void ExpertCosts::check(const char* who) const {
+  require(num_sms >= 1, who, ": costs.num_sms = ", num_sms, ", expected >= 1");
+  for (const auto& [field, got, zero_too] :
+       {std::tuple{"count_seconds", count_seconds, true},
+        {"count_token_seconds", count_token_seconds, true},
+        {"sum_bytes_per_second", sum_bytes_per_second, false},
+        {"copy_bytes_per_second", copy_bytes_per_second, false},
+        {"kernel_seconds", kernel_seconds, true},
+        {"last_row_seconds", last_row_seconds, true},
+        {"put_seconds", put_seconds, true},
+        {"path_bytes_per_second", path_bytes_per_second, true}}) {
+    require(std::isfinite(got) && (zero_too ? got >= 0 : got > 0), who, ": costs.", field, " = ",
+            got, ", expected a number ", zero_too ? ">= 0" : "> 0");
+  }
+}
+
+void ExpertCostOptions::check(const char* who) const {
+  links.check(who);
+  HardwareFacts hardware;
+  hardware.message_seconds = message_seconds;
+  StepOptions{.hardware = hardware, .costs = step}.check(who);
+  costs.check(who);
+}
+
 namespace {
 
-using detail::ExpertLinkRows;
-using detail::ExpertRankLoad;
+/// Tokens of which a put carries adjacent ones, at most.
+constexpr std::int64_t put_tokens = 32;
 
-// Kernels of a call over several nodes beyond those on one.
-struct MoreKernels {
-  int counted, cached, combine;
+/// The part of a rank in a dispatch, in rows. A combine moves the same ones the other way.
+struct ExpertRankLoad {
+  std::int64_t tokens = 0;
+  std::int64_t computed = 0;    ///< topk slots of its experts
+  std::int64_t received = 0;    ///< tokens, its own among them
+  std::int64_t kept = 0;        ///< the part of these that it has as their home or forwarder
+  std::int64_t kept_slots = 0;  ///< their topk slots
+  LinkBytes per_node;           ///< rows over its links: a row for each node, then for each rank
+  LinkBytes slots;              ///< the same: a row for each node, inside it for each topk slot
+  LinkBytes straight;           ///< the same: a row for each rank, wherever it is
+  /// Rows from other nodes that it hands on, and that it keeps.
+  std::int64_t forwarded = 0;
+  std::int64_t forwarded_slots = 0;
+  std::int64_t kept_of_others = 0;
+  std::int64_t computed_of_others = 0;  ///< topk slots of its experts, of tokens of other nodes
+  std::int64_t puts_out = 0;            ///< puts of a dispatch, per node
+  std::int64_t puts_back = 0;           ///< puts of a combine: sums of other nodes' tokens
+  std::int64_t runs_out = 0;  ///< puts of a low latency dispatch: adjacent tokens for a rank
+  std::int64_t runs_back = 0;
 };
-constexpr MoreKernels more_kernels_waiting = {6, 4, 7};
-constexpr MoreKernels more_kernels_pipelined = {4, 3, 6};
-/// A pipelined combine sums what leaves in so many pieces at most, of so many tokens at least.
-constexpr std::int64_t most_sum_pieces = 4;
+
+class LoadCount {
+ public:
+  LoadCount(const EPConfig& config, const EPDispatchOptions& dispatch)
+      : config_(config),
+        loads_(config.world_size),
+        parts_(num_scales(config, dispatch) > 0 ? 2 : 1),
+        row_bytes_(payload_row_bytes(config, dispatch)),
+        sum_bytes_(config.hidden * dtype_bytes(config.token_dtype)),
+        routes_(config, 0),
+        to_node_(config.num_nodes(), -2),
+        from_node_(config.num_nodes(), -2),
+        to_rank_(config.world_size, -2),
+        from_rank_(config.world_size, -2) {}
+
+  /// Numbers of tokens tell the last put of one source from that of another: clearing them would
+  /// take the square of the ranks.
+  void count_source(std::int32_t source, std::span<const std::int32_t> ids) {
+    source_ = source;
+    routes_.begin(source);
+    const std::int64_t tokens = std::ssize(ids) / config_.topk;
+    loads_[source].tokens = tokens;
+    for (std::int64_t i = 0; i < std::ssize(ids); ++i) {
+      const std::int64_t token = i / config_.topk;
+      const TopkRoute route = routes_.next(token, ids[i]);
+      if (route.rank != config_.world_size) count_slot(token, route);
+    }
+    first_ += tokens + 1;  // no run goes on
+  }
+
+  [[nodiscard]] std::vector<ExpertRankLoad> take() { return std::move(loads_); }
+
+ private:
+  [[nodiscard]] bool is_other_node(std::int32_t rank) const {
+    return rank / config_.local_world_size != source_ / config_.local_world_size;
+  }
+
+  /// Counts puts from one source to one peer: runs of tokens, cut at every 32nd and where a put
+  /// would get too long.
+  /// @param last number of the token before, among those of all sources
+  /// @return whether the token begins a put. Tokens ascend.
+  [[nodiscard]] bool begins_put(std::int64_t& last, std::int64_t token, std::int64_t bytes) const {
+    const std::int64_t step =
+        std::clamp<std::int64_t>(detail::max_put_bytes / bytes, 1, put_tokens);
+    const bool begins = first_ + token != last + 1 || token % put_tokens % step == 0;
+    last = first_ + token;
+    return begins;
+  }
+
+  void count_slot(std::int64_t token, const TopkRoute& route) {
+    ExpertRankLoad& home = loads_[source_];
+    ExpertRankLoad& forwarder = loads_[route.forwarder];
+    ExpertRankLoad& there = loads_[route.rank];
+    const bool crosses = is_other_node(route.rank);
+    ++there.computed;
+    if (crosses) ++there.computed_of_others;
+    if (route.to_node) {
+      for (LinkBytes ExpertRankLoad::*rows : {&ExpertRankLoad::per_node, &ExpertRankLoad::slots}) {
+        ++(home.*rows).network_out;
+        ++(forwarder.*rows).network_in;
+      }
+      const std::size_t node = route.forwarder / config_.local_world_size;
+      if (begins_put(to_node_[node], token, row_bytes_)) home.puts_out += parts_;
+      if (begins_put(from_node_[node], token, sum_bytes_)) ++forwarder.puts_back;
+    }
+    if (route.rank == route.forwarder) {
+      ++there.kept_slots;
+    } else {
+      ++forwarder.slots.nvlink_out;
+      ++there.slots.nvlink_in;
+      if (crosses) ++forwarder.forwarded_slots;
+    }
+    if (route.to_rank) count_row(token, route, home, forwarder, there);
+  }
+
+  void count_row(std::int64_t token, const TopkRoute& route, ExpertRankLoad& home,
+                 ExpertRankLoad& forwarder, ExpertRankLoad& there) {
+    const bool crosses = is_other_node(route.rank);
+    ++there.received;
+    if (route.rank == route.forwarder) {
+      ++there.kept;
+      if (crosses) ++there.kept_of_others;
+    } else {
+      ++forwarder.per_node.nvlink_out;
+      ++there.per_node.nvlink_in;
+      if (crosses) ++forwarder.forwarded;
+    }
+    if (route.rank == source_) return;
+    ++(crosses ? home.straight.network_out : home.straight.nvlink_out);
+    ++(crosses ? there.straight.network_in : there.straight.nvlink_in);
+    if (!crosses) return;
+    if (begins_put(to_rank_[route.rank], token, row_bytes_)) home.runs_out += parts_;
+    if (begins_put(from_rank_[route.rank], token, sum_bytes_)) ++there.runs_back;
+  }
+
+  const EPConfig& config_;
+  std::vector<ExpertRankLoad> loads_;
+  std::int64_t parts_;  ///< rows, and their scales
+  std::int64_t row_bytes_;
+  std::int64_t sum_bytes_;
+  std::int32_t source_ = 0;
+  std::int64_t first_ = 0;  ///< number of the source's token 0 among those of all sources
+  TokenRoutes routes_;
+  // Numbers of the last tokens that went there, or back from there.
+  std::vector<std::int64_t> to_node_;    ///< [N]
+  std::vector<std::int64_t> from_node_;  ///< [N]
+  std::vector<std::int64_t> to_rank_;    ///< [W]
+  std::vector<std::int64_t> from_rank_;  ///< [W]
+};
+
+/// @param ids as predict_experts has them, checked
+std::vector<ExpertRankLoad> count_expert_load(const EPConfig& config,
+                                              const EPDispatchOptions& dispatch,
+                                              std::span<const std::vector<std::int32_t>> ids) {
+  LoadCount count(config, dispatch);
+  for (std::int32_t r = 0; r < config.world_size; ++r) count.count_source(r, ids[r]);
+  return count.take();
+}
+
+/// A pipelined combine sums in at most so many pieces, of at least so many tokens.
+constexpr std::int64_t max_sum_pieces = 4;
 constexpr std::int64_t sum_piece_tokens = 2048;
 
 double as_double(std::int64_t value) { return static_cast<double>(value); }
 
-LinkBytes bytes_of(const ExpertLinkRows& rows, std::int64_t row_bytes, bool back) {
+LinkBytes bytes_of(const LinkBytes& rows, std::int64_t row_bytes, bool back) {
   LinkBytes bytes{rows.nvlink_in * row_bytes, rows.nvlink_out * row_bytes,
                   rows.network_in * row_bytes, rows.network_out * row_bytes};
   if (back) {
@@ -37,19 +201,19 @@ LinkBytes bytes_of(const ExpertLinkRows& rows, std::int64_t row_bytes, bool back
   return bytes;
 }
 
-/// What one rank takes of a call.
+/// The time of a call on one rank.
 struct RankTime {
   LinkBytes links;
   std::int64_t puts = 0;
   double begin = 0;
-  double beside = 0;
+  double overlapped = 0;
   double network = 0;
   double nvlink = 0;
   double blocks = 0;
   double end = 0;
 
   [[nodiscard]] double seconds() const {
-    return begin + std::max(network, beside + std::max(nvlink, blocks)) + end;
+    return begin + std::max(network, overlapped + std::max(nvlink, blocks)) + end;
   }
 };
 
@@ -61,7 +225,9 @@ class ExpertClock {
         costs_(options.costs),
         links_(options.links),
         nodes_(config.num_nodes()),
-        more_kernels_(is_pipelined() ? more_kernels_pipelined : more_kernels_waiting),
+        counted_kernels_(is_pipelined() ? 4 : 6),
+        cached_kernels_(is_pipelined() ? 3 : 4),
+        combine_kernels_(is_pipelined() ? 6 : 7),
         post_(options.step.network_post_seconds),
         latency_(nodes_ > 1 ? options.step.network_message_seconds : 0),
         pushes_(options.push_combine && nodes_ == 1),
@@ -121,7 +287,7 @@ class ExpertClock {
     }
   }
 
-  /// What the blocks take that put.
+  /// The time of the blocks that put.
   [[nodiscard]] double posting(std::int64_t puts, double bytes) const {
     const double copy =
         bytes / (is_mapped() ? costs_.path_bytes_per_second : links_.network_bytes_per_second);
@@ -135,7 +301,7 @@ class ExpertClock {
 
   /// A piece on its way through the node.
   [[nodiscard]] double piece() const {
-    return as_double(detail::most_put_bytes) / links_.nvlink_bytes_per_second + message_;
+    return as_double(detail::max_put_bytes) / links_.nvlink_bytes_per_second + message_;
   }
 
   [[nodiscard]] double ids_seconds() const {
@@ -143,7 +309,7 @@ class ExpertClock {
     return latency_ +
            bytes / (is_mapped() ? costs_.path_bytes_per_second * path_sms_
                                 : links_.network_bytes_per_second) +
-           (more_kernels_.counted - more_kernels_.cached) * costs_.kernel_seconds;
+           (counted_kernels_ - cached_kernels_) * costs_.kernel_seconds;
   }
 
   [[nodiscard]] RankTime dispatch(const ExpertRankLoad& load, bool grouped) const {
@@ -153,7 +319,7 @@ class ExpertClock {
     time.begin = signals_;
     if (grouped) {
       const bool goes_on = is_pipelined() && nodes_ > 1;  // rows leave while tokens are counted
-      (goes_on ? time.beside : time.begin) +=
+      (goes_on ? time.overlapped : time.begin) +=
           costs_.count_seconds +
           nodes_ * (counts_ + as_double(load.tokens) * costs_.count_token_seconds / costs_.num_sms);
     }
@@ -163,7 +329,7 @@ class ExpertClock {
         stored_by(row_sms_, as_double(load.per_node.nvlink_out + load.kept + copies) * row);
     set_links(time, links_.nvlink_bytes_per_second);
     if (nodes_ == 1) return time;
-    time.begin += latency_ + more_kernels_.cached * costs_.kernel_seconds;
+    time.begin += latency_ + cached_kernels_ * costs_.kernel_seconds;
     if (!is_pipelined() || !is_mapped())  // a card reads registered memory alone
       time.begin += 2 * as_double(load.tokens) * row / costs_.copy_bytes_per_second;
     if (grouped) time.begin += ids_seconds();
@@ -171,7 +337,7 @@ class ExpertClock {
       time.end = piece();
       return time;
     }
-    // What came from the last node, when all of it is there.
+    // Rows from the last node, when all of them are there.
     const double part = 1.0 / (nodes_ - 1);
     const std::int64_t of_others = load.forwarded + load.kept_of_others;
     const std::int64_t copied =
@@ -188,7 +354,7 @@ class ExpertClock {
     RankTime time;
     const bool of_slots = kind == ExpertCallKind::grouped_combine;
     const bool sums = kind == ExpertCallKind::summed_combine;
-    const ExpertLinkRows& rows = of_slots ? load.slots : load.per_node;
+    const LinkBytes& rows = of_slots ? load.slots : load.per_node;
     time.links = bytes_of(rows, sum_bytes_, true);
     time.begin = signals_;
     const std::int64_t sent = rows.nvlink_in;
@@ -204,7 +370,7 @@ class ExpertClock {
     if (pushes_) return pushed_combine(load, kind);
     RankTime time;
     const bool sums = kind != ExpertCallKind::grouped_combine;
-    const ExpertLinkRows& rows = sums ? load.per_node : load.slots;
+    const LinkBytes& rows = sums ? load.per_node : load.slots;
     time.links = bytes_of(rows, sum_bytes_, true);
     time.puts = load.puts_back;
     time.begin = signals_;
@@ -216,9 +382,9 @@ class ExpertClock {
         stored_by(row_sms_, as_double(pulled + load.tokens + load.per_node.network_in) * row);
     set_links(time, pull_speed_);
     if (nodes_ == 1) return time;
-    time.begin += more_kernels_.combine * costs_.kernel_seconds;
+    time.begin += combine_kernels_ * costs_.kernel_seconds;
     // Own sums, those of other nodes and the result; pipelined as they come.
-    (is_pipelined() ? time.beside : time.end) +=
+    (is_pipelined() ? time.overlapped : time.end) +=
         summed(load.per_node.network_out + 2 * load.tokens);
     time.end += latency_ + (is_pipelined() ? piece() : 0);
     make_sums_first(load, sums ? load.forwarded : load.forwarded_slots, time);
@@ -230,7 +396,7 @@ class ExpertClock {
     std::int64_t pieces = 1;
     if (is_pipelined()) {
       pieces =
-          std::clamp<std::int64_t>(load.per_node.network_in / sum_piece_tokens, 1, most_sum_pieces);
+          std::clamp<std::int64_t>(load.per_node.network_in / sum_piece_tokens, 1, max_sum_pieces);
     }
     const auto row = as_double(sum_bytes_);
     const double link = as_double(pulled / pieces) * row / pull_speed_;
@@ -289,13 +455,16 @@ class ExpertClock {
   const ExpertCosts& costs_;
   const LinkSpeeds& links_;
   std::int32_t nodes_;
-  MoreKernels more_kernels_;
+  // Kernels of a call over several nodes beyond those on one.
+  int counted_kernels_;
+  int cached_kernels_;
+  int combine_kernels_;
   double post_;
   double latency_;
   bool pushes_;
   double pull_speed_;
-  std::int64_t row_bytes_;  ///< of a dispatch, scales too
-  std::int64_t sum_bytes_;  ///< of a combine
+  std::int64_t row_bytes_;  ///< bytes of a dispatched row and its scales
+  std::int64_t sum_bytes_;  ///< bytes of a combined row
   int path_sms_;
   int row_sms_;
   double message_ = 0;
@@ -320,7 +489,7 @@ std::vector<ExpertCallPrediction> predict_experts(const EPConfig& config,
   dispatch.check(config, "predict_experts");
   options.check("predict_experts");
   detail::check_ids("predict_experts", config, ids);
-  const std::vector<ExpertRankLoad> loads = detail::count_expert_load(config, dispatch, ids);
+  const std::vector<ExpertRankLoad> loads = count_expert_load(config, dispatch, ids);
   const ExpertClock clock(config, dispatch, options);
   std::vector<ExpertCallPrediction> calls(num_expert_calls);
   for (int k = 0; k < num_expert_calls; ++k) {
@@ -333,7 +502,7 @@ std::vector<ExpertCallPrediction> predict_experts(const EPConfig& config,
       if (r > 0 && time.seconds() <= call.seconds) continue;
       call.rank = static_cast<std::int32_t>(r);
       call.begin_seconds = time.begin;
-      call.beside_seconds = time.beside;
+      call.beside_seconds = time.overlapped;
       call.network_seconds = time.network;
       call.nvlink_seconds = time.nvlink;
       call.block_seconds = time.blocks;

@@ -2,21 +2,19 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <numeric>
+#include <unordered_map>
 
 #include "flows.h"
-#include "phase_clock.h"
 #include "planner/relay_checks.h"
-#include "predictor_memory.h"
 #include "routing/homes.h"
-#include "step_causes.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
 namespace {
 
 using detail::FlowSet;
-using detail::FlowWay;
 using detail::homes_of;
 using detail::RelayedShards;
 using detail::TimedPlan;
@@ -79,7 +77,7 @@ std::vector<double> kernel_seconds(const std::vector<std::int64_t>& work, double
 struct StepFlows {
   FlowSet dispatch;
   FlowSet q;
-  FlowSet gradient;            ///< of K and V, straight
+  FlowSet gradient;            ///< dK and dV, straight
   FlowSet forwarded_gradient;  ///< as K and V went; empty where they went straight
 
   StepFlows(const TimedPlan& timed, const Topology& nodes, const StepOptions& options) {
@@ -101,19 +99,19 @@ struct StepFlows {
 void run_phase(const StepFlows& flows, const Topology& nodes, const StepPrediction& step, bool even,
                PhasePrediction& phase) {
   const StepOptions& options = step.options;
-  const auto transfer = [&](const FlowSet& set, FlowWay way, double share = 1) {
-    detail::run_transfer(set, way, share, nodes, options, phase);
+  const auto transfer = [&](const FlowSet& set, bool reverse, double share = 1) {
+    detail::run_transfer(set, reverse, share, nodes, options, phase);
   };
   switch (phase.phase) {
     case StepPhase::dispatch:
-      return transfer(flows.dispatch, FlowWay::forward);
+      return transfer(flows.dispatch, false);
     case StepPhase::output:
     case StepPhase::q_gradient:
-      return transfer(flows.q, FlowWay::reverse);
+      return transfer(flows.q, true);
     case StepPhase::output_gradient:
-      return transfer(flows.q, FlowWay::forward);
+      return transfer(flows.q, false);
     case StepPhase::kv_gradient:
-      return transfer(flows.gradient, FlowWay::reverse, options.costs.pull_share);
+      return transfer(flows.gradient, true, options.costs.pull_share);
     case StepPhase::attention:
     case StepPhase::attention_gradient:
       phase.seconds =
@@ -132,14 +130,14 @@ void try_forwarded_gradient(const StepFlows& flows, const Topology& nodes, StepP
   PhasePrediction forwarded;
   forwarded.phase = StepPhase::kv_gradient;
   forwarded.begin = step.phases.back().begin;
-  detail::run_transfer(flows.forwarded_gradient, FlowWay::reverse, step.options.costs.pull_share,
-                       nodes, step.options, forwarded);
+  detail::run_transfer(flows.forwarded_gradient, true, step.options.costs.pull_share, nodes,
+                       step.options, forwarded);
   if (end_of(forwarded) >= end_of(step.phases.back())) return;
   step.phases.back() = std::move(forwarded);
   step.gradient_transfer = step.options.transfer;
 }
 
-// What of a rank keeps others waiting, or itself.
+// The link or kernel of a rank that keeps others waiting, or itself.
 StepResource resource_of(const PhasePrediction& phase, std::int32_t waiter, std::int32_t rank,
                          const StepOptions& options) {
   if (!moves_rows(phase.phase))
@@ -175,6 +173,100 @@ std::vector<StepCause> path_of(const StepPrediction& step) {
   return path;
 }
 
+bool goes_out(StepResource resource) {
+  return resource == StepResource::nvlink_out || resource == StepResource::network_out;
+}
+
+bool over_network(StepResource resource) {
+  return resource == StepResource::network_in || resource == StepResource::network_out;
+}
+
+bool is_reverse(StepPhase phase) {
+  return phase == StepPhase::output || phase == StepPhase::q_gradient ||
+         phase == StepPhase::kv_gradient;
+}
+
+/// Amounts by document for one cause.
+struct Tally {
+  StepCause* cause = nullptr;
+  std::unordered_map<std::int32_t, std::int64_t> amounts;
+
+  /// Whether a row from `src` to `dst`, forward, crosses the link that the cause names.
+  [[nodiscard]] bool crosses(std::int32_t src, std::int32_t dst, bool same_node) const {
+    if (over_network(cause->resource) == same_node) return false;
+    const bool from_src = goes_out(cause->resource) != is_reverse(cause->phase);
+    return (from_src ? src : dst) == cause->rank;
+  }
+
+  void add(std::int32_t document, std::int64_t amount) {
+    amounts[document] += amount;
+    cause->amount += amount;
+  }
+
+  void finish() const {
+    for (const auto& [document, amount] : amounts) {
+      if (amount < cause->document_amount) continue;
+      if (amount == cause->document_amount && document > cause->document) continue;
+      cause->document = document;
+      cause->document_amount = amount;
+    }
+  }
+};
+
+bool moves_q(StepPhase phase) { return moves_rows(phase) && phase != StepPhase::kv_gradient; }
+
+/// Fills amount, document and document_amount of causes whose phase, rank and resource are set.
+/// A walk over all rows that move, for all causes at once.
+/// @param work [N] pairs of each shard
+void find_documents(const TimedPlan& timed, const Topology& nodes, const StepPrediction& step,
+                    const std::vector<std::int64_t>& work, const std::vector<StepCause*>& causes) {
+  const QkvPlan& plan = *timed.plan;
+  std::vector<Tally> kernels;
+  std::vector<Tally> links;
+  for (StepCause* cause : causes) {
+    if (cause->resource == StepResource::nothing) continue;
+    (cause->resource == StepResource::compute ? kernels : links).push_back({cause, {}});
+  }
+  for (std::int64_t n = 0; n < plan.num_shards() && !kernels.empty(); ++n) {
+    for (Tally& tally : kernels) {
+      if (plan.q_dst[n] == tally.cause->rank) tally.add(timed.document[n], work[n]);
+    }
+  }
+  const ModelShape& model = step.options.model;
+  const std::int64_t q_bytes = model.q_row_bytes();
+  for (std::int64_t n = 0; n < plan.num_shards(); ++n) {
+    const std::int32_t src = timed.home[n];
+    const std::int32_t dst = plan.q_dst[n];
+    if (src == dst) continue;
+    for (Tally& tally : links) {
+      if (moves_q(tally.cause->phase) &&
+          tally.crosses(src, dst, nodes.share_node(Rank{src}, Rank{dst})))
+        tally.add(timed.document[n], plan.shard_len[n] * q_bytes);
+    }
+  }
+  const auto add_kv = [&](StepPhase phase, TransferMode transfer, std::int64_t width) {
+    detail::visit_kv_moves(timed, nodes, transfer, [&](const detail::KvMove& move) {
+      const bool same = nodes.share_node(Rank{move.src}, Rank{move.dst});
+      for (Tally& tally : links) {
+        if (tally.cause->phase != phase || !tally.crosses(move.src, move.dst, same)) continue;
+        tally.add(timed.document[move.shard],
+                  move.rows * model.kv_row_bytes() * (move.is_fed_on ? width : 1));
+      }
+    });
+  };
+  add_kv(StepPhase::dispatch, step.options.transfer, 1);
+  add_kv(StepPhase::kv_gradient, step.gradient_transfer, detail::sum_width(model));
+  for (const auto* tallies : {&kernels, &links}) {
+    for (const Tally& tally : *tallies) tally.finish();
+  }
+}
+
+/// @throws InvalidArgument unless `got` is finite and above 0, or 0 where `zero_too`
+void check_number(const char* who, const char* field, double got, bool zero_too) {
+  require(std::isfinite(got) && (zero_too ? got >= 0 : got > 0), who, ": ", field, " = ", got,
+          ", expected a number ", zero_too ? ">= 0" : "> 0");
+}
+
 }  // namespace
 
 std::string_view to_string(StepPhase phase) {
@@ -198,6 +290,13 @@ const StepCause& StepPrediction::bottleneck() const {
   return *std::max_element(path.begin(), path.end(),
                            [](const auto& a, const auto& b) { return a.seconds < b.seconds; });
 }
+
+struct StepPredictor::Memory {
+  detail::TimedPlan timed;
+
+  /// @param even as if every rank had the mean of the work
+  [[nodiscard]] StepPrediction predict(const StepOptions& options, bool even) const;
+};
 
 StepPredictor::StepPredictor(const QkvPlan& plan, const RelaySchedule* relay)
     : memory_(std::make_unique<Memory>()) {
@@ -274,7 +373,7 @@ StepPrediction StepPredictor::Memory::predict(const StepOptions& options, bool e
   std::vector<StepCause*> causes;
   for (PhasePrediction& phase : step.phases) causes.push_back(&phase.slowest);
   for (StepCause& cause : step.path) causes.push_back(&cause);
-  detail::find_documents(timed, nodes, step, shard_pairs, causes);
+  find_documents(timed, nodes, step, shard_pairs, causes);
   return step;
 }
 
@@ -288,6 +387,72 @@ StepPrediction predict_step(const AttentionPlan& plan, const StepOptions& option
 
 StepPrediction predict_step(const AttentionPlan& plan) {
   return predict_step(plan, StepOptions::of(plan));
+}
+
+StepOptions StepOptions::of(const AttentionPlan& plan) {
+  StepOptions options;
+  options.model = plan.options.model;
+  options.mask = plan.options.mask;
+  options.hardware = plan.options.hardware;
+  options.transfer = plan.relay.empty() ? TransferMode::direct : TransferMode::relay;
+  return options;
+}
+
+void StepOptions::check(const char* who) const {
+  PlannerOptions options;
+  options.model = model;
+  options.mask = mask;
+  options.hardware = hardware;
+  options.check(who);
+  check_number(who, "costs.phase_seconds", costs.phase_seconds, true);
+  check_number(who, "costs.pull_share", costs.pull_share, false);
+  check_number(who, "costs.forward_share", costs.forward_share, false);
+  check_number(who, "costs.network_message_seconds", costs.network_message_seconds, true);
+  check_number(who, "costs.network_post_seconds", costs.network_post_seconds, true);
+  require(costs.forward_chunk_bytes >= 0, who,
+          ": costs.forward_chunk_bytes = ", costs.forward_chunk_bytes, ", expected >= 0");
+  check_number(who, "costs.forward_flops_per_second", costs.forward_flops_per_second, false);
+  check_number(who, "costs.backward_flops_per_second", costs.backward_flops_per_second, false);
+}
+
+std::string_view to_string(RemedyKind kind) {
+  static constexpr std::array<std::string_view, 6> names = {
+      "relay", "once_per_node", "even_work", "double_nvlink", "double_network", "double_compute"};
+  return names[static_cast<std::size_t>(kind)];
+}
+
+std::vector<Remedy> step_remedies(const StepPredictor& predictor, const StepPrediction& step) {
+  std::vector<Remedy> remedies;
+  const auto add = [&](RemedyKind kind, const StepOptions& options) {
+    remedies.push_back({kind, predictor.predict(options).seconds});
+  };
+  const bool several_nodes = step.world_size > step.options.hardware.ranks_per_node;
+  StepOptions options = step.options;
+  if (predictor.has_relay() && options.transfer != TransferMode::relay) {
+    options.transfer = TransferMode::relay;
+    add(RemedyKind::relay, options);
+  }
+  if (several_nodes && step.options.transfer == TransferMode::direct) {
+    options.transfer = TransferMode::once_per_node;
+    add(RemedyKind::once_per_node, options);
+  }
+  options = step.options;
+  options.hardware.nvlink_bytes_per_second *= 2;
+  add(RemedyKind::double_nvlink, options);
+  if (several_nodes) {
+    options = step.options;
+    options.hardware.network_bytes_per_second *= 2;
+    add(RemedyKind::double_network, options);
+  }
+  options = step.options;
+  options.hardware.pairs_per_second *= 2;
+  options.costs.forward_flops_per_second *= 2;
+  options.costs.backward_flops_per_second *= 2;
+  add(RemedyKind::double_compute, options);
+  remedies.push_back({RemedyKind::even_work, predictor.predict_even(step.options).seconds});
+  std::stable_sort(remedies.begin(), remedies.end(),
+                   [](const Remedy& a, const Remedy& b) { return a.seconds < b.seconds; });
+  return remedies;
 }
 
 }  // namespace waybill

@@ -5,7 +5,6 @@
 
 #include "agreement.h"
 #include "core/memory_layout.h"
-#include "core/move_assign.h"
 #include "experts/expert_executor.h"
 #include "waybill/core/error.h"
 #include "waybill/experts/ep_all2all_layer.h"

@@ -10,7 +10,7 @@
 #include "core/to_size.h"
 #include "host_executor.h"
 #include "waybill/core/error.h"
-#include "waybill/core/uninitialized_vector.h"
+#include "waybill/core/table_allocator.h"
 #include "waybill/moe/quantize.h"
 
 namespace waybill::detail {

@@ -10,7 +10,7 @@
 #include <memory>
 #include <random>
 
-#include "core/errno_text.h"
+#include "core/printable.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
@@ -62,7 +62,7 @@ bool write_all(File file, std::string_view text, bool lasting) {
 }
 
 /// Opens a new file in the folder of `target`, under a name that nothing has yet.
-File create_beside(const fs::path& target, fs::path& created) {
+File create_temporary(const fs::path& target, fs::path& created) {
   std::random_device random;
   for (int attempt = 0; attempt < 100; ++attempt) {
     created = target;
@@ -73,12 +73,12 @@ File create_beside(const fs::path& target, fs::path& created) {
   fail(target.string(), "cannot create a file beside it", errno);
 }
 
-/// What write_file does not replace but write to: a device, a pipe.
+/// A device or a pipe, which write_file does not replace but write to.
 bool is_written_in_place(const fs::file_status& status) {
   return fs::exists(status) && !fs::is_regular_file(status);
 }
 
-/// What a link stands for, or will.
+/// The file that a link stands for, or will.
 fs::path replaced_file(const fs::path& path, const fs::file_status& status) {
   if (!fs::exists(status)) return path;
   std::error_code error;
@@ -108,7 +108,7 @@ void require_writable(const fs::path& path) {
     return;
   }
   fs::path created;
-  (void)create_beside(replaced_file(path, status), created);
+  (void)create_temporary(replaced_file(path, status), created);
   fs::remove(created, ignored);
 }
 
@@ -123,7 +123,7 @@ void write_file(const fs::path& path, std::string_view text) {
   }
   const fs::path target = replaced_file(path, status);
   fs::path created;
-  if (!write_all(create_beside(target, created), text, true)) {
+  if (!write_all(create_temporary(target, created), text, true)) {
     const int reason = errno;
     fs::remove(created, ignored);
     fail(path.string(), "cannot write", reason);

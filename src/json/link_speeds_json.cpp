@@ -3,16 +3,14 @@
 #include <string_view>
 #include <utility>
 
-#include "node.h"
-#include "waybill/core/text_part.h"
+#include "json/text.h"
 #include "waybill/json/file.h"
-#include "writer.h"
 
 namespace waybill {
 namespace {
 
 constexpr std::string_view links_format = "waybill.links";
-constexpr std::int64_t most_gpus = 1 << 20;
+constexpr std::int64_t max_gpus = 1 << 20;
 
 double speed_at(const detail::JsonNode& root, std::string_view key) {
   const detail::JsonNode node = root.at(key);
@@ -26,14 +24,12 @@ double speed_at(const detail::JsonNode& root, std::string_view key) {
 
 std::string to_json(const LinkMeasurement& links, JsonStyle style) {
   links.speeds.check("to_json");
-  detail::JsonWriter writer(style);
-  writer.open_object().header(links_format);
-  writer.key("device").string(links.device).key("num_gpus").integer(links.num_gpus);
-  writer.key("nvlink_bytes_per_second").real(links.speeds.nvlink_bytes_per_second);
-  writer.key("network_bytes_per_second").real(links.speeds.network_bytes_per_second);
-  writer.key("block_bytes_per_second").real(links.speeds.block_bytes_per_second);
-  writer.close();
-  return std::move(writer).finish();
+  return detail::write_document(style, links_format, [&](detail::JsonWriter& writer) {
+    writer.key("device").string(links.device).key("num_gpus").integer(links.num_gpus);
+    writer.key("nvlink_bytes_per_second").real(links.speeds.nvlink_bytes_per_second);
+    writer.key("network_bytes_per_second").real(links.speeds.network_bytes_per_second);
+    writer.key("block_bytes_per_second").real(links.speeds.block_bytes_per_second);
+  });
 }
 
 LinkMeasurement links_from_json(std::string_view text, std::string_view origin) {
@@ -48,7 +44,7 @@ LinkMeasurement links_from_json(std::string_view text, std::string_view origin) 
                   .block_bytes_per_second = speed_at(root, "block_bytes_per_second")};
   if (const auto device = root.find("device")) links.device = device->string();
   if (const auto gpus = root.find("num_gpus")) {
-    links.num_gpus = static_cast<int>(gpus->integer(0, most_gpus));
+    links.num_gpus = static_cast<int>(gpus->integer(0, max_gpus));
   }
   return links;
 }

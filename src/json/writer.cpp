@@ -1,11 +1,9 @@
-#include "writer.h"
-
 #include <array>
 #include <charconv>
 #include <cmath>
 #include <utility>
 
-#include "node.h"
+#include "json/text.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {

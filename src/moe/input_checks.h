@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "waybill/core/tensor_view.h"
+#include "waybill/core/host_tensor.h"
 #include "waybill/moe/ep_config.h"
 
 namespace waybill::detail {

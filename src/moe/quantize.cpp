@@ -3,7 +3,6 @@
 #include <cmath>
 #include <cstring>
 
-#include "core/float8_convert.h"
 #include "core/number.h"
 #include "waybill/core/error.h"
 #include "waybill/moe/ep_config.h"

@@ -1,7 +1,6 @@
 #include "report/format.h"
-#include "text_parts.h"
 #include "waybill/core/error.h"
-#include "waybill/report/expert_calls.h"
+#include "waybill/report/expert_summary.h"
 
 namespace waybill {
 namespace {
@@ -13,23 +12,11 @@ using detail::pad_right;
 constexpr std::int64_t few_tokens = 128;
 
 const char* label_of(ExpertCallKind kind) {
-  switch (kind) {
-    case ExpertCallKind::grouped_dispatch:
-      return "dispatch, grouped";
-    case ExpertCallKind::cached_dispatch:
-      return "dispatch, known routing";
-    case ExpertCallKind::compact_combine:
-      return "combine, compact rows";
-    case ExpertCallKind::summed_combine:
-      return "combine with local sums";
-    case ExpertCallKind::grouped_combine:
-      return "combine, grouped rows";
-    case ExpertCallKind::low_latency_dispatch:
-      return "dispatch, low latency";
-    case ExpertCallKind::low_latency_combine:
-      return "combine, low latency";
-  }
-  return "";
+  constexpr const char* labels[] = {"dispatch, grouped",     "dispatch, known routing",
+                                    "combine, compact rows", "combine with local sums",
+                                    "combine, grouped rows", "dispatch, low latency",
+                                    "combine, low latency"};
+  return labels[static_cast<std::size_t>(kind)];
 }
 
 bool is_low_latency(ExpertCallKind kind) {

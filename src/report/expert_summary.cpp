@@ -5,10 +5,13 @@
 #include <functional>
 #include <numeric>
 #include <queue>
+#include <tuple>
 #include <utility>
 
 #include "moe/input_checks.h"
 #include "moe/token_routes.h"
+#include "report/format.h"
+#include "report/plan_figures.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
@@ -16,16 +19,7 @@ namespace {
 
 using Figure = std::int64_t ExpertRankFigures::*;
 
-Spread spread_of(std::span<const ExpertRankFigures> ranks, Figure figure) {
-  const auto worst =
-      std::ranges::max_element(ranks, {}, [&](const ExpertRankFigures& r) { return r.*figure; });
-  Spread spread;
-  spread.max = *worst.*figure;
-  spread.max_rank = static_cast<std::int32_t>(worst - ranks.begin());
-  for (const ExpertRankFigures& rank : ranks) spread.mean += static_cast<double>(rank.*figure);
-  spread.mean /= static_cast<double>(ranks.size());
-  return spread;
-}
+using detail::spread_of;
 
 void count_slot(std::int32_t source, ExpertRankFigures& to, ExpertRankFigures& own,
                 std::int32_t rank, const EPConfig& config) {
@@ -75,25 +69,19 @@ std::int64_t ExpertSummary::num_tokens() const {
 Spread ExpertSummary::computed() const { return spread_of(ranks, &ExpertRankFigures::computed); }
 
 ExpertLimit ExpertSummary::limit(const LinkSpeeds& speeds) const {
-  struct Way {
-    Figure figure;
-    bool network;
-    Direction direction;
-  };
-  constexpr Way ways[] = {{&ExpertRankFigures::node_in, false, Direction::in},
-                          {&ExpertRankFigures::node_out, false, Direction::out},
-                          {&ExpertRankFigures::network_in, true, Direction::in},
-                          {&ExpertRankFigures::network_out, true, Direction::out}};
   ExpertLimit limit;
-  for (const Way& way : ways) {
-    const double speed =
-        way.network ? speeds.network_bytes_per_second : speeds.nvlink_bytes_per_second;
+  for (const auto& [figure, network, direction] :
+       {std::tuple{&ExpertRankFigures::node_in, false, Direction::in},
+        {&ExpertRankFigures::node_out, false, Direction::out},
+        {&ExpertRankFigures::network_in, true, Direction::in},
+        {&ExpertRankFigures::network_out, true, Direction::out}}) {
+    const double speed = network ? speeds.network_bytes_per_second : speeds.nvlink_bytes_per_second;
     require(std::isfinite(speed) && speed > 0, "ExpertSummary: a speed is ", speed,
             ", expected a number > 0");
-    const Spread spread = spread_of(ranks, way.figure);
+    const Spread spread = spread_of(ranks, figure);
     const double seconds = static_cast<double>(spread.max) * static_cast<double>(row_bytes) / speed;
     if (seconds <= limit.seconds) continue;
-    limit = {spread.max_rank, way.network, way.direction, spread.max, spread.mean, seconds};
+    limit = {spread.max_rank, network, direction, spread.max, spread.mean, seconds};
   }
   return limit;
 }
@@ -170,6 +158,178 @@ std::vector<std::int32_t> place_experts(const ExpertSummary& summary) {
       least.emplace(topk_slots + summary.expert_entries[expert], rank);
   }
   return placement;
+}
+
+namespace {
+
+using detail::labelled;
+using detail::times;
+
+std::string rate(double bytes_per_second) { return format_si(bytes_per_second) + "B/s"; }
+
+double speed_of(const ExpertLimit& limit, const LinkSpeeds& speeds) {
+  return limit.network ? speeds.network_bytes_per_second : speeds.nvlink_bytes_per_second;
+}
+
+const char* link_of(const ExpertLimit& limit) { return limit.network ? "the network" : "NVLink"; }
+
+/// A combine returns rows of token_dtype, whatever came.
+const char* calls_of(const ExpertSummary& s) {
+  const std::int64_t combine_bytes = s.config.hidden * dtype_bytes(s.config.token_dtype);
+  return s.row_bytes == combine_bytes ? "no dispatch, and no combine," : "no dispatch";
+}
+
+std::string limit_sentence(const ExpertSummary& s, const LinkSpeeds& speeds) {
+  const ExpertLimit limit = s.limit(speeds);
+  if (limit.seconds == 0) return "No row crosses a link: every token stays on its rank.";
+  return concat("Rank ", limit.rank, " sets the limit: it ",
+                limit.direction == Direction::in ? "receives " : "sends ",
+                format_bytes(limit.rows * s.row_bytes), " over ", link_of(limit), ", ",
+                times(static_cast<double>(limit.rows) / limit.mean_rows), " the mean; at ",
+                rate(speed_of(limit, speeds)), " each way, ", calls_of(s), " can be faster than ",
+                format_seconds(limit.seconds), ".");
+}
+
+std::string work_sentence(const ExpertSummary& s) {
+  const Spread computed = s.computed();
+  std::string text =
+      concat(computed.imbalance() <= 1.05 ? "Experts' work is even" : "Experts' work is uneven",
+             ": rank ", computed.max_rank, " computes the most, ",
+             format_plural(computed.max, "row"), ", ", times(computed.imbalance()), " the mean");
+  const auto top = std::ranges::max_element(s.expert_entries);
+  const auto all = computed.mean * static_cast<double>(s.ranks.size());
+  const double share = static_cast<double>(*top) * static_cast<double>(s.expert_entries.size());
+  text += concat("; expert ", top - s.expert_entries.begin(), " alone has ", format_count(*top),
+                 ", ", times(share / all), " an even share");
+  const auto idle = std::ranges::count(s.expert_entries, 0);
+  if (idle > 0)
+    text += concat("; ", format_plural(idle, "expert"), idle == 1 ? " has" : " have", " none");
+  return text + ".";
+}
+
+/// Empty where another placement would change little.
+std::string placement_sentence(const ExpertSummary& s) {
+  const std::vector<std::int32_t> placement = place_experts(s);
+  std::vector<std::int64_t> topk_slots(s.ranks.size());
+  for (std::size_t e = 0; e < placement.size(); ++e)
+    topk_slots[placement[e]] += s.expert_entries[e];
+  const Spread now = s.computed();
+  const double then = static_cast<double>(std::ranges::max(topk_slots)) / now.mean;
+  if (now.imbalance() < 1.05 || then > 0.98 * now.imbalance()) return "";
+  return concat("If experts were placed by load, ", s.config.num_experts_per_rank(),
+                " per rank, the busiest rank would have ", times(then), " the mean.");
+}
+
+std::string saving_sentence(const ExpertSummary& s) {
+  std::int64_t received = 0;
+  std::int64_t computed = 0;
+  std::int64_t network = 0;
+  for (const ExpertRankFigures& rank : s.ranks) {
+    received += rank.received;
+    computed += rank.computed;
+    network += rank.network_out;
+  }
+  const auto tokens = static_cast<double>(s.num_tokens());
+  std::string text =
+      concat("On average a token goes to ", format_fixed(static_cast<double>(computed) / tokens, 2),
+             " experts on ", format_fixed(static_cast<double>(received) / tokens, 2), " ranks");
+  if (s.config.num_nodes() > 1)
+    text += concat(", and crosses the network ",
+                   format_fixed(static_cast<double>(network) / tokens, 2), " times");
+  const double saved = 1 - static_cast<double>(received) / static_cast<double>(computed);
+  return concat(text, "; sending it only once to each rank saves ", format_fixed(100 * saved, 0),
+                "% of the rows.");
+}
+
+/// Empty where nothing crosses a link.
+std::string ways_sentence(const ExpertSummary& s, const LinkSpeeds& speeds) {
+  const ExpertWays ways = compare_expert_ways(s, speeds);
+  if (ways.waybill == 0) return "";
+  std::string text =
+      concat("By the links alone a dispatch and its combine take Waybill ",
+             format_seconds(ways.waybill), " (a row per token and rank), all_to_all ",
+             format_seconds(ways.all_to_all), " (a row per topk slot), all_gather and ",
+             "reduce_scatter ", format_seconds(ways.all_gather), " (every token to every rank): ");
+  constexpr double near = 1.05;
+  const bool slots = ways.all_to_all <= near * ways.waybill;
+  const bool gathers = ways.all_gather <= near * ways.waybill;
+  if (ways.all_gather < ways.waybill && ways.all_gather <= ways.all_to_all) {
+    text += concat("all_gather wins, Waybill takes ", times(ways.waybill / ways.all_gather),
+                   " as long: its rows load some links more than others");
+  } else if (ways.all_to_all < ways.waybill) {
+    text += concat("all_to_all wins, Waybill takes ", times(ways.waybill / ways.all_to_all),
+                   " as long: it forwards rows inside a node");
+  } else if (slots || gathers) {
+    text += concat("Waybill moves hardly less than ", slots ? "all_to_all" : "all_gather",
+                   slots && gathers ? " and all_gather" : "");
+  } else {
+    text += concat("Waybill wins, the others take at least ",
+                   times(std::min(ways.all_to_all, ways.all_gather) / ways.waybill), " as long");
+  }
+  return text + ".";
+}
+
+std::string head_block(const ExpertSummary& s, const TextStyle& style) {
+  const EPConfig& c = s.config;
+  std::int64_t dropped = 0;
+  for (const ExpertRankFigures& rank : s.ranks) dropped += rank.dropped;
+  std::string text = detail::heading("Dispatch (combine: the same rows, the other way)", style);
+  text +=
+      labelled("tokens", concat(format_count(s.num_tokens()), " of ", format_bytes(s.row_bytes),
+                                ", top-", c.topk, " of ", format_plural(c.num_experts, "expert"),
+                                ", ", format_plural(dropped, "topk slot"), " dropped"));
+  text += labelled("ranks", concat(c.world_size, " on ", format_plural(c.num_nodes(), "node"), ", ",
+                                   format_plural(c.num_experts_per_rank(), "expert"), " each"));
+  return text;
+}
+
+std::int64_t in_bytes(const ExpertSummary& s, const ExpertRankFigures& rank) {
+  return (rank.node_in + rank.network_in) * s.row_bytes;
+}
+std::int64_t out_bytes(const ExpertSummary& s, const ExpertRankFigures& rank) {
+  return (rank.node_out + rank.network_out) * s.row_bytes;
+}
+
+std::string rank_block(const ExpertSummary& s, const LinkSpeeds& speeds, const TextStyle& style) {
+  std::vector<std::int64_t> bytes;
+  for (const ExpertRankFigures& rank : s.ranks)
+    bytes.push_back(std::max(in_bytes(s, rank), out_bytes(s, rank)));
+  const std::int64_t max_bytes = std::ranges::max(bytes);
+  const ExpertLimit limit = s.limit(speeds);
+  const Spread computed = s.computed();
+  const auto line_of = [&](std::int32_t r) {
+    const ExpertRankFigures& rank = s.ranks[r];
+    return detail::rank_line(r, rank.tokens, {rank.computed, computed.max},
+                             format_count(rank.computed), in_bytes(s, rank), out_bytes(s, rank),
+                             max_bytes, limit.seconds > 0 && r == limit.rank, style);
+  };
+  const std::int32_t always[] = {limit.rank, computed.max_rank};
+  return detail::heading("  rank     tokens  rows computed      bytes in           bytes out",
+                         style) +
+         detail::rank_lines(detail::shown_ranks(bytes, always, style.max_rank_lines),
+                            s.config.world_size, line_of, style);
+}
+
+}  // namespace
+
+std::vector<std::string> explain_experts(const ExpertSummary& summary, const LinkSpeeds& speeds) {
+  if (summary.computed().max == 0) return {"No token goes anywhere: every topk slot is dropped."};
+  std::vector<std::string> sentences = {limit_sentence(summary, speeds), work_sentence(summary)};
+  const std::string placement = placement_sentence(summary);
+  if (!placement.empty()) sentences.push_back(placement);
+  sentences.push_back(saving_sentence(summary));
+  const std::string ways = ways_sentence(summary, speeds);
+  if (!ways.empty()) sentences.push_back(ways);
+  return sentences;
+}
+
+std::string expert_text(const ExpertSummary& summary, const LinkSpeeds& speeds,
+                        const TextStyle& style) {
+  std::string text = head_block(summary, style) + "\n" + rank_block(summary, speeds, style) + "\n" +
+                     detail::heading("What it means", style);
+  for (const std::string& sentence : explain_experts(summary, speeds))
+    text += detail::wrapped(sentence, style);
+  return text;
 }
 
 }  // namespace waybill

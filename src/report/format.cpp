@@ -1,18 +1,21 @@
 #include "report/format.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdio>
+#include <numeric>
 
 #include "waybill/core/error.h"
 
 namespace waybill {
 namespace {
 
-// Three significant digits for 0 <= value < 10000.
-std::string three_digits(double value) {
-  const int digits = value < 9.995 ? 2 : value < 99.95 ? 1 : 0;
-  return format_fixed(value, digits);
+/// Three significant digits of a number >= 0, in the first unit in which it is below 999.5.
+std::string scaled(double value, double step, std::initializer_list<const char*> units) {
+  const char* const* unit = units.begin();
+  for (; value >= 999.5 && unit + 1 < units.end(); ++unit) value /= step;
+  return format_fixed(value, value < 9.995 ? 2 : value < 99.95 ? 1 : 0) + *unit;
 }
 
 }  // namespace
@@ -28,39 +31,22 @@ std::string format_count(std::int64_t count) {
 }
 
 std::string format_bytes(std::int64_t num_bytes) {
-  static constexpr std::array units = {"B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
   if (num_bytes < 1024) return concat(num_bytes, " B");
-  double value = static_cast<double>(num_bytes);
-  std::size_t unit = 0;
-  while (value >= 999.5 && unit + 1 < units.size()) {
-    value /= 1024;
-    ++unit;
-  }
-  return three_digits(value) + " " + units[unit];
+  return scaled(static_cast<double>(num_bytes), 1024,
+                {" B", " KiB", " MiB", " GiB", " TiB", " PiB", " EiB"});
 }
 
 std::string format_si(double value) {
-  static constexpr std::array units = {"", " k", " M", " G", " T", " P", " E"};
   if (value < 0) return concat("-", format_si(-value));
   if (value < 999.5) return format_fixed(value, value == std::floor(value) ? 0 : 2);
-  std::size_t unit = 0;
-  while (value >= 999.5 && unit + 1 < units.size()) {
-    value /= 1000;
-    ++unit;
-  }
-  return three_digits(value) + units[unit];
+  return scaled(value, 1000, {"", " k", " M", " G", " T", " P", " E"});
 }
 
 std::string format_seconds(double seconds) {
-  static constexpr std::array units = {"ns", "us", "ms", "s"};
-  double value = seconds * 1e9;
-  std::size_t unit = 0;
-  while (value >= 999.5 && unit + 1 < units.size()) {
-    value /= 1000;
-    ++unit;
-  }
-  return three_digits(value) + " " + units[unit];
+  return scaled(seconds * 1e9, 1000, {" ns", " us", " ms", " s"});
 }
+
+std::string format_moment(double seconds) { return seconds > 0 ? format_seconds(seconds) : "0"; }
 
 std::string format_fixed(double value, int digits) {
   std::array<char, 400> text{};
@@ -73,3 +59,129 @@ std::string format_plural(std::int64_t count, std::string_view noun) {
 }
 
 }  // namespace waybill
+
+namespace waybill::detail {
+namespace {
+
+constexpr int bar_width = 8;
+
+/// A bar of 8 columns; anything above 0 shows.
+std::string bar(std::int64_t value, std::int64_t max, const TextStyle& style) {
+  static constexpr std::array<std::string_view, 9> eighths = {"",  "▏", "▎", "▍", "▌",
+                                                              "▋", "▊", "▉", "█"};
+  const double share = max > 0 ? static_cast<double>(value) / static_cast<double>(max) : 0;
+  const int steps_per_column = style.unicode ? 8 : 1;
+  int steps = static_cast<int>(std::lround(share * bar_width * steps_per_column));
+  if (value > 0) steps = std::max(steps, 1);
+  std::string text;
+  int columns = 0;
+  for (; steps >= steps_per_column; steps -= steps_per_column, ++columns)
+    text += style.unicode ? eighths[8] : "#";
+  if (steps > 0) {
+    text += eighths[steps];
+    ++columns;
+  }
+  return text + std::string(bar_width - columns, ' ');
+}
+
+/// `text` in the colour of an ANSI code, where the style has colours.
+std::string paint(std::string_view text, std::string_view code, const TextStyle& style) {
+  return style.colour ? concat("\x1b[", code, "m", text, "\x1b[0m") : std::string(text);
+}
+
+}  // namespace
+
+std::string pad_left(const std::string& text, std::size_t width) {
+  return text.size() >= width ? text : std::string(width - text.size(), ' ') + text;
+}
+
+std::string pad_right(const std::string& text, std::size_t width) {
+  return text.size() >= width ? text : text + std::string(width - text.size(), ' ');
+}
+
+std::string times(double factor) { return format_fixed(factor, factor < 1.1 ? 3 : 2) + " times"; }
+
+std::string heading(std::string_view text, const TextStyle& style) {
+  return paint(text, "1", style) + "\n";
+}
+
+std::string labelled(std::string_view label, const std::string& value) {
+  return concat("  ", pad_right(std::string(label), 14), value, "\n");
+}
+
+std::string wrapped(const std::string& sentence, const TextStyle& style) {
+  const auto width = static_cast<std::size_t>(std::max(style.width, 30) - 4);
+  std::string text = style.unicode ? "  • " : "  - ";
+  std::size_t column = 4;
+  for (std::size_t begin = 0; begin < sentence.size();) {
+    const std::size_t end = std::min(sentence.find(' ', begin), sentence.size());
+    if (column + end - begin > width && column > 4) {
+      text.back() = '\n';
+      text += "    ";
+      column = 4;
+    }
+    text += sentence.substr(begin, end - begin) + ' ';
+    column += end - begin + 1;
+    begin = end + 1;
+  }
+  text.back() = '\n';
+  return text;
+}
+
+std::string rank_line(std::int32_t rank, std::int64_t tokens,
+                      std::pair<std::int64_t, std::int64_t> work, const std::string& work_text,
+                      std::int64_t bytes_in, std::int64_t bytes_out, std::int64_t max_bytes,
+                      bool marked, const TextStyle& style) {
+  return concat(pad_left(std::to_string(rank), 6), pad_left(format_count(tokens), 11), "  ",
+                paint(bar(work.first, work.second, style), "36", style), pad_left(work_text, 9),
+                "  ", paint(bar(bytes_in, max_bytes, style), "32", style),
+                pad_left(format_bytes(bytes_in), 9), "  ",
+                paint(bar(bytes_out, max_bytes, style), "33", style),
+                pad_left(format_bytes(bytes_out), 9),
+                marked ? paint(style.unicode ? " ◀" : " <", "1", style) : "", "\n");
+}
+
+std::vector<std::int32_t> shown_ranks(std::span<const std::int64_t> weights,
+                                      std::span<const std::int32_t> always, int max_lines) {
+  std::vector<std::int32_t> all(weights.size());
+  std::iota(all.begin(), all.end(), 0);
+  const int lines = std::max(max_lines, 8);
+  if (std::ssize(weights) <= lines) return all;
+
+  std::vector<bool> shown(all.size());
+  const int ends = lines / 4;
+  for (int i = 0; i < ends; ++i) shown[i] = shown[std::ssize(weights) - 1 - i] = true;
+  for (const std::int32_t rank : always) shown[rank] = true;
+  std::vector<std::int32_t> worst = all;
+  std::ranges::stable_sort(worst, std::ranges::greater(),
+                           [&](std::int32_t rank) { return weights[rank]; });
+  auto num_shown = std::count(shown.begin(), shown.end(), true);
+  for (std::size_t i = 0; num_shown < lines; ++i) {
+    if (shown[worst[i]]) continue;
+    shown[worst[i]] = true;
+    ++num_shown;
+  }
+  std::erase_if(all, [&](std::int32_t rank) { return !shown[rank]; });
+  return all;
+}
+
+std::string rank_lines(std::span<const std::int32_t> shown, std::int32_t world_size,
+                       const std::function<std::string(std::int32_t)>& line_of,
+                       const TextStyle& style) {
+  std::string text;
+  std::int32_t expected = 0;
+  const auto skip_to = [&](std::int32_t rank) {
+    if (rank == expected) return;
+    text += concat(style.unicode ? "     ⋮" : "     :", "       ",
+                   format_plural(rank - expected, "rank"), " not shown\n");
+  };
+  for (const std::int32_t rank : shown) {
+    skip_to(rank);
+    text += line_of(rank);
+    expected = rank + 1;
+  }
+  skip_to(world_size);
+  return text;
+}
+
+}  // namespace waybill::detail

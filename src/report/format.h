@@ -1,8 +1,14 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <span>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
+
+#include "waybill/report/plan_summary.h"
 
 namespace waybill {
 
@@ -18,6 +24,9 @@ namespace waybill {
 /// "850 ns", "12.3 us", "4.56 ms", "1.20 s"
 [[nodiscard]] std::string format_seconds(double seconds);
 
+/// As format_seconds, but "0" for 0.
+[[nodiscard]] std::string format_moment(double seconds);
+
 /// `value` with `digits` digits after the point.
 [[nodiscard]] std::string format_fixed(double value, int digits);
 
@@ -25,3 +34,39 @@ namespace waybill {
 [[nodiscard]] std::string format_plural(std::int64_t count, std::string_view noun);
 
 }  // namespace waybill
+
+namespace waybill::detail {
+
+[[nodiscard]] std::string pad_left(const std::string& text, std::size_t width);
+[[nodiscard]] std::string pad_right(const std::string& text, std::size_t width);
+
+/// "1.25 times"; three digits below 1.1.
+[[nodiscard]] std::string times(double factor);
+
+/// A line of its own.
+[[nodiscard]] std::string heading(std::string_view text, const TextStyle& style);
+[[nodiscard]] std::string labelled(std::string_view label, const std::string& value);
+
+/// A sentence as an item of a list, in lines of 76 columns.
+[[nodiscard]] std::string wrapped(const std::string& sentence, const TextStyle& style);
+
+/// A line of a table of ranks: work of a maximum, and bytes in and out of one, with bars.
+/// @param marked it sets the limit
+[[nodiscard]] std::string rank_line(std::int32_t rank, std::int64_t tokens,
+                                    std::pair<std::int64_t, std::int64_t> work,
+                                    const std::string& work_text, std::int64_t bytes_in,
+                                    std::int64_t bytes_out, std::int64_t max_bytes, bool marked,
+                                    const TextStyle& style);
+
+/// Ranks worth a line, ascending: all, or the first, the last, `always`, and those with the largest
+/// weights. @param weights [W]
+[[nodiscard]] std::vector<std::int32_t> shown_ranks(std::span<const std::int64_t> weights,
+                                                    std::span<const std::int32_t> always,
+                                                    int max_lines);
+
+/// The lines of these ranks, and how many are left out between them.
+[[nodiscard]] std::string rank_lines(std::span<const std::int32_t> shown, std::int32_t world_size,
+                                     const std::function<std::string(std::int32_t)>& line_of,
+                                     const TextStyle& style);
+
+}  // namespace waybill::detail

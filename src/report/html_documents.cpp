@@ -1,16 +1,15 @@
 #include <algorithm>
 
-#include "figures.h"
 #include "html_parts.h"
-#include "report/document_figures.h"
 #include "report/format.h"
+#include "report/plan_figures.h"
 #include "routing/homes.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
 namespace {
 
-constexpr std::int64_t max_pieces_a_document = 400;
+constexpr std::int64_t max_pieces_per_document = 400;
 constexpr std::int64_t max_pieces = 2500;  // keeps the page small
 
 struct Drawing {
@@ -30,13 +29,13 @@ struct Piece {
 std::vector<Piece> pieces_of(const QkvPlan& plan, std::int64_t document) {
   const std::int64_t first = plan.doc_shard_offsets[document];
   const std::int64_t last = plan.doc_shard_offsets[document + 1];
-  const std::int64_t shards_a_piece =
-      std::max<std::int64_t>(1, (last - first + max_pieces_a_document - 1) / max_pieces_a_document);
+  const std::int64_t shards_per_piece = std::max<std::int64_t>(
+      1, (last - first + max_pieces_per_document - 1) / max_pieces_per_document);
   std::vector<Piece> pieces;
   std::int64_t token = 0;
-  for (std::int64_t begin = first; begin < last; begin += shards_a_piece) {
+  for (std::int64_t begin = first; begin < last; begin += shards_per_piece) {
     Piece piece{
-        .begin = begin, .end = std::min(last, begin + shards_a_piece), .first_token = token};
+        .begin = begin, .end = std::min(last, begin + shards_per_piece), .first_token = token};
     for (std::int64_t i = piece.begin; i < piece.end; ++i)
       piece.tokens += plan.shard_len[plan.doc_shards[i]];
     token += piece.tokens;

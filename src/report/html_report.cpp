@@ -2,11 +2,11 @@
 
 #include <algorithm>
 
-#include "figures.h"
 #include "html_parts.h"
 #include "report/format.h"
+#include "report/plan_figures.h"
 #include "waybill/core/error.h"
-#include "waybill/report/text_summary.h"
+#include "waybill/report/plan_summary.h"
 
 namespace waybill {
 namespace {
@@ -14,27 +14,13 @@ namespace {
 using detail::html_escape;
 
 std::string_view css_class(CheckState state) {
-  switch (state) {
-    case CheckState::passed:
-      return "passed";
-    case CheckState::failed:
-      return "failed";
-    case CheckState::not_run:
-      break;
-  }
-  return "not_run";
+  constexpr std::string_view names[] = {"passed", "failed", "not_run"};
+  return names[static_cast<std::size_t>(state)];
 }
 
 std::string_view mark(CheckState state) {
-  switch (state) {
-    case CheckState::passed:
-      return "\u2713";
-    case CheckState::failed:
-      return "\u2717";
-    case CheckState::not_run:
-      break;
-  }
-  return "\u2013";
+  constexpr std::string_view marks[] = {"\u2713", "\u2717", "\u2013"};
+  return marks[static_cast<std::size_t>(state)];
 }
 
 std::string badge(const std::vector<ReportCheck>& checks) {

@@ -2,7 +2,6 @@
 #include <array>
 #include <string_view>
 
-#include "figures.h"
 #include "html_parts.h"
 #include "report/format.h"
 #include "waybill/core/error.h"
@@ -26,8 +25,6 @@ std::int32_t last_of_block(const StepPrediction& step, const RankBlocks& blocks,
   return static_cast<std::int32_t>(std::max_element(first, last) - ends.begin());
 }
 
-std::string when(double seconds) { return seconds > 0 ? format_seconds(seconds) : "0"; }
-
 std::string phase_rect(const PhasePrediction& phase, std::int32_t rank, double scale, double y,
                        double height) {
   const double begin = phase.begin[rank];
@@ -38,7 +35,7 @@ std::string phase_rect(const PhasePrediction& phase, std::int32_t rank, double s
                 svg_number(begin * scale), "\" y=\"", svg_number(y), "\" width=\"",
                 svg_number((end - begin) * scale), "\" height=\"", svg_number(height),
                 "\"><title>rank ", rank, ", ", to_string(phase.phase), ": ",
-                format_seconds(end - begin), " from ", when(begin),
+                format_seconds(end - begin), " from ", format_moment(begin),
                 other == rank ? "" : concat(", waits for rank ", other), "</title></rect>");
 }
 
@@ -89,7 +86,7 @@ std::string timeline(const NamedStep& named, double longest) {
                    i == 0   ? "start"
                    : i == 4 ? "end"
                             : "middle",
-                   "\">", when(longest * i / 4), "</text>");
+                   "\">", format_moment(longest * i / 4), "</text>");
   }
   return text + "\n</svg></figure>\n";
 }

@@ -2,12 +2,148 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
-#include "figures.h"
+#include "report/plan_figures.h"
+#include "routing/homes.h"
 #include "waybill/core/error.h"
 #include "waybill/routing/document_plan.h"
 
+namespace waybill::detail {
+
+std::int64_t checked_mul(std::int64_t a, std::int64_t b, const char* who) {
+  std::int64_t result = 0;
+  require(!__builtin_mul_overflow(a, b, &result), who, ": ", a, " * ", b, " exceeds 2^63 - 1");
+  return result;
+}
+
+std::int64_t checked_add(std::int64_t a, std::int64_t b, const char* who) {
+  std::int64_t result = 0;
+  require(!__builtin_add_overflow(a, b, &result), who, ": ", a, " + ", b, " exceeds 2^63 - 1");
+  return result;
+}
+
+void check_speed(double gb_per_s, const char* who) {
+  require(std::isfinite(gb_per_s) && gb_per_s >= 0, who, ": gb_per_s = ", gb_per_s,
+          ", expected a number >= 0");
+}
+
+namespace {
+
+void check_table(const QkvPlan& plan, const SparseMetadata& table, const char* name,
+                 const char* who) {
+  require(table.world_size == plan.world_size, who, ": routing.", name,
+          ".world_size = ", table.world_size, ", expected the plan's, ", plan.world_size);
+  require(table.num_entries() == plan.num_shards(), who, ": routing.", name, " has ",
+          table.num_entries(), " entries, expected one per shard, ", plan.num_shards());
+  require(std::equal(table.seq_len.begin(), table.seq_len.end(), plan.shard_len.begin()), who,
+          ": routing.", name, ".seq_len differs from the plan's shard_len");
+  const std::int64_t num_destinations =
+      plan.num_shards() == 0 ? 0 : table.destination_end(plan.num_shards() - 1);
+  require(num_destinations == table.num_destinations(), who, ": routing.", name, ".dst_rank has ",
+          table.num_destinations(), " entries, expected ", num_destinations);
+  for (const std::int32_t rank : table.dst_rank) {
+    require(0 <= rank && rank < plan.world_size, who, ": routing.", name, ".dst_rank = ", rank,
+            ", expected 0..", plan.world_size - 1);
+  }
+  const RecvCounts& recv = table.recv;
+  require(std::ssize(recv.offsets) == plan.world_size + 1 &&
+              std::ssize(recv.src_rank) == recv.offsets.back() &&
+              recv.tokens.size() == recv.src_rank.size(),
+          who, ": routing.", name, ".recv has tables of other lengths than its offsets say");
+}
+
+}  // namespace
+
+void check_belongs(const QkvPlan& plan, const QkvRouting& routing, const RowBytes& row_bytes,
+                   const char* who) {
+  plan.check(who);
+  require(row_bytes.q >= 0, who, ": row_bytes.q = ", row_bytes.q, ", expected >= 0");
+  require(row_bytes.kv >= 0, who, ": row_bytes.kv = ", row_bytes.kv, ", expected >= 0");
+  check_table(plan, routing.fwd_q, "fwd_q", who);
+  check_table(plan, routing.fwd_kv, "fwd_kv", who);
+}
+
+std::vector<std::int64_t> document_of_shards(const QkvPlan& plan) {
+  std::vector<std::int64_t> result(plan.shard_len.size());
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+    for (std::int64_t i = plan.doc_shard_offsets[d]; i < plan.doc_shard_offsets[d + 1]; ++i)
+      result[plan.doc_shards[i]] = d;
+  }
+  return result;
+}
+
+}  // namespace waybill::detail
+
 namespace waybill {
+
+std::vector<DocumentFigures> document_figures(const QkvPlan& plan) {
+  plan.check("document_figures");
+  const std::vector<std::int32_t> home = detail::homes_of(plan.rank_shard_offsets);
+  std::vector<DocumentFigures> result(plan.num_documents());
+  // The last document that was seen at a rank, so that each rank counts once per document.
+  std::vector<std::int64_t> seen_home(plan.world_size, -1);
+  std::vector<std::int64_t> seen_attending(plan.world_size, -1);
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+    DocumentFigures& document = result[d];
+    document.document = d;
+    for (std::int64_t i = plan.doc_shard_offsets[d]; i < plan.doc_shard_offsets[d + 1]; ++i) {
+      const std::size_t shard = plan.doc_shards[i];
+      document.tokens += plan.shard_len[shard];
+      ++document.num_shards;
+      if (std::exchange(seen_home[home[shard]], d) != d) ++document.num_home_ranks;
+      if (std::exchange(seen_attending[plan.q_dst[shard]], d) != d) ++document.num_attending_ranks;
+    }
+  }
+  return result;
+}
+
+namespace {
+
+// Rows of `table` that cross the wire at `rank`, summed by document.
+template <class Add>
+void for_wire_rows(const QkvPlan& plan, const SparseMetadata& table, std::int32_t rank,
+                   Direction direction, const Add& add) {
+  for (std::int32_t src = 0; src < plan.world_size; ++src) {
+    if (direction == Direction::out ? src != rank : src == rank) continue;
+    const std::int64_t end = plan.rank_shard_offsets[src + 1];
+    for (std::int64_t n = plan.rank_shard_offsets[src]; n < end; ++n) {
+      for (std::int64_t c = table.destination_begin(n); c < table.destination_end(n); ++c) {
+        const std::int32_t dst = table.dst_rank[c];
+        if (direction == Direction::out ? dst != rank : dst == rank) add(n, plan.shard_len[n]);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+std::vector<DocumentBytes> document_bytes(const QkvPlan& plan, const QkvRouting& routing,
+                                          const RowBytes& row_bytes, std::int32_t rank,
+                                          Direction direction) {
+  constexpr const char* who = "document_bytes";
+  detail::check_belongs(plan, routing, row_bytes, who);
+  require(0 <= rank && rank < plan.world_size, who, ": rank = ", rank, ", expected 0..",
+          plan.world_size - 1);
+  const std::vector<std::int64_t> document = detail::document_of_shards(plan);
+  std::vector<DocumentBytes> result(plan.num_documents());
+  for (std::size_t d = 0; d < result.size(); ++d) result[d].document = static_cast<std::int64_t>(d);
+
+  for_wire_rows(plan, routing.fwd_q, rank, direction, [&](std::int64_t shard, std::int64_t rows) {
+    std::int64_t& sum = result[document[shard]].q_bytes;
+    sum = detail::checked_add(sum, detail::checked_mul(rows, row_bytes.q, who), who);
+  });
+  for_wire_rows(plan, routing.fwd_kv, rank, direction, [&](std::int64_t shard, std::int64_t rows) {
+    std::int64_t& sum = result[document[shard]].kv_bytes;
+    sum = detail::checked_add(sum, detail::checked_mul(rows, row_bytes.kv, who), who);
+  });
+
+  std::erase_if(result, [](const DocumentBytes& d) { return d.bytes() == 0; });
+  std::stable_sort(result.begin(), result.end(),
+                   [](const auto& a, const auto& b) { return a.bytes() > b.bytes(); });
+  return result;
+}
+
 namespace {
 
 using detail::checked_add;
@@ -34,11 +170,8 @@ void count_homes_and_work(const QkvPlan& plan, PlanSummary& summary) {
 }
 
 void count_documents(const QkvPlan& plan, PlanSummary& summary) {
-  std::vector<std::int64_t> lengths(plan.num_documents());
-  for (std::size_t d = 0; d < lengths.size(); ++d) {
-    for (std::int64_t i = plan.doc_shard_offsets[d]; i < plan.doc_shard_offsets[d + 1]; ++i)
-      lengths[d] += plan.shard_len[plan.doc_shards[i]];
-  }
+  std::vector<std::int64_t> lengths;
+  for (const DocumentFigures& document : document_figures(plan)) lengths.push_back(document.tokens);
   if (lengths.empty()) return;
   const auto middle = lengths.begin() + (std::ssize(lengths) - 1) / 2;
   std::nth_element(lengths.begin(), middle, lengths.end());
@@ -105,21 +238,6 @@ void count_traffic(PlanSummary& summary) {
   }
 }
 
-Spread spread_of(const std::vector<RankFigures>& ranks, std::int64_t RankFigures::*figure) {
-  Spread result{.max = -1};
-  double sum = 0;
-  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
-    const std::int64_t value = ranks[rank].*figure;
-    sum += static_cast<double>(value);
-    if (value > result.max) {
-      result.max = value;
-      result.max_rank = static_cast<std::int32_t>(rank);
-    }
-  }
-  result.mean = sum / static_cast<double>(ranks.size());
-  return result;
-}
-
 }  // namespace
 
 double PlanSummary::limit_seconds(double gb_per_s) const {
@@ -155,9 +273,9 @@ PlanSummary summarize(const QkvPlan& plan, const QkvRouting& routing, const RowB
     merge_pairs(routing.fwd_q.recv, routing.fwd_kv.recv, dst, summary);
   count_traffic(summary);
 
-  summary.rank_work = spread_of(summary.ranks, &RankFigures::work);
-  summary.rank_bytes_in = spread_of(summary.ranks, &RankFigures::bytes_in);
-  summary.rank_bytes_out = spread_of(summary.ranks, &RankFigures::bytes_out);
+  summary.rank_work = detail::spread_of(summary.ranks, &RankFigures::work);
+  summary.rank_bytes_in = detail::spread_of(summary.ranks, &RankFigures::bytes_in);
+  summary.rank_bytes_out = detail::spread_of(summary.ranks, &RankFigures::bytes_out);
   const bool in = summary.rank_bytes_in.max >= summary.rank_bytes_out.max;
   const Spread& limit = in ? summary.rank_bytes_in : summary.rank_bytes_out;
   summary.limit_bytes = limit.max;

@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "waybill/core/uninitialized_vector.h"
+#include "waybill/core/table_allocator.h"
 #include "waybill/routing/qkv_plan.h"
 
 namespace waybill::detail {

@@ -3,7 +3,7 @@
 #include <span>
 
 #include "schedule/sequence_plan.h"
-#include "waybill/core/tensor_view.h"
+#include "waybill/core/host_tensor.h"
 
 namespace waybill::detail {
 

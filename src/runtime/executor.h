@@ -8,7 +8,7 @@
 #include "runtime/fingerprint.h"
 #include "schedule/sequence_plan.h"
 #include "transport/transport.h"
-#include "waybill/core/tensor_view.h"
+#include "waybill/core/host_tensor.h"
 #include "waybill/runtime/stream.h"
 
 namespace waybill {

@@ -49,6 +49,6 @@ struct NetworkProgram {
   [[nodiscard]] bool empty() const { return steps.empty(); }
 };
 
-inline constexpr std::int64_t max_put_bytes = detail::most_put_bytes;
+inline constexpr std::int64_t max_put_bytes = detail::max_put_bytes;
 
 }  // namespace waybill

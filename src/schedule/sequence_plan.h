@@ -8,8 +8,8 @@
 #include "schedule/network_program.h"
 #include "schedule/row_chunk.h"
 #include "schedule/work_batch.h"
+#include "waybill/core/table_allocator.h"
 #include "waybill/core/topology.h"
-#include "waybill/core/uninitialized_vector.h"
 #include "waybill/schedule/sequence_part.h"
 
 namespace waybill {

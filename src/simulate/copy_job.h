@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "view_checks.h"
-#include "waybill/core/tensor_view.h"
+#include "waybill/core/host_tensor.h"
 #include "waybill/routing/metadata.h"
 #include "waybill/routing/sparse_metadata.h"
 #include "waybill/simulate/orchestrate.h"

@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "core/float_convert.h"
+#include "core/number.h"
 #include "core/parallel_for.h"
 #include "view_checks.h"
 #include "waybill/core/error.h"

@@ -11,7 +11,7 @@
 #include <sstream>
 #include <utility>
 
-#include "core/errno_text.h"
+#include "core/printable.h"
 #include "hmac.h"
 #include "waybill/core/error.h"
 

@@ -11,7 +11,7 @@
 #include <cstring>
 #include <optional>
 
-#include "core/errno_text.h"
+#include "core/printable.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {

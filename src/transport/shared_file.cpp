@@ -8,7 +8,7 @@
 #include <cerrno>
 #include <utility>
 
-#include "core/errno_text.h"
+#include "core/printable.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {

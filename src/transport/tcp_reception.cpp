@@ -8,7 +8,7 @@
 #include <memory>
 #include <utility>
 
-#include "core/errno_text.h"
+#include "core/printable.h"
 #include "core/to_size.h"
 #include "peer_text.h"
 #include "waybill/core/error.h"

@@ -16,7 +16,7 @@
 #include <memory>
 #include <thread>
 
-#include "core/errno_text.h"
+#include "core/printable.h"
 #include "waybill/core/error.h"
 #include "waybill/core/wait.h"
 

@@ -1,9 +1,6 @@
 #include <algorithm>
 
 #include "program_runner.h"
-#include "waybill/json/attention_plan_json.h"
-#include "waybill/json/dispatch_json.h"
-#include "waybill/json/metadata_json.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/planner/planner.h"
 #include "waybill/routing/qkv_routing.h"

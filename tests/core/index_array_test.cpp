@@ -2,18 +2,56 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <limits>
+#include <new>
+#include <numeric>
 #include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 
 #include "waybill/core/error.h"
+#include "waybill/core/table_allocator.h"
+
+namespace waybill::detail {
+namespace {
+
+constexpr std::size_t huge_page_bytes = std::size_t{2} << 20;
+
+bool begins_at_multiple_of(const void* memory, std::size_t bytes) {
+  return reinterpret_cast<std::uintptr_t>(memory) % bytes == 0;
+}
+
+TEST(table_allocator, small_tables_begin_at_cache_lines_and_large_ones_at_huge_pages) {
+  const TableVector<std::int32_t> small(3);
+  const TableVector<std::int64_t> large(huge_page_bytes / sizeof(std::int64_t));
+  EXPECT_TRUE(begins_at_multiple_of(small.data(), 64));
+  EXPECT_TRUE(begins_at_multiple_of(large.data(), huge_page_bytes));
+}
+
+TEST(table_allocator, tables_start_as_zeros_and_keep_what_is_written) {
+  TableVector<std::int64_t> table(huge_page_bytes / 4 + 3);
+  EXPECT_EQ(std::accumulate(table.begin(), table.end(), std::int64_t{0}), 0);
+  table.back() = 7;
+  table.resize(table.size() * 2);
+  EXPECT_EQ(std::accumulate(table.begin(), table.end(), std::int64_t{0}), 7);
+  EXPECT_EQ(TableVector<std::int64_t>(table), table);
+}
+
+TEST(table_allocator, refuses_more_than_any_memory_holds) {
+  TableAllocator<std::int64_t> allocator;
+  EXPECT_THROW(std::ignore = allocator.allocate(std::numeric_limits<std::size_t>::max() / 4),
+               std::bad_alloc);
+}
+
+}  // namespace
+}  // namespace waybill::detail
 
 namespace waybill {
 namespace {
 
-constexpr std::int64_t big = std::numeric_limits<std::int64_t>::max();
+constexpr std::int64_t max_int64 = std::numeric_limits<std::int64_t>::max();
 
 /// The text of the InvalidArgument that `call` throws.
 template <class Call>
@@ -92,7 +130,7 @@ TEST(IndexArray, full_repeats_a_value) {
 
 TEST(IndexArray, refuses_what_is_no_shape) {
   EXPECT_THROW(IndexArray({2, -1}), InvalidArgument);
-  EXPECT_THROW(IndexArray({big, 2}), InvalidArgument);
+  EXPECT_THROW(IndexArray({max_int64, 2}), InvalidArgument);
   EXPECT_THROW(IndexArray({2}, DType::float32), InvalidArgument);
   EXPECT_THROW(IndexArray({2, 2}, std::vector<std::int64_t>{1, 2, 3}), InvalidArgument);
 }
@@ -133,7 +171,7 @@ TEST(IndexArray, conversion_checks_the_range) {
   EXPECT_NO_THROW((void)last(int32_max, DType::int32));
   EXPECT_NO_THROW((void)last(-int32_max - 1, DType::int32));
   EXPECT_NO_THROW((void)last(uint32_max, DType::uint32));
-  EXPECT_NO_THROW((void)last(big, DType::uint64));
+  EXPECT_NO_THROW((void)last(max_int64, DType::uint64));
   EXPECT_NO_THROW((void)last(1, DType::boolean));
   EXPECT_THROW((void)last(int32_max + 1, DType::int32), InvalidArgument);
   EXPECT_THROW((void)last(uint32_max + 1, DType::uint32), InvalidArgument);

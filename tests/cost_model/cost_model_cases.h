@@ -1,6 +1,6 @@
 #pragma once
 
-#include "waybill/cost_model/step_options.h"
+#include "waybill/cost_model/predict_step.h"
 
 namespace waybill::test {
 

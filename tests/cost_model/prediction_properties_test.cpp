@@ -7,7 +7,7 @@
 
 #include "cost_model_cases.h"
 #include "waybill/core/random.h"
-#include "waybill/cost_model/remedies.h"
+#include "waybill/cost_model/predict_step.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/planner/planner.h"
 #include "waybill/planner/static_plans.h"

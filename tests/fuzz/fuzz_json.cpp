@@ -8,11 +8,7 @@
 #include <string_view>
 
 #include "waybill/core/error.h"
-#include "waybill/json/attention_plan_json.h"
-#include "waybill/json/dispatch_json.h"
 #include "waybill/json/length_distribution_json.h"
-#include "waybill/json/lengths.h"
-#include "waybill/json/metadata_json.h"
 #include "waybill/json/plan_json.h"
 
 namespace {

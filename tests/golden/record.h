@@ -18,7 +18,7 @@
 #include "waybill/core/error.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/index_array.h"
-#include "waybill/json/metadata_json.h"
+#include "waybill/json/plan_json.h"
 #include "waybill/routing/attention_layout.h"
 #include "waybill/routing/compute_metadata_kv.h"
 

@@ -4,11 +4,8 @@
 
 #include "json/support.h"
 #include "support/test_data.h"
-#include "waybill/json/attention_plan_json.h"
-#include "waybill/json/dispatch_json.h"
 #include "waybill/json/file.h"
 #include "waybill/json/length_distribution_json.h"
-#include "waybill/json/metadata_json.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/routing/qkv_routing.h"
 

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/float_convert.h"
+#include "core/number.h"
 #include "core/to_size.h"
 #include "waybill/core/random.h"
 #include "waybill/moe/quantize.h"

@@ -6,8 +6,7 @@
 #include <limits>
 #include <vector>
 
-#include "core/float8_convert.h"
-#include "core/float_convert.h"
+#include "core/number.h"
 #include "support/expect_error.h"
 #include "waybill/core/random.h"
 

@@ -6,7 +6,7 @@
 #include "planner/balance.h"
 #include "planner/build_plan.h"
 #include "planner_cases.h"
-#include "waybill/json/attention_plan_json.h"
+#include "waybill/json/plan_json.h"
 #include "waybill/planner/planner.h"
 
 namespace waybill {

@@ -74,6 +74,14 @@ def test_files(check, tmp_path):
         assert problem == f"docs/page.md:2: there is no file {file}"
 
 
+def test_headers_of_blocks(check, tmp_path):
+    (tmp_path / "include" / "waybill").mkdir(parents=True)
+    (tmp_path / "include" / "waybill" / "b.h").touch()
+    assert check('```cpp no-test\n#include "waybill/b.h"\n#include <vector>\n```\n') == []
+    (problem,) = check('```cpp no-test\n#include "waybill/a.h"\n```\n')
+    assert problem == "docs/page.md:2: there is no header waybill/a.h"
+
+
 @pytest.mark.parametrize(
     "figure", ["takes 27 us", "1,5 ms", "at 339 GB/s", "94 %", "2 times faster"]
 )

@@ -19,11 +19,11 @@ CASES = [(*size, seed) for size in SIZES for seed in (0, 1)]
 #: The pages of 001, and what there is of each here.
 PAGES = {
     "test_comm_metadata_guide.md": "docs/guide.md",
-    "functions/orchestrate_simulate.md": "docs/functions/orchestrate_simulate.md",
-    "functions/create_qkv_dispatch.md": "docs/functions/create_qkv_dispatch.md",
-    "functions/compute_metadata.md": "docs/functions/compute_metadata.md",
-    "functions/compute_metadata_kv.md": "docs/functions/compute_metadata_kv.md",
-    "functions/gen_seq_lens.md": "docs/functions/gen_seq_lens.md",
+    "functions/orchestrate_simulate.md": "docs/functions/simulation.md",
+    "functions/create_qkv_dispatch.md": "docs/functions/generators.md",
+    "functions/compute_metadata.md": "docs/functions/metadata.md",
+    "functions/compute_metadata_kv.md": "docs/functions/metadata.md",
+    "functions/gen_seq_lens.md": "docs/functions/generators.md",
     "functions/metadata_class.md": "docs/functions/metadata.md",
     "functions/cuda_dispatch_kernel.md": "docs/sequence_kernel.md",
     "unit_tests/test_gen_seq_lens.py": "tests/routing/gen_seq_lens_test.cpp",

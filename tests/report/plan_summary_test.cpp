@@ -4,10 +4,9 @@
 
 #include <algorithm>
 
-#include "report/document_figures.h"
+#include "report/plan_figures.h"
 #include "support/expect_error.h"
 #include "waybill/report/html_report.h"
-#include "waybill/report/text_summary.h"
 #include "waybill/routing/document_plan.h"
 
 namespace waybill::test {

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "core/float_convert.h"
+#include "core/number.h"
 #include "simulate_support.h"
 #include "support/expect_error.h"
 

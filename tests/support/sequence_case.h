@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/float_convert.h"
+#include "core/number.h"
 #include "core/to_size.h"
 #include "schedule/sequence_plan.h"
 #include "support/random_plan.h"

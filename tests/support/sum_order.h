@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/float_convert.h"
+#include "core/number.h"
 #include "core/to_size.h"
 #include "support/sequence_case.h"
 #include "waybill/core/topology.h"
@@ -12,8 +12,8 @@
 
 namespace waybill::test {
 
-/// The sums of the copies of K or V when rows come back along hops: docs/decisions/
-/// sums_on_the_way.md, row by row, element by element, with nothing of the library's compiler.
+/// The sums of the copies of K or V when rows come back along hops: docs/decisions/numbers.md,
+/// row by row, element by element, with nothing of the library's compiler.
 class SumOrder {
  public:
   SumOrder(const SparseMetadata& metadata, std::vector<RelayHop> hops, Topology topology)

@@ -164,8 +164,8 @@ def _table(known: dict[str, Any], column: str, family: str) -> list[str]:
 HEAD = """# Ways and edges
 
 Each *way* to move rows is run with each *edge*. A cell is the product on the ranks of a world; the
-[simulation](functions/simulate_expert_dispatch.md) is its judge, bit for bit, and rows are counted
-beside it. `tests/ways` has both lists: a new way or edge is an entry there. Then
+[simulation](functions/expert_layout.md#simulate_expert_dispatch) is its judge, bit for bit, and
+rows are counted beside it. `tests/ways` has both lists: a new way or edge is an entry there. Then
 `python tests/ways/run.py --device cpu --write docs/ways_and_edges.md` fills the column of CPU
 ranks, and with `cuda` that of the GPUs that are there; both keep the other columns. The Python
 tests run all cells of CPU ranks and compare them with this page.

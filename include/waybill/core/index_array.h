@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "waybill/core/dtype.h"
-#include "waybill/core/shape.h"
+#include "waybill/core/host_tensor.h"
 #include "waybill/core/table_allocator.h"
 
 namespace waybill {

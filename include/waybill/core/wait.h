@@ -87,8 +87,8 @@ class PollingWait {
   const PollingWait* outer_;
 };
 
-/// Who else knows when waits are to end, asked by check_interrupt(): a binding to a language that
-/// handles signals, a program with a window. It throws Interrupted, on any thread that waits.
+/// Asked by check_interrupt() whether waits are to end: by a binding to a language that handles
+/// signals, or a program with a window. It throws Interrupted, on any thread that waits.
 using InterruptCheck = void (*)();
 
 /// For the whole process; null: nobody. @return the one before

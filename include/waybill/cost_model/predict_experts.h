@@ -5,11 +5,69 @@
 #include <string_view>
 #include <vector>
 
-#include "waybill/cost_model/expert_costs.h"
+#include "waybill/core/link_speeds.h"
+#include "waybill/cost_model/predict_step.h"
 #include "waybill/moe/ep_config.h"
 #include "waybill/planner/relay.h"
 
 namespace waybill {
+
+/// How rows of experts cross a network.
+enum class ExpertPath : std::uint8_t {
+  waiting,  ///< as of 22 November 2026: a put is awaited before its block posts the next; a node's
+            ///< rows are forwarded when all of them have come, its sums leave when all are made
+  pipelined,  ///< many puts in flight; rows are forwarded, and sums leave, piece by piece
+};
+
+[[nodiscard]] std::string_view to_string(ExpertPath path);
+
+/// The costs of a call of experts besides bytes over links ("measured" and "nominal" as in
+/// HardwareFacts; docs/functions/predict_experts.md says from which runs).
+struct ExpertCosts {
+  std::int32_t num_sms = 32;  ///< multiprocessors of the call; a quarter of them, 1 to 8, puts
+  ExpertPath path = ExpertPath::pipelined;
+  /// Counting and placing. Measured, 4 x H200: what few tokens take, and what one multiprocessor
+  /// takes for a token.
+  double count_seconds = 14e-6;
+  double count_token_seconds = 50e-9;
+  /// Sums of a token's rows on one rank, read and written, all of the device. Measured, 4 x H200.
+  double sum_bytes_per_second = 3.0e12;
+  /// Copies on one rank, read and written, all of the device. Measured, 4 and 8 x H200.
+  double copy_bytes_per_second = 4.1e12;
+  /// A kernel that a call over several nodes has in addition. Fits calls of 128 tokens, 2 logical
+  /// nodes.
+  double kernel_seconds = 4e-6;
+  /// The time after the last row of a low latency dispatch: fence, signal, copy. Measured, 4 x
+  /// H200.
+  double last_row_seconds = 8e-6;
+  /// The time of its block that a put takes besides its bytes, where it is awaited. Fits 4096
+  /// tokens, 2 logical nodes.
+  double put_seconds = 4e-6;
+  /// 0: a network card reads rows from memory. Above: the nodes are parts of one host, rows to
+  /// others are copied by blocks, each at this speed (measured, 2 x H200: 33e9), over NVLink.
+  double path_bytes_per_second = 0;
+
+  /// @throws InvalidArgument "who: field = got, expected ..."
+  void check(const char* who) const;
+
+  friend bool operator==(const ExpertCosts&, const ExpertCosts&) = default;
+};
+
+/// The question to predict_experts.
+struct ExpertCostOptions {
+  LinkSpeeds links = {};  ///< measured by `waybill calibrate`, or the defaults
+  double message_seconds = HardwareFacts{}.message_seconds;
+  StepCosts step = {};  ///< phases, pulls and messages between nodes
+  ExpertCosts costs = {};
+  /// One node: combines push, see EPLayerOptions. Derived from bytes and the speeds above, not yet
+  /// compared with runs over links.
+  bool push_combine = false;
+
+  /// @throws InvalidArgument "who: field = got, expected ..."
+  void check(const char* who) const;
+
+  friend bool operator==(const ExpertCostOptions&, const ExpertCostOptions&) = default;
+};
 
 /// A call of a layer of experts.
 enum class ExpertCallKind : std::uint8_t {
@@ -36,9 +94,9 @@ struct ExpertCallPrediction {
   double beside_seconds = 0;
   double network_seconds = 0;  ///< rows between nodes
   double nvlink_seconds = 0;   ///< rows inside the node
-  double block_seconds = 0;    ///< what multiprocessors store: rows, and copies where they arrive
-  double end_seconds = 0;      ///< what the longest of them does not cover: forwarding, sums
-  /// begin, the longer of network and beside + the longer of the other two, and end
+  double block_seconds = 0;    ///< stores of multiprocessors: rows, and copies where they arrive
+  double end_seconds = 0;      ///< forwarding and sums that the longest of them does not cover
+  /// begin + max(network, beside_seconds + max(nvlink, block)) + end
   double seconds = 0;
 };
 

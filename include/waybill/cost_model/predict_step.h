@@ -5,12 +5,60 @@
 #include <string_view>
 #include <vector>
 
-#include "waybill/cost_model/step_options.h"
 #include "waybill/planner/attention_plan.h"
+#include "waybill/planner/planner_options.h"
 #include "waybill/planner/relay.h"
 #include "waybill/routing/qkv_plan.h"
 
 namespace waybill {
+
+/// The costs of a step besides bytes over NVLink and network (see HardwareFacts for "measured" and
+/// "nominal").
+struct StepCosts {
+  /// A phase in which nothing moves: launch, one round of signals, event. Measured, 4 x H200: 11
+  /// us.
+  double phase_seconds = 11e-6;
+  /// Speed of a pull over that of a push, NVLink: the gradients of K and V are pulled. Measured:
+  /// 325 to 345.
+  double pull_share = 325.0 / 345.0;
+  /// NVLink speed of a rank that forwards rows over it, over that of a push: it reads again what
+  /// has arrived, and waits for it. Measured, 4 x H200, two plans: 0.74 and 0.68.
+  double forward_share = 0.72;
+  /// As HardwareFacts::message_seconds, between nodes. Nominal.
+  double network_message_seconds = 3e-6;
+  /// The time of a rank to post one more message to another node while others are under way: in the
+  /// signals of a call (call_overhead) and the puts of experts. Nominal.
+  double network_post_seconds = 0.3e-6;
+  /// Rows are forwarded in pieces of this size: each rank on the way adds the time of one piece and
+  /// of one message. 0: as SequenceDispatcher cuts them, a sixteenth of what a home sends to be
+  /// forwarded, 256 KiB to 2 MiB.
+  std::int64_t forward_chunk_bytes = 0;
+  /// Attention of one rank; a (query, key) pair has 4 * q_hidden operations forward and 10 *
+  /// q_hidden backward. Nominal: long causal documents, head size 128, FlashAttention-3 on a
+  /// Hopper GPU as published. Not used where HardwareFacts::pairs_per_second is known, but for the
+  /// ratio of backward to forward.
+  double forward_flops_per_second = 600e12;
+  double backward_flops_per_second = 450e12;
+
+  friend bool operator==(const StepCosts&, const StepCosts&) = default;
+};
+
+/// The question to predict_step.
+struct StepOptions {
+  ModelShape model = {};
+  AttentionMask mask = {};
+  HardwareFacts hardware = {};
+  StepCosts costs = {};
+  TransferMode transfer = TransferMode::direct;
+
+  /// Those of a plan; its relay schedule where it has one.
+  [[nodiscard]] static StepOptions of(const AttentionPlan& plan);
+
+  /// @throws InvalidArgument "who: field = got, expected ..."
+  void check(const char* who) const;
+
+  friend bool operator==(const StepOptions&, const StepOptions&) = default;
+};
 
 /// The phases of one attention layer, forward and backward, in order.
 enum class StepPhase : std::uint8_t {
@@ -28,7 +76,7 @@ inline constexpr int num_step_phases = 7;
 /// False for the two kernels.
 [[nodiscard]] bool moves_rows(StepPhase phase);
 
-/// What of a rank is busy.
+/// The busy link of a rank, or its kernel.
 enum class StepResource : std::uint8_t {
   nothing,
   compute,
@@ -40,7 +88,8 @@ enum class StepResource : std::uint8_t {
 
 [[nodiscard]] std::string_view to_string(StepResource resource);
 
-/// What takes time in a phase: a rank, what of it is busy, and the document behind most of that.
+/// The cause of the time of a phase: a rank, its busy link or kernel, and the document that causes
+/// most of that.
 struct StepCause {
   StepPhase phase = StepPhase::dispatch;
   std::int32_t rank = 0;
@@ -48,7 +97,7 @@ struct StepCause {
   double seconds = 0;  ///< that the rank alone takes, or that the step's path spends in the phase
   std::int64_t amount = 0;  ///< bytes, or (query, key) pairs
   std::int64_t document = -1;
-  std::int64_t document_amount = 0;  ///< of `amount`
+  std::int64_t document_amount = 0;  ///< its part of `amount`
 
   friend bool operator==(const StepCause&, const StepCause&) = default;
 };
@@ -131,5 +180,29 @@ class StepPredictor {
   struct Memory;
   std::unique_ptr<Memory> memory_;
 };
+
+/// A possible change to a step.
+enum class RemedyKind : std::uint8_t {
+  relay,          ///< forward KV as the planner's schedule says
+  once_per_node,  ///< send KV over the network once per node
+  even_work,      ///< the same total work on each rank
+  double_nvlink,
+  double_network,
+  double_compute,
+};
+
+[[nodiscard]] std::string_view to_string(RemedyKind kind);
+
+struct Remedy {
+  RemedyKind kind = RemedyKind::relay;
+  double seconds = 0;  ///< the step takes with it
+
+  friend bool operator==(const Remedy&, const Remedy&) = default;
+};
+
+/// The step with each change that applies, one at a time, shortest first: relay and once_per_node
+/// where they are not used and possible, the network where there are several nodes.
+[[nodiscard]] std::vector<Remedy> step_remedies(const StepPredictor& predictor,
+                                                const StepPrediction& step);
 
 }  // namespace waybill

@@ -4,7 +4,7 @@
 #include <memory>
 #include <optional>
 
-#include "waybill/core/tensor_view.h"
+#include "waybill/core/host_tensor.h"
 #include "waybill/moe/ep_config.h"
 #include "waybill/runtime/world.h"
 

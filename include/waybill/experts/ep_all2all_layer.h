@@ -4,7 +4,7 @@
 #include <memory>
 #include <span>
 
-#include "waybill/core/tensor_view.h"
+#include "waybill/core/host_tensor.h"
 #include "waybill/experts/dispatch_combine_context.h"
 #include "waybill/experts/expert_tensors.h"
 #include "waybill/moe/simulate.h"

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <span>
 
-#include "waybill/core/tensor_view.h"
+#include "waybill/core/host_tensor.h"
 #include "waybill/moe/simulate.h"
 
 namespace waybill {

@@ -7,6 +7,18 @@
 
 namespace waybill {
 
+/// How JSON is laid out.
+enum class JsonStyle : std::uint8_t {
+  readable,  ///< a field a line; the numbers of an array on one line
+  compact,   ///< no line breaks and no spaces
+};
+
+/// How far a reader looks.
+enum class ReadCheck : std::uint8_t {
+  values,  ///< form, and that the values can be meant: no negative lengths, ranks of the world ...
+  form,    ///< only types and shapes, for a caller that validates and reports by itself
+};
+
 /// The most that is read: of a regular file, whose size is known before, and of anything else (a
 /// pipe, a device, standard input), which may have no end.
 inline constexpr std::int64_t max_file_bytes = std::int64_t{4} << 30;
@@ -25,8 +37,8 @@ inline constexpr std::int64_t max_stream_bytes = std::int64_t{1} << 30;
 void require_writable(const std::filesystem::path& path);
 
 /// Replaces the file by `text`, whole or not at all, also when the machine stops meanwhile: writes
-/// a new file beside it and renames that when it is on the disk. A link is followed; something that
-/// is not a regular file (a device, a pipe) is written in place.
+/// a new file in its folder and renames that when it is on the disk. A link is followed; something
+/// that is not a regular file (a device, a pipe) is written in place.
 /// @throws IoError naming the file and the system's reason; what was there is then still there.
 void write_file(const std::filesystem::path& path, std::string_view text);
 

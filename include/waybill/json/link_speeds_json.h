@@ -5,7 +5,7 @@
 #include <string_view>
 
 #include "waybill/core/link_speeds.h"
-#include "waybill/json/options.h"
+#include "waybill/json/file.h"
 
 namespace waybill {
 

@@ -7,7 +7,6 @@
 
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/index_array.h"
-#include "waybill/core/tensor_view.h"
 #include "waybill/moe/ep_config.h"
 #include "waybill/moe/expert_routing.h"
 

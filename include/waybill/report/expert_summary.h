@@ -6,16 +6,16 @@
 #include <vector>
 
 #include "waybill/core/link_speeds.h"
+#include "waybill/cost_model/predict_experts.h"
 #include "waybill/moe/ep_config.h"
 #include "waybill/report/plan_summary.h"
-#include "waybill/report/text_summary.h"
 
 namespace waybill {
 
-/// What a rank has to do with a dispatch of experts' tokens, in rows. A row crosses a link once for
-/// each rank that it goes to, between nodes once for each node. What stays on a rank crosses none.
+/// The part of a rank in a dispatch of experts' tokens, in rows. A row crosses a link once for each
+/// rank that it goes to, between nodes once for each node. A row that stays crosses none.
 struct ExpertRankFigures {
-  std::int64_t tokens = 0;    ///< of its own
+  std::int64_t tokens = 0;    ///< its own ones
   std::int64_t dropped = 0;   ///< topk slots of its own tokens that go nowhere
   std::int64_t computed = 0;  ///< topk slots that its experts get: the rows of their products
   std::int64_t received = 0;  ///< tokens that it gets, its own among them
@@ -52,7 +52,7 @@ struct ExpertLimit {
 /// token are summed before they leave a rank.
 struct ExpertSummary {
   EPConfig config;
-  std::int64_t row_bytes = 0;                ///< of a row that travels, its scales too
+  std::int64_t row_bytes = 0;                ///< bytes of a row that travels, its scales too
   std::vector<ExpertRankFigures> ranks;      ///< [W]
   std::vector<std::int64_t> expert_entries;  ///< [E] topk slots of each expert
 
@@ -78,8 +78,8 @@ struct ExpertSummary {
 /// so far that has room (Graham's rule). [E]
 [[nodiscard]] std::vector<std::int32_t> place_experts(const ExpertSummary& summary);
 
-/// What the figures mean, a sentence each: which rank and link set the limit, how even the experts'
-/// work is and what another placement would give, what sending a token once saves.
+/// The meaning of the figures, a sentence each: which rank and link set the limit, how even the
+/// experts' work is and how much another placement would give, how much sending a token once saves.
 [[nodiscard]] std::vector<std::string> explain_experts(const ExpertSummary& summary,
                                                        const LinkSpeeds& speeds = {});
 
@@ -87,5 +87,13 @@ struct ExpertSummary {
 /// the style gb_per_s is not looked at.
 [[nodiscard]] std::string expert_text(const ExpertSummary& summary, const LinkSpeeds& speeds = {},
                                       const TextStyle& style = {});
+
+/// The calls of a layer as predicted, a line each, and what the figures rest on; low latency where
+/// `max_tokens` is small enough. 80 columns. @throws as predict_experts
+[[nodiscard]] std::string expert_calls_text(const EPConfig& config,
+                                            const EPDispatchOptions& dispatch,
+                                            std::span<const std::vector<std::int32_t>> ids,
+                                            const ExpertCostOptions& options = {},
+                                            const TextStyle& style = {});
 
 }  // namespace waybill

@@ -26,7 +26,7 @@ struct ReportFact {
   std::string value;
 };
 
-/// What a report says beside the figures. All texts are plain; the page escapes them.
+/// The texts of a report besides the figures. All are plain; the page escapes them.
 struct ReportContext {
   std::string title = "Waybill report";
   std::string command;  ///< how to make the page again; may be empty

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "waybill/routing/qkv_plan.h"
@@ -25,7 +26,7 @@ struct RankTraffic {
   std::int64_t rows_local = 0;  ///< from the rank to itself; never on the wire
 };
 
-/// What a plan asks of one rank. `bytes` are wire bytes: local rows do not count.
+/// The part of one rank in a plan. `bytes` are wire bytes: local rows do not count.
 struct RankFigures {
   std::int64_t home_tokens = 0;  ///< rows in the MLP layout
   std::int64_t home_shards = 0;
@@ -38,7 +39,7 @@ struct RankFigures {
   std::int64_t buffer_bytes = 0;  ///< Q and KV of the attention layout, local rows included
 };
 
-/// What one rank sends to another, forward.
+/// The rows from one rank to another, forward.
 struct TrafficPair {
   std::int32_t src_rank = 0;
   std::int32_t dst_rank = 0;  ///< src_rank: rows that stay; they have bytes 0
@@ -47,7 +48,7 @@ struct TrafficPair {
   std::int64_t bytes = 0;  ///< on the wire
 };
 
-/// The largest of a figure over the ranks, beside its mean.
+/// The largest and the mean of a figure over the ranks.
 struct Spread {
   std::int64_t max = 0;
   double mean = 0;
@@ -89,7 +90,7 @@ struct PlanSummary {
 
   std::vector<RankFigures> ranks;   ///< [W]
   std::vector<TrafficPair> pairs;   ///< by dst_rank, then src_rank; only those with rows
-  std::int64_t num_wire_pairs = 0;  ///< of W * (W - 1)
+  std::int64_t num_wire_pairs = 0;  ///< among W * (W - 1)
 
   RankTraffic q;  ///< sums over the ranks; rows_out equals rows_in
   RankTraffic kv;
@@ -124,5 +125,25 @@ struct PlanSummary {
 ///   plan (world size, shards, lengths), and when bytes or work exceed 2^63 - 1.
 [[nodiscard]] PlanSummary summarize(const QkvPlan& plan, const QkvRouting& routing,
                                     const RowBytes& row_bytes);
+
+struct TextStyle {
+  bool unicode = true;      ///< bars of block characters; else '#'
+  bool colour = false;      ///< ANSI escape sequences
+  int width = 80;           ///< columns of sentences
+  int max_rank_lines = 16;  ///< larger worlds: the first, the last and the worst ranks
+  double gb_per_s = 0;      ///< link speed for times, 1e9 bytes/s each way; 0: no times
+};
+
+/// The meaning of the figures, a sentence each: which rank is heaviest, which document causes its
+/// bytes, how even work and bytes are, how often KV is stored. Plain text without line breaks.
+/// `plan`, `routing` and `summary` belong together.
+/// @throws InvalidArgument as summarize.
+[[nodiscard]] std::vector<std::string> explain(const QkvPlan& plan, const QkvRouting& routing,
+                                               const PlanSummary& summary, double gb_per_s = 0);
+
+/// Figures, a line per rank with bars, and explain(), for a terminal. Tables take 80 columns.
+/// @throws InvalidArgument as summarize.
+[[nodiscard]] std::string text_summary(const QkvPlan& plan, const QkvRouting& routing,
+                                       const PlanSummary& summary, const TextStyle& style = {});
 
 }  // namespace waybill

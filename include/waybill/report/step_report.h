@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "waybill/cost_model/compare_plans.h"
-#include "waybill/cost_model/remedies.h"
+#include "waybill/cost_model/predict_step.h"
 
 namespace waybill {
 
@@ -14,9 +14,9 @@ namespace waybill {
 /// step's path spends in each phase, forward, and the step. 80 columns wide for four predictions.
 [[nodiscard]] std::string step_table(std::span<const NamedStep> steps);
 
-/// The path of one prediction, a line each phase: time, the rank that the others waited for, what
-/// of it is busy with how much, and the document behind most of that. The times add up to the
-/// step, which is the last line. For a terminal 80 columns wide.
+/// The path of one prediction, a line for each phase: time, the rank that the others waited for,
+/// its busy link or kernel with the amount, and the document that causes most of that. The times
+/// add up to the step, which is the last line. For a terminal 80 columns wide.
 [[nodiscard]] std::string phase_table(const StepPrediction& step);
 
 /// The phases of one rank: begin, end, its own time, and for whom it waits.

@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "waybill/core/tensor_view.h"
+#include "waybill/core/host_tensor.h"
 #include "waybill/runtime/stream.h"
 #include "waybill/runtime/world.h"
 #include "waybill/schedule/sequence_part.h"

@@ -2,7 +2,7 @@
 
 #include <span>
 
-#include "waybill/core/tensor_view.h"
+#include "waybill/core/host_tensor.h"
 #include "waybill/routing/sparse_metadata.h"
 #include "waybill/simulate/orchestrate.h"
 

@@ -1,7 +1,7 @@
 #pragma once
 
+#include "waybill/core/host_tensor.h"
 #include "waybill/core/index_array.h"
-#include "waybill/core/tensor_view.h"
 #include "waybill/core/topology.h"
 #include "waybill/routing/metadata.h"
 

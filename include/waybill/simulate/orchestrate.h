@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "waybill/core/host_tensor.h"
-#include "waybill/core/tensor_view.h"
 #include "waybill/routing/metadata.h"
 
 namespace waybill {

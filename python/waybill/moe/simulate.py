@@ -74,7 +74,7 @@ class ExpertDispatch(OfThisProcess):
         """Sums the experts' outputs of each token, where it came from: [T, hidden] a rank.
 
         Unweighted, unless ``weighted``: then each row times its weight. Sums are float32, in the
-        order and with the rounding that docs/functions/simulate_expert_dispatch.md says. float32
+        order and with the rounding that docs/functions/expert_layout.md says. float32
         outputs are rounded to token_dtype first where it cannot hold them.
 
         :param expert_outputs: [R, hidden] a rank, rows as in ``recv_tokens``

@@ -17,7 +17,7 @@
 #include "experts/expert_executor.h"
 #include "params.h"
 #include "schedule/node_rows.h"
-#include "waybill/core/shape.h"
+#include "waybill/core/host_tensor.h"
 
 namespace waybill::cuda {
 

@@ -4,7 +4,7 @@
 #include <bit>
 #include <numeric>
 
-#include "core/float_convert.h"
+#include "core/number.h"
 #include "routing/for_each_entry.h"
 
 namespace waybill::cuda {

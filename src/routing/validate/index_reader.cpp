@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "waybill/core/dtype.h"
-#include "waybill/core/shape.h"
+#include "waybill/core/host_tensor.h"
 
 namespace waybill::validation {
 namespace {

@@ -1,6 +1,6 @@
 #include "index_reader.h"
 #include "send_table.h"
-#include "waybill/core/shape.h"
+#include "waybill/core/host_tensor.h"
 #include "waybill/core/topology.h"
 
 namespace waybill::validation {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "findings.h"
-#include "waybill/core/uninitialized_vector.h"
+#include "waybill/core/table_allocator.h"
 #include "waybill/routing/qkv_plan.h"
 
 namespace waybill::validation {

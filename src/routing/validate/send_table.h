@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "findings.h"
-#include "waybill/core/uninitialized_vector.h"
+#include "waybill/core/table_allocator.h"
 #include "waybill/routing/metadata.h"
 #include "waybill/routing/sparse_metadata.h"
 

@@ -1,0 +1,269 @@
+#include "options.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+
+#include "program.h"
+#include "waybill/core/dtype.h"
+#include "waybill/core/topology.h"
+#include "waybill/json/length_distribution_json.h"
+#include "waybill/json/link_speeds_json.h"
+
+namespace waybill::cli {
+namespace {
+
+constexpr std::int64_t max_tokens = std::int64_t{1} << 40;
+constexpr std::int64_t max_hidden = 1 << 24;
+
+std::string distribution_names() {
+  std::string names;
+  for (const LengthDistribution& distribution : builtin_length_distributions())
+    names += (names.empty() ? "" : ", ") + distribution.name;
+  return names;
+}
+
+std::string check_distribution(const std::string& name) {
+  try {
+    (void)length_distribution(name);
+    return "";
+  } catch (const InvalidArgument&) {
+    std::vector<std::string> known;
+    for (const LengthDistribution& one : builtin_length_distributions()) known.push_back(one.name);
+    return concat("got ", name, ", expected one of ", distribution_names(),
+                  did_you_mean(name, known));
+  }
+}
+
+std::string check_dtype(const std::string& name) {
+  try {
+    (void)dtype_from_name(name);
+    return "";
+  } catch (const InvalidArgument& error) {  // names itself and its argument; those are the user's
+    const std::string text = error.what();
+    return concat("got ", name, ", ", text.substr(std::min(text.size(), text.find("expected"))));
+  }
+}
+
+std::optional<double> bytes_per_second(const std::string& text) {
+  double number = 0;
+  const char* const end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data(), end, number);
+  if (error != std::errc() || !std::isfinite(number) || number <= 0) return std::nullopt;
+  std::string_view unit(rest, static_cast<std::size_t>(end - rest));
+  while (unit.starts_with(' ')) unit.remove_prefix(1);
+  if (unit.empty()) return number * 1e9;
+  if (!unit.ends_with("/s") && !unit.ends_with("ps")) return std::nullopt;
+  unit.remove_suffix(2);
+  if (unit.ends_with("bit")) {
+    unit.remove_suffix(3);
+    number /= 8;
+  } else if (unit.ends_with("b") || unit.ends_with("B")) {
+    if (unit.ends_with("b")) number /= 8;
+    unit.remove_suffix(1);
+  } else {
+    return std::nullopt;
+  }
+  if (unit.empty()) return number;
+  const std::size_t power = std::string_view("kMGT").find(unit);
+  if (unit.size() != 1 || power == std::string_view::npos) return std::nullopt;
+  return number * std::pow(1000.0, static_cast<double>(power + 1));
+}
+
+/// How many ranks there are, and for how many rows of documents they have room.
+void add_room_options(Command command, Options& options, const std::string& ranks_name) {
+  command.number(ranks_name, options.world_size, 1, max_world_size, "Number of ranks");
+  command
+      .option("--tokens-per-rank", options.tokens_per_rank,
+              "Rows per rank before dispatch; auto: just enough for the documents "
+              "(default: 65536 for drawn lengths, else auto). Too few for the documents are an "
+              "error, unless --cut")
+      .value_name("N|auto")
+      .between(1, max_tokens, true);
+  command.flag(
+      "--cut", options.cut,
+      "Take the first documents, as many as --tokens-per-rank has room for, cut the last of "
+      "them, and leave out the others");
+}
+
+}  // namespace
+
+RowBytes Options::row_bytes() const {
+  const std::int64_t element = dtype_bytes(dtype_from_name(dtype));
+  return {.q = q_hidden * element, .kv = 2 * kv_hidden * element};
+}
+
+LinkSpeeds Options::speeds() const {
+  LinkSpeeds speeds;
+  if (!links.empty()) speeds = links_from_json(read_input(links), input_name(links)).speeds;
+  if (!nvlink.empty()) speeds.nvlink_bytes_per_second = parse_rate(nvlink).value();
+  if (!network.empty()) speeds.network_bytes_per_second = parse_rate(network).value();
+  return speeds;
+}
+
+HardwareFacts Options::facts(HardwareFacts defaults) const {
+  const LinkSpeeds given = speeds();
+  if (!links.empty() || !nvlink.empty())
+    defaults.nvlink_bytes_per_second = given.nvlink_bytes_per_second;
+  if (!links.empty() || !network.empty())
+    defaults.network_bytes_per_second = given.network_bytes_per_second;
+  if (pairs_per_second > 0) defaults.pairs_per_second = pairs_per_second;
+  return defaults;
+}
+
+Option add_input(Command command, Options& options, const std::string& name,
+                 const std::string& text) {
+  return command.option(name, options.input, text).value_name("");
+}
+
+Option add_table_option(Command command, Options& options) {
+  return command.option("--table", options.table, "Only this table")
+      .one_of({"fwd_q", "rev_q", "fwd_kv", "rev_kv"});
+}
+
+Option add_rank_option(Command command, Options& options, const std::string& text) {
+  return command.option("--rank", options.rank, text).value_name("N").not_negative();
+}
+
+void add_compact_flag(Command command, Options& options) {
+  command.flag("--compact", options.compact, "JSON without line breaks");
+}
+
+void add_document_options(Command command, Options& options) {
+  command = command.under(documents_group);
+  const Option distribution =
+      command
+          .option("--distribution", options.distribution,
+                  "Draw lengths from a named distribution (the default): " + distribution_names())
+          .value_name("NAME")
+          .check(check_distribution);
+  Option lengths = command.file("--lengths", options.lengths_path,
+                                "Read lengths in tokens: JSON list or text; - is standard input");
+  command
+      .option(
+          "--corpus", options.corpus_path,
+          "Count the tokens of all text files in a folder and its subfolders, by the rule below")
+      .value_name("DIR")
+      .excludes(distribution)
+      .excludes(lengths);
+  lengths.excludes(distribution);
+  command.option("--seed", options.seed, "Seed of the drawn lengths")
+      .value_name("N")
+      .check(check_seed)
+      .show_default();
+}
+
+void add_ranks_per_node(Command command, Options& options) {
+  command.number("--ranks-per-node", options.ranks_per_node, 1, max_world_size,
+                 "Ranks per node, joined by NVLink; nodes are joined by a network");
+}
+
+void add_plan_options(Command command, Options& options, const std::string& ranks_name) {
+  command = command.under(plan_group);
+  add_room_options(command, options, ranks_name);
+  command
+      .option("--imbalance", options.imbalance,
+              "Target for the largest work of a rank over the mean; a lower one moves more bytes")
+      .value_name("X")
+      .real_between(1.0001, 1e6)
+      .show_default();
+  command.choice(
+      "--mask", options.mask, {"causal", "full"},
+      "causal: a query attends to itself and the keys before it; full: to its whole document");
+  command.number(
+      "--window", options.window, 0, max_tokens,
+      "Sliding window: number of keys that a query attends to, its own included; 0: no window");
+  command.number("--max-tokens", options.max_tokens, 0, max_tokens,
+                 "Rows of Q, and of K and V, that fit in the buffers of a rank; 0: no limit");
+  add_ranks_per_node(command, options);
+  command.choice("--kv-layout", options.kv_layout, {"per_rank", "per_query"},
+                 "per_rank: K and V once on each rank that needs them; per_query: once for every "
+                 "query shard");
+}
+
+void add_row_options(Command command, Options& options) {
+  command = command.under(rows_group);
+  command.number("--q-hidden", options.q_hidden, 1, max_hidden, "Elements of a row of Q");
+  command.number("--kv-hidden", options.kv_hidden, 1, max_hidden,
+                 "Elements of a row of K, and of V");
+  command.option("--dtype", options.dtype, "Type of the elements")
+      .value_name("NAME")
+      .check(check_dtype)
+      .show_default();
+  command
+      .option("--gb-per-s", options.gb_per_s,
+              "Speed of a rank's link each way, in 1e9 bytes per second; adds times to the output")
+      .value_name("X")
+      .real_between(LinkSpeeds::least / 1e9, LinkSpeeds::most / 1e9);
+}
+
+void add_run_options(Command command, Options& options) {
+  command = command.under(run_group);
+  command
+      .option(
+          "--payload-bytes", options.payload_bytes,
+          "Bytes of a simulated row (of Q; of K and V together); auto: up to 256, fewer for large "
+          "plans")
+      .value_name("N|auto")
+      .between(8, 1 << 24, true)
+      .show_default();
+  command.number("--threads", options.num_threads, 0, 4096, "Number of threads; 0: all cores");
+}
+
+void add_link_options(Command command, Options& options) {
+  command = command.under(hardware_group);
+  command.file("--links", options.links,
+               "Link speeds from a file that waybill calibrate has written; - is standard input. "
+               "--nvlink and --network override it");
+  command
+      .option("--nvlink", options.nvlink,
+              "Speed of a rank's NVLink each way, such as 345GB/s (the default, measured on 8 x "
+              "H200)")
+      .value_name("RATE")
+      .check(check_rate);
+  command
+      .option("--network", options.network,
+              "Speed of a rank's network card each way, such as 50GB/s (the default) or "
+              "400Gbit/s")
+      .value_name("RATE")
+      .check(check_rate);
+}
+
+void add_hardware_options(Command command, Options& options) {
+  add_link_options(command, options);
+  command.under(hardware_group)
+      .option(
+          "--pairs-per-s", options.pairs_per_second,
+          "Attention speed of a rank, forward, in (query, key) pairs per second; default: 600e12 "
+          "operations per second, with 4 operations for each pair and element of a row of Q")
+      .value_name("X")
+      .real_between(1, 1e30);
+}
+
+void add_trace_option(Command command, Options& options) {
+  command.under(output_group)
+      .file("--trace", options.trace,
+            "Write the predicted timelines for Perfetto or chrome://tracing (JSON)");
+}
+
+std::string check_seed(const std::string& text) {
+  std::uint64_t number = 0;
+  const char* const end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data(), end, number);
+  if (error == std::errc() && rest == end) return "";
+  return concat("got ", text, ", expected 0..2^64 - 1");
+}
+
+std::optional<double> parse_rate(const std::string& text) {
+  const std::optional<double> rate = bytes_per_second(text);
+  return rate && LinkSpeeds::makes_sense(*rate) ? rate : std::nullopt;
+}
+
+std::string check_rate(const std::string& text) {
+  return parse_rate(text)
+             ? ""
+             : concat("got ", text, ", expected a speed such as 50GB/s or 400Gbit/s, from ",
+                      LinkSpeeds::least, " to ", LinkSpeeds::most, " bytes per second");
+}
+
+}  // namespace waybill::cli

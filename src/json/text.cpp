@@ -1,0 +1,344 @@
+#include "json/text.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <utility>
+
+#include "core/printable.h"
+#include "waybill/core/error.h"
+
+namespace waybill::detail {
+namespace {
+
+/// Receives the parser's events and builds the value. Iterative, so depth costs no stack.
+class TreeBuilder : public nlohmann::json_sax<nlohmann::json> {
+ public:
+  explicit TreeBuilder(std::string_view text) : text_(text) {}
+
+  bool null() override { return add(JsonValue{nullptr}); }
+  bool boolean(bool flag) override { return add(JsonValue{flag}); }
+  bool number_integer(number_integer_t number) override { return add(JsonValue{number}); }
+  bool number_unsigned(number_unsigned_t number) override {
+    if (std::in_range<std::int64_t>(number)) {
+      return add(JsonValue{static_cast<std::int64_t>(number)});
+    }
+    return add(JsonValue{JsonReal{static_cast<double>(number), std::to_string(number)}});
+  }
+  bool number_float(number_float_t number, const string_t& spelled) override {
+    return add(JsonValue{JsonReal{number, spelled}});
+  }
+  bool string(string_t& text) override { return add(JsonValue{std::move(text)}); }
+  bool binary(binary_t&) override { return fail("binary data"); }
+
+  bool start_object(std::size_t) override { return open(JsonValue{JsonObject{}}); }
+  bool key(string_t& name) override {
+    keys_.back() = std::move(name);
+    return true;
+  }
+  bool end_object() override {
+    const std::optional<std::string> twice = repeated_key(std::get<JsonObject>(open_.back().value));
+    if (twice) return fail(concat("the key \"", excerpt(*twice), "\" appears twice"));
+    return close();
+  }
+  bool start_array(std::size_t) override { return open(JsonValue{JsonIntegers{}}); }
+  bool end_array() override { return close(); }
+
+  bool parse_error(std::size_t position, const std::string&,
+                   const nlohmann::detail::exception& error) override {
+    error_ = concat(line_and_column(position), ": ", reason(error.what()));
+    return false;
+  }
+
+  JsonValue root;
+  [[nodiscard]] const std::string& error() const { return error_; }
+
+ private:
+  static std::optional<std::string> repeated_key(const JsonObject& object) {
+    std::vector<std::string_view> names;
+    names.reserve(object.members.size());
+    for (const JsonMember& member : object.members) names.push_back(member.key);
+    std::sort(names.begin(), names.end());
+    const auto twice = std::adjacent_find(names.begin(), names.end());
+    return twice == names.end() ? std::nullopt : std::optional<std::string>(*twice);
+  }
+
+  bool open(JsonValue container) {
+    if (open_.size() >= max_json_depth) {
+      return fail(concat("nested deeper than ", max_json_depth, " levels"));
+    }
+    open_.push_back(std::move(container));
+    keys_.emplace_back();
+    return true;
+  }
+
+  bool close() {
+    JsonValue done = std::move(open_.back());
+    open_.pop_back();
+    keys_.pop_back();
+    return add(std::move(done));
+  }
+
+  /// Hands a finished value to the container around it.
+  bool add(JsonValue value) {
+    if (open_.empty()) {
+      root = std::move(value);
+      return true;
+    }
+    JsonValue& parent = open_.back();
+    if (auto* object = std::get_if<JsonObject>(&parent.value)) {
+      object->members.push_back({std::move(keys_.back()), std::move(value)});
+      return true;
+    }
+    if (auto* integers = std::get_if<JsonIntegers>(&parent.value)) {
+      if (const auto* number = std::get_if<std::int64_t>(&value.value)) {
+        integers->push_back(*number);
+        return true;
+      }
+      JsonList list;
+      list.reserve(integers->size() + 1);
+      for (const std::int64_t number : *integers) list.push_back(JsonValue{number});
+      parent.value = std::move(list);
+    }
+    std::get<JsonList>(parent.value).push_back(std::move(value));
+    return true;
+  }
+
+  bool fail(const std::string& what) {
+    std::string path;
+    for (std::size_t level = 0; level < open_.size(); ++level) path += step(level);
+    error_ = concat(path.empty() ? "/" : path.substr(0, 200), ": ", what);
+    return false;
+  }
+
+  /// From the container at `level` to what is being read inside it.
+  [[nodiscard]] std::string step(std::size_t level) const {
+    if (level + 1 == open_.size()) return "";  // the container itself is at fault
+    const JsonValue& container = open_[level];
+    if (std::holds_alternative<JsonObject>(container.value)) return path_step(keys_[level]);
+    const auto* list = std::get_if<JsonList>(&container.value);
+    const auto* integers = std::get_if<JsonIntegers>(&container.value);
+    return concat('/', list != nullptr ? list->size() : integers->size());
+  }
+
+  [[nodiscard]] std::string line_and_column(std::size_t position) const {
+    // `position` counts the characters read, the offending one included.
+    const std::string_view read = text_.substr(0, position == 0 ? 0 : position - 1);
+    const auto line = std::count(read.begin(), read.end(), '\n') + 1;
+    const std::size_t newline = read.rfind('\n');
+    const std::size_t column =
+        newline == std::string_view::npos ? read.size() + 1 : read.size() - newline;
+    return concat("line ", line, ", column ", column);
+  }
+
+  /// The parser's words, without its own prefix and without a token of megabytes.
+  static std::string reason(std::string_view what) {
+    for (const std::string_view prefix : {"] ", "column "}) {
+      const std::size_t at = what.find(prefix);
+      if (at != std::string_view::npos && at < 100) what.remove_prefix(at + prefix.size());
+    }
+    const std::size_t colon = what.find(": ");
+    const bool place = colon != std::string_view::npos && colon > 0 &&
+                       what.find_first_not_of("0123456789") == colon;
+    if (place) what.remove_prefix(colon + 2);
+    return what.size() <= 300 ? std::string(what) : concat(what.substr(0, 300), "...");
+  }
+
+  std::string_view text_;
+  std::vector<JsonValue> open_;    // containers not closed yet, outermost first
+  std::vector<std::string> keys_;  // the key that is being read in each of them
+  std::string error_;
+};
+
+}  // namespace
+
+const JsonValue* JsonObject::find(std::string_view key) const {
+  const auto found = std::find_if(members.begin(), members.end(),
+                                  [&](const JsonMember& member) { return member.key == key; });
+  return found == members.end() ? nullptr : &found->value;
+}
+
+JsonValue parse_json(std::string_view text, std::string_view origin) {
+  TreeBuilder builder(text);
+  const bool ok = nlohmann::json::sax_parse(text.begin(), text.end(), &builder);
+  if (!ok) throw IoError(concat(origin, ": ", builder.error()));
+  return std::move(builder.root);
+}
+
+std::string excerpt(std::string_view text) {
+  constexpr std::size_t limit = 60;
+  std::size_t end = 0;
+  while (end < text.size()) {
+    const std::size_t next =
+        end + std::max<std::size_t>(1, first_code_point(text.substr(end)).num_bytes);
+    if (next > limit) return printable_line(text.substr(0, end)) + "...";
+    end = next;
+  }
+  return printable_line(text);
+}
+
+std::string path_step(std::string_view key) {
+  std::string step = "/";
+  for (const char c : excerpt(key)) {
+    if (c == '~') {
+      step += "~0";
+    } else if (c == '/') {
+      step += "~1";
+    } else {
+      step += c;
+    }
+  }
+  return step;
+}
+
+namespace {
+
+/// A value as an error shows it.
+std::string shown(const JsonValue& value) {
+  struct Show {
+    std::string operator()(std::nullptr_t) const { return "null"; }
+    std::string operator()(bool flag) const { return flag ? "true" : "false"; }
+    std::string operator()(std::int64_t number) const { return std::to_string(number); }
+    std::string operator()(const JsonReal& number) const { return excerpt(number.text); }
+    std::string operator()(const std::string& text) const {
+      return concat('"', excerpt(text), '"');
+    }
+    std::string operator()(const JsonIntegers& list) const {
+      return list.empty() ? "[]" : concat("a list of ", list.size());
+    }
+    std::string operator()(const JsonList& list) const { return concat("a list of ", list.size()); }
+    std::string operator()(const JsonObject&) const { return "an object"; }
+  };
+  return std::visit(Show{}, value.value);
+}
+
+constexpr std::string_view expected_integer = "an integer";
+
+}  // namespace
+
+std::string JsonNode::place() const { return path_.empty() ? "/" : path_; }
+
+void JsonNode::fail(std::string_view expected) const {
+  throw IoError(concat(origin_, ": ", place(), " = ", shown(*value_), ", expected ", expected));
+}
+
+void JsonNode::fail_text(std::string_view text) const {
+  throw IoError(concat(origin_, ": ", place(), ": ", text));
+}
+
+bool JsonNode::is_null() const { return std::holds_alternative<std::nullptr_t>(value_->value); }
+
+bool JsonNode::is_list() const {
+  return std::holds_alternative<JsonIntegers>(value_->value) ||
+         std::holds_alternative<JsonList>(value_->value);
+}
+
+const JsonObject& JsonNode::object() const {
+  const auto* object = std::get_if<JsonObject>(&value_->value);
+  if (object == nullptr) fail("an object");
+  return *object;
+}
+
+void JsonNode::check_keys(std::span<const std::string_view> known) const {
+  for (const auto& [key, value] : object().members) {
+    if (std::find(known.begin(), known.end(), key) != known.end()) continue;
+    std::string names;
+    for (const std::string_view name : known) names += concat(names.empty() ? "" : ", ", name);
+    fail_text(concat("unknown key \"", excerpt(key), "\", expected some of ", names));
+  }
+}
+
+JsonNode JsonNode::at(std::string_view key) const {
+  const JsonValue* member = object().find(key);
+  if (member == nullptr) fail_text(concat("the key \"", key, "\" is missing"));
+  return {*member, origin_, path_ + path_step(key)};
+}
+
+std::optional<JsonNode> JsonNode::find(std::string_view key) const {
+  const JsonValue* member = object().find(key);
+  if (member == nullptr || std::holds_alternative<std::nullptr_t>(member->value)) {
+    return std::nullopt;
+  }
+  return JsonNode{*member, origin_, path_ + path_step(key)};
+}
+
+std::vector<std::pair<std::string, JsonNode>> JsonNode::members() const {
+  std::vector<std::pair<std::string, JsonNode>> result;
+  for (const auto& [key, value] : object().members) {
+    result.emplace_back(key, JsonNode{value, origin_, path_ + path_step(key)});
+  }
+  return result;
+}
+
+std::vector<JsonNode> JsonNode::items() const {
+  std::vector<JsonNode> result;
+  if (const auto* integers = std::get_if<JsonIntegers>(&value_->value)) {
+    if (!integers->empty()) fail("a list of objects");
+    return result;
+  }
+  const auto* list = std::get_if<JsonList>(&value_->value);
+  if (list == nullptr) fail("a list");
+  for (std::size_t i = 0; i < list->size(); ++i) {
+    result.push_back(JsonNode{(*list)[i], origin_, concat(path_, '/', i)});
+  }
+  return result;
+}
+
+bool JsonNode::boolean() const {
+  const auto* flag = std::get_if<bool>(&value_->value);
+  if (flag == nullptr) fail("true or false");
+  return *flag;
+}
+
+const std::string& JsonNode::string() const {
+  const auto* text = std::get_if<std::string>(&value_->value);
+  if (text == nullptr) fail("a string");
+  return *text;
+}
+
+std::int64_t JsonNode::integer(std::int64_t low, std::int64_t high) const {
+  const auto* number = std::get_if<std::int64_t>(&value_->value);
+  if (number == nullptr) fail(expected_integer);
+  if (*number < low || high < *number) fail(concat(low, "..", high));
+  return *number;
+}
+
+double JsonNode::real() const {
+  if (const auto* number = std::get_if<std::int64_t>(&value_->value)) {
+    return static_cast<double>(*number);
+  }
+  const auto* number = std::get_if<JsonReal>(&value_->value);
+  if (number == nullptr || !std::isfinite(number->value)) fail("a number");
+  return number->value;
+}
+
+const std::vector<std::int64_t>& JsonNode::integers() const {
+  if (const auto* integers = std::get_if<JsonIntegers>(&value_->value)) return *integers;
+  for (const JsonNode& item : items()) (void)item.integer();  // names the first that is none
+  fail("a list of integers");
+}
+
+std::vector<std::int32_t> JsonNode::integers32() const {
+  const std::vector<std::int64_t>& wide = integers();
+  std::vector<std::int32_t> result;
+  result.reserve(wide.size());
+  for (std::size_t i = 0; i < wide.size(); ++i) {
+    if (!std::in_range<std::int32_t>(wide[i])) {
+      throw IoError(
+          concat(origin_, ": ", path_, '/', i, " = ", wide[i], ", expected an integer of 32 bits"));
+    }
+    result.push_back(static_cast<std::int32_t>(wide[i]));
+  }
+  return result;
+}
+
+void JsonNode::check_format(std::string_view format) const {
+  const JsonNode name = at("format");
+  if (name.string() != format) name.fail(concat('"', format, '"'));
+  const JsonNode version = at("version");
+  if (version.integer() != json_version) version.fail(concat("version ", json_version));
+}
+
+}  // namespace waybill::detail
