@@ -82,13 +82,14 @@ void relay_rows(Table& table, std::int32_t world_size, const char* lengths,
   direct.relay = {};
   relayed.name += ", relay";
   const auto parts = relayed.parts();
-  const CompileOptions options{.relay = RelayUse::always};
+  const CompileOptions options{.plan = {.relay = RelayUse::always}};
   const PlanLimits limits = operation == SequenceOperation::dispatch
                                 ? compile_dispatch(parts, Rank{0}, options).limits
                                 : compile_kv_gradient(parts, Rank{0}, options).limits;
   std::printf("%s: limit %.0f us direct, %.0f us with relay at %.0f GB/s: %.2f times\n",
               direct.name.c_str(), 1e6 * limits.direct_seconds, 1e6 * limits.relay_seconds,
-              options.nvlink_bytes_per_second / 1e9, limits.direct_seconds / limits.relay_seconds);
+              options.plan.nvlink_bytes_per_second / 1e9,
+              limits.direct_seconds / limits.relay_seconds);
   for (const int sms : {16, 24, 32, 48}) {
     table.row(direct, sms);
     table.row(relayed, sms);

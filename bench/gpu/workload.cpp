@@ -25,7 +25,8 @@ WireBytes wire_bytes(const Workload& workload) {
   WireBytes most;
   for (std::int32_t w = 0; w < world; ++w) {
     const auto parts = workload.parts();
-    const SequencePlan plan = compile_dispatch(parts, Rank{w}, {.relay = RelayUse::never});
+    const SequencePlan plan =
+        compile_dispatch(parts, Rank{w}, {.plan = {.relay = RelayUse::never}});
     for (std::int32_t r = 0; r < world; ++r) {
       const std::int64_t bytes = plan.wire_bytes[r];
       if (r == w) {

@@ -7,7 +7,7 @@
 
 #include "device/arrive_params.h"
 #include "rank/gpu_rank.h"
-#include "sequence/gpu_executor.h"
+#include "sequence/executor.h"
 #include "transport/gpu_place.h"
 #include "transport/gpu_process_transport.h"
 #include "transport/gpu_thread_transport.h"

@@ -33,13 +33,11 @@ std::int64_t pad_size(std::int32_t world_size, std::int32_t num_slots) {
 
 /// Options by which all ranks compile and check plans of all.
 std::vector<Setting> common_settings(const SequenceDispatcherOptions& options) {
-  const SequencePlanOptions& plan = options.plan;
-  return {{"max_window_bytes", concat(options.max_window_bytes)},
-          {"plan.relay", concat(static_cast<int>(plan.relay))},
-          {"plan.batch_bytes", concat(plan.batch_bytes)},
-          {"plan.phase_bytes", concat(plan.phase_bytes)},
-          {"plan.nvlink_bytes_per_second", concat(plan.nvlink_bytes_per_second)},
-          {"plan.network_bytes_per_second", concat(plan.network_bytes_per_second)}};
+  std::vector<Setting> settings{{"max_window_bytes", concat(options.max_window_bytes)}};
+  for_common_options(options.plan, [&](const char* name, auto value) {
+    settings.push_back({name, concat(value)});
+  });
+  return settings;
 }
 
 /// The world's speeds, unless the options have others than the defaults.
@@ -61,12 +59,12 @@ CompileOptions options_of_plans(const SequenceDispatcherOptions& options, const 
   const bool batches = executor.runs_batches();
   // Copy engines forward nothing.
   const bool forwards = batches && (options.num_sms != 0 || !executor.expands_plans());
-  CompileOptions compile = compile_options(options.plan);
+  CompileOptions compile{.plan = options.plan};
   compile.chunks = !executor.expands_plans();
   compile.separate_local_copies = options.local_by_copy_engine && executor.expands_plans();
   compile.num_sms = options.num_sms;
   compile.ranks_per_node = batches ? world.topology().ranks_per_node : 0;
-  if (!forwards) compile.relay = RelayUse::never;
+  if (!forwards) compile.plan.relay = RelayUse::never;
   compile.split_network = batches && executor.splits_network();
   compile.two_sided_network = batches && executor.is_two_sided();
   return compile;
@@ -78,7 +76,7 @@ DispatcherState::DispatcherState(const World& world, const SequenceDispatcherOpt
     : world_(world),
       options_(with_links(options, world)),
       compile_(options_of_plans(options_, world)) {
-  options_.plan.relay = compile_.relay;
+  options_.plan.relay = compile_.plan.relay;
   agree_on_settings(world.transport(), "SequenceDispatcher", [&] {
     require(options.num_sms >= 0, "SequenceDispatcher: num_sms = ", options.num_sms,
             ", expected >= 0");
@@ -86,7 +84,7 @@ DispatcherState::DispatcherState(const World& world, const SequenceDispatcherOpt
     require(options.num_sms > 0 || nodes == 1 || !world.executor().expands_plans(),
             "SequenceDispatcher: num_sms = 0 on ", nodes,
             " nodes, expected at least 1: copy engines wait for nobody");
-    require(options.plan.relay != RelayUse::always || compile_.relay == RelayUse::always,
+    require(options.plan.relay != RelayUse::always || compile_.plan.relay == RelayUse::always,
             "SequenceDispatcher: relay = always with num_sms = ", options.num_sms,
             ", expected at least 1: copy engines forward nothing");
     require(options.max_window_bytes >= 0,

@@ -1,81 +1,177 @@
 #include <algorithm>
-#include <vector>
+#include <limits>
+#include <numeric>
+#include <tuple>
 
-#include "batch_jobs.h"
-#include "batch_writer.h"
-#include "batched_plans.h"
-#include "network_writer.h"
-#include "plan_checks.h"
-#include "sort_unique.h"
+#include "batches.h"
+#include "network.h"
 
 namespace waybill::detail {
 namespace {
 
-/// Rows that the rank has copies of besides the one that a hop brings are copied there.
+/// Segments of pieces that others do not wait for are no longer, so that destinations alternate.
+constexpr std::int64_t leaf_piece_bytes = std::int64_t{256} << 10;
+
+auto rows_of(const RowMove& move) { return std::tuple(move.tensor, move.row, move.rows); }
+
+/// Puts groups into another order.
+void reorder(std::vector<RowMove>& moves, std::vector<std::size_t>& groups,
+             std::span<const std::size_t> order) {
+  std::vector<RowMove> result;
+  result.reserve(moves.size());
+  std::vector<std::size_t> begins;
+  for (const std::size_t g : order) {
+    begins.push_back(result.size());
+    for (std::size_t i = groups[g]; i < groups[g + 1]; ++i) result.push_back(moves[i]);
+  }
+  begins.push_back(result.size());
+  moves = std::move(result);
+  groups = std::move(begins);
+}
+
+/// Brings moves of the same rows together, up to max_addresses_sent, the others in the order in
+/// which they came. Nearest destinations from rank + 1 on come first.
+/// @return where groups begin, and the end
+std::vector<std::size_t> group_moves(std::vector<RowMove>& moves, std::int32_t rank,
+                                     std::int32_t world_size) {
+  std::vector<std::size_t> idx(moves.size());
+  std::iota(idx.begin(), idx.end(), std::size_t{0});
+  std::ranges::sort(idx, {}, [&](std::size_t i) {
+    const RowMove& move = moves[i];
+    return std::tuple(rows_of(move), distance(rank, move.dst_rank, world_size), i);
+  });
+  std::vector<RowMove> sorted;
+  sorted.reserve(moves.size());
+  std::vector<std::size_t> groups;
+  std::vector<std::size_t> earliest;  // [groups] first move
+  for (const std::size_t i : idx) {
+    const bool joins = !sorted.empty() && rows_of(sorted.back()) == rows_of(moves[i]) &&
+                       sorted.size() - groups.back() < static_cast<std::size_t>(max_addresses_sent);
+    if (!joins) {
+      groups.push_back(sorted.size());
+      earliest.push_back(i);
+    }
+    earliest.back() = std::min(earliest.back(), i);
+    sorted.push_back(moves[i]);
+  }
+  groups.push_back(sorted.size());
+  std::vector<std::size_t> order(earliest.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::ranges::sort(order, {}, [&](std::size_t g) { return earliest[g]; });
+  moves = std::move(sorted);
+  reorder(moves, groups, order);
+  return groups;
+}
+
+/// Cuts rows into pieces of at most leaf_piece_bytes and lets those to different ranks alternate,
+/// in proportion to their number, beginning with rank + 1.
+void alternate_moves(std::vector<RowMove>& moves, std::vector<std::size_t>& groups,
+                     const SequencePlan& plan) {
+  std::vector<RowMove> pieces;
+  std::vector<std::size_t> begins;
+  std::vector<std::int64_t> bytes;
+  for (std::size_t g = 0; g + 1 < groups.size(); ++g) {
+    const RowMove& first = moves[groups[g]];
+    std::int64_t row_bytes = 0;
+    for (std::int32_t t = first.tensor; t < first.tensor + first.num_tensors; ++t)
+      row_bytes += plan.cuts[t].row_bytes;
+    // Rows that stay block no link.
+    const bool local = groups[g + 1] - groups[g] == 1 && first.dst_rank == to_int(plan.rank);
+    const std::int64_t max_rows = std::max<std::int64_t>(
+        1, row_bytes == 0 ? first.rows : (local ? 16 : 1) * leaf_piece_bytes / row_bytes);
+    for (std::int64_t begin = 0; begin < first.rows; begin += max_rows) {
+      begins.push_back(pieces.size());
+      bytes.push_back(std::min(max_rows, first.rows - begin) * row_bytes);
+      for (std::size_t i = groups[g]; i < groups[g + 1]; ++i) {
+        RowMove piece = moves[i];
+        piece.row += begin;
+        piece.dst_row += begin;
+        piece.rows = std::min(max_rows, first.rows - begin);
+        pieces.push_back(piece);
+      }
+    }
+  }
+  begins.push_back(pieces.size());
+  moves = std::move(pieces);
+  groups = std::move(begins);
+  std::vector<std::int64_t> total(plan.world_size);
+  const auto bucket = [&](std::size_t g) {
+    return distance(to_int(plan.rank), moves[groups[g]].dst_rank, plan.world_size);
+  };
+  std::vector<double> middle(bytes.size());
+  for (std::size_t g = 0; g < bytes.size(); ++g) {
+    middle[g] = static_cast<double>(total[bucket(g)]) + 0.5 * static_cast<double>(bytes[g]);
+    total[bucket(g)] += bytes[g];
+  }
+  for (std::size_t g = 0; g < bytes.size(); ++g)
+    middle[g] /= static_cast<double>(std::max<std::int64_t>(1, total[bucket(g)]));
+  std::vector<std::size_t> order(bytes.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::ranges::sort(order, {}, [&](std::size_t g) { return std::tuple(middle[g], bucket(g), g); });
+  reorder(moves, groups, order);
+}
+
+/// Copies that the rank has besides the one that a hop brings are made there.
 bool copies_on(const PartRoutes& routes, std::size_t h) { return routes.num_destinations[h] > 1; }
+
+/// Whether somebody at the end of the hop waits for its batch.
+bool is_waited_for(const PartRoutes& routes, std::size_t h) {
+  return routes.feeds[h] != 0 || copies_on(routes, h);
+}
 
 class DispatchCompiler {
  public:
-  DispatchCompiler(const char* who, std::span<const SequencePart> parts, const ChosenWay& way,
-                   const CompileOptions& options, SequencePlan& plan)
+  /// @param rows of the windows, without those that only pass through
+  DispatchCompiler(const char* who, std::span<const SequencePart> parts, PartRows rows,
+                   const ChosenWay& way, const CompileOptions& options, SequencePlan& plan)
       : who_(who),
         parts_(parts),
         options_(options),
+        separates_local_(options.separate_local_copies &&
+                         separates_local_rows(parts, plan.rank, options.num_sms)),
         plan_(plan),
         first_tensor_(first_tensors(parts)),
-        routes_(follow(who, parts, way, rows_)),
-        windows_(who, parts, rows_, batched_window_bits),
-        batches_(parts, routes_, options.batch_bytes,
-                 [](const PartRoutes& routes, std::size_t h) {
-                   return routes.feeds[h] != 0 || copies_on(routes, h);
-                 }),
-        writer_(plan, windows_) {}
+        routes_(follow(who, parts, way, rows)),
+        windows_(who, parts, rows, {}, batched_window_bits),
+        batches_(parts, routes_, options.plan.batch_bytes, is_waited_for) {}
 
   void compile() {
-    find_batches_behind();
+    find_following_batches();
     order_ = order_jobs(plan_.world_size, batches_.jobs, edges_);
     number_slots();
     collect_moves();
-    write_leaves_apart();
+    for (const RowMove& move : local_) append_local(plan_, windows_, move);
     write();
-    for (std::size_t t = 0; t < plan_.tensors.size(); ++t)
-      plan_.window_offsets.push_back(windows_.offset(t, to_int(plan_.rank)));
+    windows_.write_offsets(plan_);
     if (options_.split_network) split();
-    writer_.finish();
+    check_chunk_numbers(plan_);
     plan_.window_bytes = windows_.largest();
   }
 
  private:
   static std::vector<PartRoutes> follow(const char* who, std::span<const SequencePart> parts,
-                                        const ChosenWay& way, std::vector<WindowRows>& rows) {
+                                        const ChosenWay& way, PartRows& rows) {
     std::vector<PartRoutes> routes;
     for (std::size_t p = 0; p < parts.size(); ++p) {
-      std::vector<std::int64_t> needed = rows_needed(parts[p]);
-      routes.push_back(follow_hops(who, *parts[p].metadata, way.hops[p], needed));
-      for (std::size_t r = 0; r < needed.size(); ++r) needed[r] += routes[p].passed_rows[r];
-      rows.push_back({std::move(needed), {}});
+      routes.push_back(follow_hops(who, *parts[p].metadata, way.hops[p], rows[p]));
+      for (std::size_t r = 0; r < rows[p].size(); ++r) rows[p][r] += routes[p].passed_rows[r];
     }
     return routes;
   }
 
   void split() {
-    const Topology topology = topology_of(plan_, options_);
+    const Topology topology = options_.topology(plan_.world_size);
     const auto stages = staged_bytes(parts_, routes_, topology);
     const std::int64_t begin = windows_.add_stage(who_, stages, to_int(plan_.rank));
-    split_network(plan_, topology, begin, options_.batch_bytes);
+    split_network(plan_, topology, begin, options_.plan.batch_bytes);
     plan_.network.stage_bytes = stages[to_int(plan_.rank)];
   }
 
-  /// Whether somebody at the end of the hop waits for its batch.
-  [[nodiscard]] bool is_waited_for(std::size_t p, std::size_t h) const {
-    return routes_[p].feeds[h] != 0 || copies_on(routes_[p], h);
-  }
-
-  void find_batches_behind() {
+  void find_following_batches() {
     for (std::size_t p = 0; p < parts_.size(); ++p) {
       for (std::size_t h = 0; h < routes_[p].hops.size(); ++h) {
         if (copies_on(routes_[p], h))
-          (void)batches_.behind(batches_.of[p][h], routes_[p].hops[h].dst_rank);
+          (void)batches_.following(batches_.of[p][h], routes_[p].hops[h].dst_rank);
       }
     }
     for (std::size_t b = 0; b < batches_.jobs.size(); ++b) {
@@ -91,7 +187,7 @@ class DispatchCompiler {
     }
     slots_.assign(batches_.jobs.size(), -1);
     std::vector<std::int32_t> used(plan_.world_size);
-    for (const std::int32_t b : order_.order) {
+    for (const std::int32_t b : order_) {
       const std::int32_t rank = batches_.jobs[b].rank;
       if (signals[b] != 0) slots_[b] = used[rank]++ * plan_.world_size + rank;
     }
@@ -135,7 +231,7 @@ class DispatchCompiler {
         const std::int32_t batch = batches_.of[p][h];
         auto& moves = batch < 0 ? leaves_ : moves_[batch];
         moves.push_back(move_of(p, row, hop.num_rows, hop.dst_rank, routes.dst_row[h]));
-        if (batch >= 0 && is_waited_for(p, h)) signals_.push_back({batch, hop.dst_rank});
+        if (batch >= 0 && is_waited_for(routes, h)) signals_.push_back({batch, hop.dst_rank});
       }
     }
     sort_unique(signals_);
@@ -149,7 +245,7 @@ class DispatchCompiler {
       const std::int32_t dst = metadata.dst_rank[c];
       const bool local = dst == to_int(plan_.rank);
       if (has_hops && !local) continue;
-      (local && options_.separate_local_copies ? local_ : leaves_)
+      (local && separates_local_ ? local_ : leaves_)
           .push_back(move_of(p, row, metadata.seq_len[entry], dst, metadata.dst_offset[c]));
     }
   }
@@ -158,7 +254,7 @@ class DispatchCompiler {
   void collect_copies(std::size_t p, std::size_t h) {
     const SparseMetadata& metadata = *parts_[p].metadata;
     const RelayHop& hop = routes_[p].hops[h];
-    auto& moves = moves_[batches_.behind(batches_.of[p][h], hop.dst_rank)];
+    auto& moves = moves_[batches_.following(batches_.of[p][h], hop.dst_rank)];
     const std::int64_t begin = metadata.destination_begin(hop.shard);
     for (auto c = begin + routes_[p].first_destination[h] + 1;
          c < metadata.destination_end(hop.shard); ++c) {
@@ -168,32 +264,26 @@ class DispatchCompiler {
     }
   }
 
-  void write_leaves_apart() {
-    for (const RowMove& move : local_) {
-      for (std::int32_t t = move.tensor; t < move.tensor + move.num_tensors; ++t) {
-        const std::int64_t row_bytes = plan_.cuts[t].row_bytes;
-        if (row_bytes == 0) continue;
-        plan_.local_segments.push_back(
-            {.row = move.row,
-             .rows = move.rows,
-             .tensor = t,
-             .first_destination = static_cast<std::int32_t>(plan_.segment_addresses.size()),
-             .num_destinations = 1});
-        plan_.segment_addresses.push_back(writer_.address(t, move.dst_rank, move.dst_row));
-        plan_.wire_bytes[move.dst_rank] += move.rows * row_bytes;
+  /// Moves as group_moves() made them, with the same rows.
+  void write_moves(std::span<const RowMove> moves) {
+    const RowMove& first = moves.front();
+    for (std::int32_t t = first.tensor; t < first.tensor + first.num_tensors; ++t) {
+      addresses_.clear();
+      for (const RowMove& move : moves) {
+        addresses_.push_back(windows_.address(t, move.dst_rank, move.dst_row));
+        plan_.wire_bytes[move.dst_rank] += move.rows * plan_.cuts[t].row_bytes;
       }
+      add_segment(plan_, t, first.row, first.rows, addresses_);
     }
-    leaf_groups_ = group_moves(leaves_, to_int(plan_.rank), plan_.world_size);
-    alternate_moves(leaves_, leaf_groups_, plan_, leaf_piece_bytes);
   }
 
   /// Rows for which nobody waits, as many as fit into `num_bytes`.
   void write_leaves(std::int64_t num_bytes) {
-    writer_.begin(BatchKind::send);
+    begin_batch(plan_, BatchKind::send);
     while (num_bytes > 0 && next_leaf_ + 1 < leaf_groups_.size()) {
       const std::size_t begin = leaf_groups_[next_leaf_];
       const std::size_t end = leaf_groups_[++next_leaf_];
-      writer_.add(std::span(leaves_).subspan(begin, end - begin));
+      write_moves(std::span(leaves_).subspan(begin, end - begin));
       for (std::size_t i = begin; i < end; ++i) {
         const RowMove& move = leaves_[i];
         if (move.dst_rank == to_int(plan_.rank)) continue;
@@ -201,16 +291,18 @@ class DispatchCompiler {
           num_bytes -= move.rows * plan_.cuts[t].row_bytes;
       }
     }
-    writer_.end();
+    end_batch(plan_);
   }
 
   /// The batches in their order, and others' rows while nothing has arrived.
   void write() {
+    leaf_groups_ = group_moves(leaves_, to_int(plan_.rank), plan_.world_size);
+    alternate_moves(leaves_, leaf_groups_, plan_);
     std::int64_t busy = 0;
-    for (const std::int32_t b : order_.order) {
+    for (const std::int32_t b : order_) {
       if (batches_.jobs[b].rank != to_int(plan_.rank)) continue;
-      write_leaves(order_.start[b] - busy);
-      busy = order_.finish[b];
+      write_leaves(batches_.jobs[b].start - busy);
+      busy = batches_.jobs[b].finish;
       write_batch(b);
     }
     write_leaves(std::numeric_limits<std::int64_t>::max());
@@ -218,64 +310,47 @@ class DispatchCompiler {
 
   void write_batch(std::int32_t b) {
     const std::int32_t before = batches_.after[b];
-    writer_.begin(before < 0 ? BatchKind::send : BatchKind::forward);
-    if (before >= 0) writer_.wait({batches_.jobs[before].rank, slots_[before]});
+    begin_batch(plan_, before < 0 ? BatchKind::send : BatchKind::forward);
+    if (before >= 0) plan_.waits.push_back({batches_.jobs[before].rank, slots_[before]});
     auto& moves = moves_[b];
     const auto groups = group_moves(moves, to_int(plan_.rank), plan_.world_size);
     for (std::size_t g = 0; g + 1 < groups.size(); ++g)
-      writer_.add(std::span(moves).subspan(groups[g], groups[g + 1] - groups[g]));
-    for (auto s = std::ranges::lower_bound(signals_, Signal{b, 0});
-         s != signals_.end() && s->batch == b; ++s) {
-      writer_.signal({s->rank, slots_[b]});
+      write_moves(std::span(moves).subspan(groups[g], groups[g + 1] - groups[g]));
+    for (auto s = std::ranges::lower_bound(signals_, std::pair(b, 0));
+         s != signals_.end() && s->first == b; ++s) {
+      plan_.signals.push_back({s->second, slots_[b]});
     }
-    writer_.end();
+    end_batch(plan_);
   }
-
-  /// Batch `batch` raises its slot at `rank`.
-  struct Signal {
-    std::int32_t batch = 0;
-    std::int32_t rank = 0;
-    friend auto operator<=>(const Signal&, const Signal&) = default;
-  };
 
   const char* const who_;
   std::span<const SequencePart> parts_;
   const CompileOptions& options_;
+  bool separates_local_;
   SequencePlan& plan_;
   std::vector<std::int32_t> first_tensor_;
-  std::vector<WindowRows> rows_;
   std::vector<PartRoutes> routes_;
   WindowMap windows_;
   HopBatches batches_;
-  BatchWriter writer_;
   std::vector<std::pair<std::int32_t, std::int32_t>> edges_;
-  JobOrder order_;
+  std::vector<std::int32_t> order_;          ///< batches
   std::vector<std::int32_t> slots_;          ///< [batches] index in the pad; -1: nobody waits
   std::vector<std::vector<RowMove>> moves_;  ///< [batches] of this rank
   std::vector<RowMove> leaves_;              ///< for which nobody waits
   std::vector<std::size_t> leaf_groups_;
   std::size_t next_leaf_ = 0;
   std::vector<RowMove> local_;
-  std::vector<Signal> signals_;
+  std::vector<std::pair<std::int32_t, std::int32_t>>
+      signals_;  ///< batch, rank whose slot it raises
+  std::vector<std::uint64_t> addresses_;
 };
 
 }  // namespace
 
-Topology topology_of(const SequencePlan& plan, const CompileOptions& options) {
-  return {plan.world_size, options.ranks_per_node == 0 ? plan.world_size : options.ranks_per_node};
-}
-
-std::vector<std::int32_t> first_tensors(std::span<const SequencePart> parts) {
-  std::vector<std::int32_t> first(1, 0);
-  for (const SequencePart& part : parts)
-    first.push_back(first.back() + static_cast<std::int32_t>(part.tensors.size()));
-  return first;
-}
-
 void compile_batched_dispatch(const char* who, std::span<const SequencePart> parts,
-                              const ChosenWay& way, const CompileOptions& options,
-                              SequencePlan& plan) {
-  DispatchCompiler(who, parts, way, options, plan).compile();
+                              const PartRows& needed, const ChosenWay& way,
+                              const CompileOptions& options, SequencePlan& plan) {
+  DispatchCompiler(who, parts, needed, way, options, plan).compile();
 }
 
 }  // namespace waybill::detail

@@ -4,59 +4,61 @@
 #include <numeric>
 #include <utility>
 
-#include "batch_jobs.h"
-#include "plan_checks.h"
 #include "planner/node_routes.h"
 #include "planner/relay_checks.h"
 #include "routing/homes.h"
+#include "segments.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
 namespace {
 
-/// Copies of the entries of hops. Hops are looked at entry by entry, in whatever order they stand.
-struct EntryDestinations {
-  std::vector<std::int32_t> count;      ///< [hops] of the entry on dst_rank
-  std::vector<std::int32_t> first;      ///< [hops] the first of these, counted in the entry; or -1
-  std::vector<std::int64_t> receivers;  ///< [entries] ranks with copies, but home; 0 without hops
-};
-
+/// The hops' entries and their copies; all but dst_row and passed_rows. Hops are looked at entry by
+/// entry, in whatever order they stand.
 /// @param hops of entries of the metadata, to ranks of its world
-EntryDestinations count_destinations(const SparseMetadata& metadata, std::span<const RelayHop> hops,
-                                     std::span<const std::int32_t> homes) {
-  std::vector<std::int64_t> hops_of(metadata.num_entries() + 1);  // [entries + 1] first in by_line
-  for (const RelayHop& hop : hops) ++hops_of[hop.shard + 1];
-  std::partial_sum(hops_of.begin(), hops_of.end(), hops_of.begin());
+PartRoutes link_hops(const SparseMetadata& metadata, std::vector<std::int32_t> homes,
+                     std::vector<RelayHop> hops) {
+  PartRoutes routes;
+  routes.home = std::move(homes);
+  routes.has_hops.resize(metadata.num_entries());
+  routes.receivers.resize(metadata.num_entries());
+  if (hops.empty()) return routes;
+  routes.feeds.resize(hops.size());
+  routes.num_destinations.resize(hops.size());
+  routes.first_destination.resize(hops.size());
+  std::vector<std::int64_t> first_hop(metadata.num_entries() + 1);  // into by_entry
+  for (const RelayHop& hop : hops) {
+    routes.has_hops[hop.shard] = 1;
+    if (hop.after >= 0) routes.feeds[hop.after] = 1;
+    ++first_hop[hop.shard + 1];
+  }
+  std::partial_sum(first_hop.begin(), first_hop.end(), first_hop.begin());
   std::vector<std::size_t> by_entry(hops.size());
-  std::vector<std::int64_t> fill = hops_of;
+  std::vector<std::int64_t> fill = first_hop;
   for (std::size_t h = 0; h < hops.size(); ++h) by_entry[fill[hops[h].shard]++] = h;
-
-  EntryDestinations copies;
-  copies.count.resize(hops.size());
-  copies.first.resize(hops.size());
-  copies.receivers.resize(metadata.num_entries());
-  std::vector<std::int32_t> count(metadata.world_size);  // of the entry at hand
+  std::vector<std::int32_t> count(metadata.world_size);  // [W] copies of the entry at hand
   std::vector<std::int32_t> first(metadata.world_size, -1);
   for (std::int64_t entry = 0; entry < metadata.num_entries(); ++entry) {
-    if (hops_of[entry] == hops_of[entry + 1]) continue;
+    if (routes.has_hops[entry] == 0) continue;
     const std::int64_t begin = metadata.destination_begin(entry);
     for (auto c = begin; c < metadata.destination_end(entry); ++c) {
       const std::int32_t rank = metadata.dst_rank[c];
       if (count[rank]++ > 0) continue;
       first[rank] = static_cast<std::int32_t>(c - begin);
-      if (rank != homes[entry]) ++copies.receivers[entry];
+      if (rank != routes.home[entry]) ++routes.receivers[entry];
     }
-    for (auto i = hops_of[entry]; i < hops_of[entry + 1]; ++i) {
+    for (auto i = first_hop[entry]; i < first_hop[entry + 1]; ++i) {
       const std::size_t h = by_entry[i];
-      copies.count[h] = count[hops[h].dst_rank];
-      copies.first[h] = first[hops[h].dst_rank];
+      routes.num_destinations[h] = count[hops[h].dst_rank];
+      routes.first_destination[h] = first[hops[h].dst_rank];
     }
     for (auto c = begin; c < metadata.destination_end(entry); ++c) {
       count[metadata.dst_rank[c]] = 0;
       first[metadata.dst_rank[c]] = -1;
     }
   }
-  return copies;
+  routes.hops = std::move(hops);
+  return routes;
 }
 
 std::int64_t sum_row_bytes_of(const SequencePart& part) {
@@ -65,46 +67,34 @@ std::int64_t sum_row_bytes_of(const SequencePart& part) {
   return bytes;
 }
 
-/// Bytes of the hops of a part and of its entries without hops. On the way back what a hop brought
-/// in comes out, sums wider than rows.
+/// Bytes of the hops of a part and of its entries without hops. On the way back the rows that a hop
+/// brought in come out, sums wider than rows.
 void add_traffic(std::vector<LinkBytes>& links, const Topology& topology,
                  SequenceOperation operation, const SequencePart& part,
                  const std::vector<RelayHop>& hops) {
   const SparseMetadata& metadata = *part.metadata;
+  const PartRoutes routes = link_hops(metadata, homes_of(metadata.rank_offsets), hops);
   const bool back = operation == SequenceOperation::kv_gradient;
-  const std::vector<std::int32_t> homes = homes_of(metadata.rank_offsets);
-  std::vector<std::uint8_t> feeds(hops.size());
-  std::vector<std::uint8_t> has_hops(metadata.num_entries());
-  for (const RelayHop& hop : hops) {
-    if (hop.after >= 0) feeds[hop.after] = 1;
-    has_hops[hop.shard] = 1;
-  }
   const std::int64_t row_bytes = row_bytes_of(part);
   const std::int64_t sum_bytes = sum_row_bytes_of(part);
   const auto add = [&](std::int32_t src, std::int32_t dst, std::int64_t bytes) {
     add_hop(links, topology, back ? dst : src, back ? src : dst, bytes);
   };
-  const EntryDestinations copies =
-      back ? count_destinations(metadata, hops, homes) : EntryDestinations{};
   for (std::size_t h = 0; h < hops.size(); ++h) {
     const RelayHop& hop = hops[h];
-    const bool feeding = feeds[h] != 0;
     std::int64_t bytes = row_bytes;
     if (back) {
-      const std::int32_t count = copies.count[h];
-      if (is_read_at_copies(topology, hop, feeding)) {
-        bytes = count * row_bytes;
-      } else if (!returns_rows(topology, hop, feeding, count)) {
-        bytes = sum_bytes;
-      }
+      const ReturnKind kind = return_kind(topology, routes, h);
+      if (kind == ReturnKind::read) bytes = routes.num_destinations[h] * row_bytes;
+      if (kind == ReturnKind::sum) bytes = sum_bytes;
     }
     add(hop.src_rank, hop.dst_rank, hop.num_rows * bytes);
   }
   for (std::int64_t j = 0; j < metadata.num_entries(); ++j) {
-    if (has_hops[j] != 0) continue;
+    if (routes.has_hops[j] != 0) continue;
     for (auto c = metadata.destination_begin(j); c < metadata.destination_end(j); ++c) {
       const std::int32_t dst = metadata.dst_rank[c];
-      if (dst != homes[j]) add(homes[j], dst, metadata.seq_len[j] * row_bytes);
+      if (dst != routes.home[j]) add(routes.home[j], dst, metadata.seq_len[j] * row_bytes);
     }
   }
 }
@@ -129,113 +119,83 @@ void check_hop_bytes(const char* who, const SequencePart& part) {
   double rows = 0;
   for (const RelayHop& hop : part.relay->hops) rows += static_cast<double>(hop.num_rows);
   const double bytes = rows * (1 + static_cast<double>(sum_row_bytes_of(part)));
-  require(bytes < most_call_bytes, who, ": the relay hops move ", bytes,
+  require(bytes < max_call_bytes, who, ": the relay hops move ", bytes,
           " bytes, expected below 2^60");
 }
 
 Topology checked_topology(const char* who, std::int32_t world, const CompileOptions& options) {
-  const Topology topology{world, options.ranks_per_node == 0 ? world : options.ranks_per_node};
+  const Topology topology = options.topology(world);
+  const SequencePlanOptions& plan = options.plan;
   require(options.ranks_per_node >= 0 && world % topology.ranks_per_node == 0, who,
           ": ranks_per_node = ", options.ranks_per_node,
           ", expected 0 or a divisor of world_size = ", world);
-  require(options.nvlink_bytes_per_second > 0 && options.network_bytes_per_second > 0, who,
-          ": nvlink_bytes_per_second = ", options.nvlink_bytes_per_second,
-          " and network_bytes_per_second = ", options.network_bytes_per_second, ", expected > 0");
-  require(options.batch_bytes >= 0, who, ": batch_bytes = ", options.batch_bytes,
-          ", expected >= 0");
+  require(plan.nvlink_bytes_per_second > 0 && plan.network_bytes_per_second > 0, who,
+          ": nvlink_bytes_per_second = ", plan.nvlink_bytes_per_second,
+          " and network_bytes_per_second = ", plan.network_bytes_per_second, ", expected > 0");
+  require(plan.batch_bytes >= 0, who, ": batch_bytes = ", plan.batch_bytes, ", expected >= 0");
   return topology;
 }
 
 bool has_relay(const SequencePart& part) { return part.relay != nullptr && !part.relay->empty(); }
 
-/// Hops of all parts on different ways, and what they cost.
-class WayFinder {
- public:
-  WayFinder(const Topology& topology, SequenceOperation operation,
-            std::span<const SequencePart> parts, const CompileOptions& options)
-      : topology_(topology), operation_(operation), parts_(parts), options_(options) {}
+using Hops = std::vector<std::vector<RelayHop>>;  ///< [parts]
 
-  using Hops = std::vector<std::vector<RelayHop>>;
+Hops hops_over_nodes(std::span<const SequencePart> parts, const Topology& topology, bool once) {
+  Hops hops;
+  for (const SequencePart& part : parts)
+    hops.push_back(route_over_nodes(*part.metadata, topology, row_bytes_of(part), once).hops);
+  return hops;
+}
 
-  [[nodiscard]] Hops over_nodes(bool once) const {
-    Hops hops;
-    for (const SequencePart& part : parts_)
-      hops.push_back(route_over_nodes(*part.metadata, topology_, row_bytes_of(part), once).hops);
-    return hops;
+/// @param others for entries of which the schedules have no hops
+/// @throws InvalidArgument for schedules that do not fit
+Hops hops_by_schedules(const char* who, std::span<const SequencePart> parts, const Hops& others) {
+  Hops hops = others;
+  const std::vector<std::int64_t> no_rows(parts.front().metadata->world_size);
+  for (std::size_t p = 0; p < parts.size(); ++p) {
+    if (!has_relay(parts[p])) continue;
+    (void)follow_hops(who, *parts[p].metadata, parts[p].relay->hops, no_rows);
+    check_hop_bytes(who, parts[p]);
+    hops[p] = completed(*parts[p].metadata, *parts[p].relay, others[p]);
   }
-
-  /// @param others for entries of which the schedules have no hops
-  /// @throws InvalidArgument for schedules that do not fit
-  [[nodiscard]] Hops by_schedules(const char* who, const Hops& others) const {
-    Hops hops;
-    const std::vector<std::int64_t> no_rows(topology_.world_size);
-    for (std::size_t p = 0; p < parts_.size(); ++p) {
-      hops.push_back(others[p]);
-      if (!has_relay(parts_[p])) continue;
-      (void)follow_hops(who, *parts_[p].metadata, parts_[p].relay->hops, no_rows);
-      check_hop_bytes(who, parts_[p]);
-      hops.back() = completed(*parts_[p].metadata, *parts_[p].relay, others[p]);
-    }
-    return hops;
-  }
-
-  [[nodiscard]] double seconds(const Hops& hops) const {
-    std::vector<LinkBytes> links(topology_.world_size);
-    for (std::size_t p = 0; p < parts_.size(); ++p)
-      add_traffic(links, topology_, operation_, parts_[p], hops[p]);
-    return limit_seconds(links, options_.nvlink_bytes_per_second,
-                         options_.network_bytes_per_second);
-  }
-
- private:
-  const Topology& topology_;
-  SequenceOperation operation_;
-  std::span<const SequencePart> parts_;
-  const CompileOptions& options_;
-};
+  return hops;
+}
 
 }  // namespace
 
-bool is_read_at_copies(const Topology& topology, const RelayHop& hop, bool feeds) {
-  return !feeds && topology.node(Rank{hop.src_rank}) == topology.node(Rank{hop.dst_rank});
-}
-
-bool returns_rows(const Topology& topology, const RelayHop& hop, bool feeds,
-                  std::int32_t num_destinations) {
-  return !feeds && num_destinations == 1 && !is_read_at_copies(topology, hop, feeds);
+ReturnKind return_kind(const Topology& topology, const PartRoutes& routes, std::size_t h) {
+  const RelayHop& hop = routes.hops[h];
+  if (routes.feeds[h] != 0) return ReturnKind::sum;
+  if (topology.node(Rank{hop.src_rank}) == topology.node(Rank{hop.dst_rank}))
+    return ReturnKind::read;
+  return routes.num_destinations[h] == 1 ? ReturnKind::rows : ReturnKind::sum;
 }
 
 PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vector<RelayHop> hops,
                        std::span<const std::int64_t> rows_needed) {
-  PartRoutes routes;
-  routes.hops = std::move(hops);
-  routes.home = homes_of(metadata.rank_offsets);
-  routes.has_hops.assign(metadata.num_entries(), 0);
-  routes.feeds.assign(routes.hops.size(), 0);
-  routes.passed_rows.assign(metadata.world_size, 0);
-  const RelayedShards shards{metadata.world_size, metadata.seq_len, routes.home};
+  std::vector<std::int32_t> homes = homes_of(metadata.rank_offsets);
+  const RelayedShards shards{metadata.world_size, metadata.seq_len, homes};
   double total_rows = 0;
-  for (std::size_t h = 0; h < routes.hops.size(); ++h) {
-    const RelayHop& hop = routes.hops[h];
-    const char* const expected = wrong_with_hop(routes.hops, h, shards);
+  for (std::size_t h = 0; h < hops.size(); ++h) {
+    const RelayHop& hop = hops[h];
+    const char* const expected = wrong_with_hop(hops, h, shards);
     require(expected == nullptr, who, ": relay hop ", h, ": ", hop.num_rows, " rows from ",
             hop.row_begin, " of shard ", hop.shard, ", from rank ", hop.src_rank, " to ",
             hop.dst_rank, ", expected ", expected);
-    routes.has_hops[hop.shard] = 1;
-    if (hop.after >= 0) routes.feeds[hop.after] = 1;
     total_rows += static_cast<double>(hop.num_rows);
   }
-  require(total_rows < most_call_bytes, who, ": the relay hops move ", total_rows,
+  require(total_rows < max_call_bytes, who, ": the relay hops move ", total_rows,
           " rows, expected below 2^60");
-  EntryDestinations copies = count_destinations(metadata, routes.hops, routes.home);
+  PartRoutes routes = link_hops(metadata, std::move(homes), std::move(hops));
+  routes.passed_rows.assign(metadata.world_size, 0);
   std::vector<std::int64_t> missing(metadata.num_entries());  // rows of receivers without a hop
   for (std::size_t j = 0; j < missing.size(); ++j)
-    missing[j] = copies.receivers[j] * metadata.seq_len[j];
+    missing[j] = routes.receivers[j] * metadata.seq_len[j];
   for (std::size_t h = 0; h < routes.hops.size(); ++h) {
     const RelayHop& hop = routes.hops[h];
-    if (copies.count[h] > 0) {
+    if (routes.num_destinations[h] > 0) {
       missing[hop.shard] -= hop.num_rows;
-      const auto copy = metadata.destination_begin(hop.shard) + copies.first[h];
+      const auto copy = metadata.destination_begin(hop.shard) + routes.first_destination[h];
       routes.dst_row.push_back(metadata.dst_offset[copy] + hop.row_begin);
     } else {
       std::int64_t& passed = routes.passed_rows[hop.dst_rank];
@@ -243,8 +203,6 @@ PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vec
       passed += hop.num_rows;
     }
   }
-  routes.num_destinations = std::move(copies.count);
-  routes.first_destination = std::move(copies.first);
   for (std::size_t h = 0; h < routes.hops.size(); ++h) {
     require(routes.num_destinations[h] > 0 || routes.feeds[h] != 0, who, ": relay hop ", h,
             " brings rows of entry ", routes.hops[h].shard, " to rank ", routes.hops[h].dst_rank,
@@ -253,7 +211,7 @@ PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vec
   const auto wrong = std::ranges::find_if(missing, [](std::int64_t rows) { return rows != 0; });
   if (wrong == missing.end()) return routes;
   const std::int64_t entry = wrong - missing.begin();
-  const std::int64_t needed = copies.receivers[entry] * metadata.seq_len[entry];
+  const std::int64_t needed = routes.receivers[entry] * metadata.seq_len[entry];
   throw InvalidArgument(concat(who, ": the relay hops of entry ", entry, " bring ", needed - *wrong,
                                " rows to ranks that need them, expected ", needed));
 }
@@ -262,16 +220,22 @@ ChosenWay choose_way(const char* who, SequenceOperation operation,
                      std::span<const SequencePart> parts, const CompileOptions& options) {
   const Topology topology = checked_topology(who, parts.front().metadata->world_size, options);
   const bool back = operation == SequenceOperation::kv_gradient;
-  const WayFinder finder(topology, operation, parts, options);
+  const auto seconds = [&](const Hops& hops) {
+    std::vector<LinkBytes> links(topology.world_size);
+    for (std::size_t p = 0; p < parts.size(); ++p)
+      add_traffic(links, topology, operation, parts[p], hops[p]);
+    return limit_seconds(links, options.plan.nvlink_bytes_per_second,
+                         options.plan.network_bytes_per_second);
+  };
   ChosenWay chosen;
   PlanLimits& limits = chosen.limits;
-  std::vector<std::vector<RelayHop>> hops(parts.size());
-  if (topology.num_nodes() > 1 && back) hops = finder.over_nodes(false);
-  limits.direct_seconds = finder.seconds(hops);
+  Hops hops(parts.size());
+  if (topology.num_nodes() > 1 && back) hops = hops_over_nodes(parts, topology, false);
+  limits.direct_seconds = seconds(hops);
   limits.once_per_node_seconds = limits.direct_seconds;
   if (topology.num_nodes() > 1) {
-    auto once = finder.over_nodes(true);
-    limits.once_per_node_seconds = finder.seconds(once);
+    auto once = hops_over_nodes(parts, topology, true);
+    limits.once_per_node_seconds = seconds(once);
     // Rows cross once in any case; sums, which are wider, where that takes less time.
     if (!back || limits.once_per_node_seconds < limits.direct_seconds) {
       limits.way = TransferMode::once_per_node;
@@ -283,11 +247,12 @@ ChosenWay choose_way(const char* who, SequenceOperation operation,
   limits.relay_seconds = without;
   const bool any = std::ranges::any_of(parts, has_relay);
   if (any) {
-    auto relay = finder.by_schedules(who, hops);
-    limits.relay_seconds = finder.seconds(relay);
+    auto relay = hops_by_schedules(who, parts, hops);
+    limits.relay_seconds = seconds(relay);
     // On the way back on one node, adding up on the way costs more than the links give back.
     const bool pays = limits.relay_seconds <= 0.9 * without && !(back && topology.num_nodes() == 1);
-    if (options.relay == RelayUse::always || (options.relay == RelayUse::automatic && pays)) {
+    if (options.plan.relay == RelayUse::always ||
+        (options.plan.relay == RelayUse::automatic && pays)) {
       limits.way = TransferMode::relay;
       hops = std::move(relay);
     }

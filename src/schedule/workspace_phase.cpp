@@ -2,9 +2,15 @@
 
 namespace waybill {
 
+NodeRows whole_slices(std::int32_t num_nodes, std::int32_t own_node, std::int64_t max_tokens) {
+  std::vector<std::int32_t> rows(num_nodes, static_cast<std::int32_t>(max_tokens));
+  rows[own_node] = 0;
+  return {.sent = rows, .received = rows};
+}
+
 NetworkPhase workspace_phase(const Topology& topology, std::int32_t rank,
                              std::span<const WorkspacePart> parts, const NodeRows& rows,
-                             std::int32_t first_slot, bool meets) {
+                             std::int32_t first_slot, bool begins) {
   const std::int32_t ranks = topology.ranks_per_node;
   const std::int32_t own_node = rank / ranks;
   NetworkPhase phase;
@@ -20,10 +26,10 @@ NetworkPhase workspace_phase(const Topology& topology, std::int32_t rank,
       if (received > 0) phase.received.push_back({to, received * part.row_bytes, peer});
     }
     if (!parts.empty()) phase.slots.push_back(first_slot + peer);
-    if (!meets) continue;
+    if (!begins) continue;
     for (std::int32_t other = node * ranks; other < (node + 1) * ranks; ++other) {
       phase.arrived.push_back(other);
-      // Else its parts say it.
+      // A peer with parts says it by these.
       if (other != peer || sent == 0) phase.sent.push_back({0, 0, other});
       if (other != peer || received == 0) phase.received.push_back({0, 0, other});
     }

@@ -11,7 +11,7 @@
 #include "core/to_size.h"
 #include "cuda/experts/launch.h"
 #include "cuda/one_of_many.h"
-#include "cuda/sequence/sequence_launch.h"
+#include "cuda/sequence/kernels.h"
 #include "schedule/sequence_plan.h"
 #include "support/sequence_expected.h"
 #include "waybill/core/random.h"

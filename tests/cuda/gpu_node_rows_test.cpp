@@ -1,5 +1,5 @@
 // Lists of rows that cross between nodes, and copies of these rows to the front of a slice and
-// back. They run on one GPU without other ranks, against schedule/node_rows.h.
+// back. They run on one GPU without other ranks, against support/forwarded_ids.h.
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 
 #include "cuda/experts/nodes/params.h"
 #include "cuda/one_of_many.h"
-#include "schedule/node_rows.h"
+#include "support/forwarded_ids.h"
 #include "waybill/core/random.h"
 
 namespace waybill {
@@ -18,6 +18,7 @@ using cuda::MoveNodeRowsParams;
 using cuda::NodeRowsParams;
 using test::cuda_ok;
 using test::DeviceBlocks;
+using test::ForwardedIds;
 
 constexpr std::int32_t own_node = 1;
 constexpr std::uint64_t ticket = 7;

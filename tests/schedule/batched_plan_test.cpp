@@ -29,7 +29,7 @@ std::string first_of(const std::vector<std::string>& findings) {
 }
 
 CompileOptions small_batches(const Topology& topology) {
-  CompileOptions options = compile_options(test::eager_options().plan);
+  CompileOptions options{.plan = test::eager_options().plan};
   options.chunks = false;
   options.ranks_per_node = topology.ranks_per_node;
   return options;
@@ -202,23 +202,23 @@ TEST(BatchedPlans, limits_decide_and_can_be_overridden) {
   const RelaySchedule relay = chain(routing.fwd_kv);
   const TensorFormat format{DType::bfloat16, 1000};
   const std::vector<SequencePart> kv{{&routing.fwd_kv, {format}, &relay}};
-  CompileOptions options{.nvlink_bytes_per_second = 1e9};
+  CompileOptions options{.plan = {.nvlink_bytes_per_second = 1e9}};
   // Rows of shard s go to ranks s..7: 1 + 2 + ... + 6 + 7 + 7 times 100 rows of 2000 bytes.
   const SequencePlan plan = compile_dispatch(kv, Rank{0}, options);
   EXPECT_EQ(plan.limits.way, TransferMode::relay);
   EXPECT_NEAR(plan.limits.direct_seconds, 35 * 100 * 2000 / 1e9, 1e-9);
   EXPECT_NEAR(plan.limits.relay_seconds, 8 * 100 * 2000 / 1e9, 1e-9);
   EXPECT_FALSE(plan.batches.empty());
-  options.relay = RelayUse::never;
+  options.plan.relay = RelayUse::never;
   EXPECT_TRUE(compile_dispatch(kv, Rank{0}, options).batches.empty());
   // Sums in float32 are twice as wide, but for the ends of chains.
-  options.relay = RelayUse::automatic;
+  options.plan.relay = RelayUse::automatic;
   const SequencePlan back = compile_kv_gradient(kv, Rank{0}, options);
   EXPECT_GT(back.limits.relay_seconds, 1.5 * plan.limits.relay_seconds);
   EXPECT_EQ(back.limits.way, TransferMode::direct);  // on one node only when asked for
-  options.relay = RelayUse::always;
+  options.plan.relay = RelayUse::always;
   EXPECT_EQ(compile_kv_gradient(kv, Rank{0}, options).limits.way, TransferMode::relay);
-  options.relay = RelayUse::automatic;
+  options.plan.relay = RelayUse::automatic;
 
   // A schedule that wins little is not taken, unless it must be.
   RelaySchedule straight;
@@ -232,7 +232,7 @@ TEST(BatchedPlans, limits_decide_and_can_be_overridden) {
   }
   const std::vector<SequencePart> same{{&routing.fwd_kv, {format}, &straight}};
   EXPECT_EQ(compile_dispatch(same, Rank{0}, options).limits.way, TransferMode::direct);
-  options.relay = RelayUse::always;
+  options.plan.relay = RelayUse::always;
   EXPECT_EQ(compile_dispatch(same, Rank{0}, options).limits.way, TransferMode::relay);
 }
 
@@ -240,7 +240,7 @@ TEST(BatchedPlans, rows_cross_between_nodes_once) {
   const QkvRouting routing = one_for_all(8);
   const TensorFormat format{DType::bfloat16, 1000};
   const std::vector<SequencePart> kv{{&routing.fwd_kv, {format}}};
-  CompileOptions options{.ranks_per_node = 4, .network_bytes_per_second = 1e9};
+  CompileOptions options{.plan = {.network_bytes_per_second = 1e9}, .ranks_per_node = 4};
   const auto plans = plans_of(kv, SequenceOperation::dispatch, options);
   // Shards 0..4 go to ranks 4..7, shards 5..7 to fewer; each once, to rank 4 but for the last.
   EXPECT_EQ(plans[0].limits.way, TransferMode::once_per_node);
@@ -279,7 +279,7 @@ TEST(BatchedPlans, refuses_schedules_that_do_not_fit) {
   const std::vector<SequencePart> kv{{&routing.fwd_kv, {{DType::float32, 4}}}};
   EXPECT_TRUE(test::rejects([&] { (void)compile_dispatch(kv, Rank{0}, options); },
                             {"ranks_per_node = 3, expected 0 or a divisor of world_size = 4"}));
-  options = {.batch_bytes = -1};
+  options = {.plan = {.batch_bytes = -1}};
   EXPECT_TRUE(
       test::rejects([&] { (void)compile_dispatch(kv, Rank{0}, options); }, {"batch_bytes = -1"}));
 }

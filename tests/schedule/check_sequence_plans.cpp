@@ -104,7 +104,7 @@ class PlanChecker {
 
   void stage_gradients() {
     for (std::int32_t r = 0; r < std::ssize(plans_); ++r) {
-      for (const StagedRows& staged : plan(r).staged) {
+      for (const RowSegment& staged : plan(r).staged) {
         for (std::int64_t row = staged.row; row < staged.row + staged.rows; ++row)
           windows_[r][staged.tensor][row] = {{-1, -1}, {{r, row}}};
       }

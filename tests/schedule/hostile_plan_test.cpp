@@ -84,9 +84,9 @@ bool compiles_or_refuses(std::span<const SequencePart> parts, const Topology& to
                          std::int64_t batch_bytes) {
   CompileOptions options;
   options.ranks_per_node = topology.ranks_per_node;
-  options.relay = RelayUse::always;
+  options.plan.relay = RelayUse::always;
   options.chunks = false;
-  options.batch_bytes = batch_bytes;
+  options.plan.batch_bytes = batch_bytes;
   bool refused = false;
   for (const bool back : {false, true}) {
     try {
@@ -175,7 +175,7 @@ TEST(HostilePlans, rows_passed_on) {
   }
   const std::vector<SequencePart> parts{{&metadata, {{DType::uint8, 1}}, &relay}};
   CompileOptions options;
-  options.relay = RelayUse::always;
+  options.plan.relay = RelayUse::always;
   EXPECT_TRUE(test::rejects([&] { (void)compile_dispatch(parts, Rank{0}, options); },
                             {"the relay hops move", "rows, expected below 2^60"}));
 }
@@ -209,16 +209,16 @@ TEST(HostilePlans, options) {
       }
     };
     const auto value32 = static_cast<std::int32_t>(value);
-    run([&](CompileOptions& options) { options.chunk_bytes = value; });
+    run([&](CompileOptions& options) { options.plan.chunk_bytes = value; });
     run([&](CompileOptions& options) {
       options.separate_local_copies = true;
       options.num_sms = value32;
     });
     run([&](CompileOptions& options) { options.ranks_per_node = value32; });
-    run([&](CompileOptions& options) { options.batch_bytes = value; });
+    run([&](CompileOptions& options) { options.plan.batch_bytes = value; });
     run([&](CompileOptions& options) {
       options.two_sided_network = true;
-      options.phase_bytes = value;
+      options.plan.phase_bytes = value;
     });
   }
 }

@@ -26,10 +26,9 @@ constexpr SequenceOperation operations[] = {SequenceOperation::dispatch,
 std::int64_t check_phases(const NodeCase& node, SequenceOperation operation,
                           std::int64_t phase_bytes) {
   const auto plans = plans_of(node, operation,
-                              {.batch_bytes = 256,
+                              {.plan = {.batch_bytes = 256, .phase_bytes = phase_bytes},
                                .split_network = true,
-                               .two_sided_network = true,
-                               .phase_bytes = phase_bytes});
+                               .two_sided_network = true});
   const auto tensors = tensors_of(plans);
   PlanReplay expected(plans, tensors);
   PlanReplay got(plans, tensors, PlanReplay::Network::phases);

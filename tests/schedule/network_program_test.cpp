@@ -41,11 +41,11 @@ void expect_apart(const SequencePlan& plan, const Topology& topology) {
 /// @return puts of all ranks
 std::int64_t check_split(const NodeCase& node, SequenceOperation operation,
                          std::int64_t batch_bytes) {
-  const auto whole =
-      plans_of(node, operation, {.separate_local_copies = true, .batch_bytes = batch_bytes});
-  const auto split =
-      plans_of(node, operation,
-               {.separate_local_copies = true, .batch_bytes = batch_bytes, .split_network = true});
+  const auto whole = plans_of(
+      node, operation, {.plan = {.batch_bytes = batch_bytes}, .separate_local_copies = true});
+  const auto split = plans_of(
+      node, operation,
+      {.plan = {.batch_bytes = batch_bytes}, .separate_local_copies = true, .split_network = true});
   const auto tensors = tensors_of(whole);
   PlanReplay expected(whole, tensors);
   PlanReplay got(split, tensors);
@@ -118,8 +118,9 @@ SequencePlan sent_to_rank_1(const std::vector<std::int64_t>& lengths,
   const QkvRouting routing =
       compute_qkv_routing(test::plain_plan(2, {lengths, {}}, dst, KvLayout::per_rank));
   const std::vector<SequencePart> parts{{&routing.fwd_q, {{DType::float32, 64}}}};
-  return compile_dispatch(parts, Rank{0},
-                          {.ranks_per_node = 1, .batch_bytes = batch_bytes, .split_network = true});
+  return compile_dispatch(
+      parts, Rank{0},
+      {.plan = {.batch_bytes = batch_bytes}, .ranks_per_node = 1, .split_network = true});
 }
 
 TEST(NetworkProgram, adjacent_rows_are_one_put) {

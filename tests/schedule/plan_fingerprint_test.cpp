@@ -28,8 +28,8 @@ TEST(PlanFingerprint, is_the_same_on_all_ranks) {
   for (const std::int32_t ranks_per_node : {0, 2}) {
     for (const RelayUse relay : {RelayUse::never, RelayUse::always}) {
       for (const bool pairs : {false, true}) {
-        const CompileOptions options{.ranks_per_node = ranks_per_node,
-                                     .relay = relay,
+        const CompileOptions options{.plan = {.relay = relay},
+                                     .ranks_per_node = ranks_per_node,
                                      .split_network = pairs,
                                      .two_sided_network = pairs};
         std::set<std::uint64_t> hashes;
@@ -52,9 +52,9 @@ TEST(PlanFingerprint, tells_plans_apart) {
   const DocumentRoutings documents(world_size);
   const auto usual = DisagreeingRank::forward_of(documents.usual);
   const auto relayed = DisagreeingRank::forward_of(documents.usual, {}, &documents.relay);
-  const CompileOptions eager{.relay = RelayUse::always};
+  const CompileOptions eager{.plan = {.relay = RelayUse::always}};
   const CompileOptions nodes{.ranks_per_node = 2};
-  const CompileOptions batches{.ranks_per_node = 2, .batch_bytes = 512};
+  const CompileOptions batches{.plan = {.batch_bytes = 512}, .ranks_per_node = 2};
   const std::set<std::uint64_t> hashes{
       compiled(usual).fingerprint,
       compiled(DisagreeingRank::forward_of(documents.by_one_token)).fingerprint,
@@ -97,12 +97,12 @@ TEST(PlanFingerprint, leaves_out_what_ranks_choose_and_how_tables_are_written) {
   const DocumentRoutings documents(world_size);
   const auto usual = DisagreeingRank::forward_of(documents.usual);
   const std::uint64_t hash = compiled(usual).fingerprint;
-  EXPECT_EQ(compiled(usual, {.chunk_bytes = 64}).fingerprint, hash);
+  EXPECT_EQ(compiled(usual, {.plan = {.chunk_bytes = 64}}).fingerprint, hash);
   EXPECT_EQ(compiled(usual, {.chunks = false, .separate_local_copies = true}).fingerprint, hash);
   EXPECT_EQ(compiled(usual, {.num_sms = 3}).fingerprint, hash);
   // A schedule that is not used.
   const auto relayed = DisagreeingRank::forward_of(documents.usual, {}, &documents.relay);
-  EXPECT_EQ(compiled(relayed, {.relay = RelayUse::never}).fingerprint, hash);
+  EXPECT_EQ(compiled(relayed, {.plan = {.relay = RelayUse::never}}).fingerprint, hash);
   QkvRouting written = documents.usual;
   if (written.fwd_q.copy_offsets.empty()) {
     written.fwd_q.copy_offsets.resize(written.fwd_q.num_entries() + 1);

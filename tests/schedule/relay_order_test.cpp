@@ -43,7 +43,7 @@ std::vector<SequencePlan> plans_of(const NodeCase& node, SequenceOperation opera
   std::vector<SequencePart> parts =
       operation == SequenceOperation::dispatch ? node.forward() : node.kv();
   parts.back().relay = &relay;
-  CompileOptions options = compile_options(test::eager_options().plan);
+  CompileOptions options{.plan = test::eager_options().plan};
   options.ranks_per_node = node.topology.ranks_per_node;
   std::vector<SequencePlan> plans;
   for (std::int32_t r = 0; r < node.topology.world_size; ++r) {

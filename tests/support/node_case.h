@@ -56,7 +56,7 @@ struct NodeCase {
   [[nodiscard]] StepParts parts() const { return {forward(), reverse(), kv()}; }
 
   [[nodiscard]] CompileOptions gradient_options() const {
-    return {.ranks_per_node = topology.ranks_per_node, .relay = RelayUse::always};
+    return {.plan = {.relay = RelayUse::always}, .ranks_per_node = topology.ranks_per_node};
   }
 
   SequenceCase sample;

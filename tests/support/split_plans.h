@@ -23,9 +23,9 @@ inline std::vector<SequencePart> parts_of(const NodeCase& node, SequenceOperatio
 /// The plans of all ranks, with small chunks and every relay.
 inline std::vector<SequencePlan> plans_of(const NodeCase& node, SequenceOperation operation,
                                           CompileOptions options) {
-  options.chunk_bytes = 64;
+  options.plan.chunk_bytes = 64;
   options.ranks_per_node = node.topology.ranks_per_node;
-  options.relay = RelayUse::always;
+  options.plan.relay = RelayUse::always;
   const auto parts = parts_of(node, operation);
   std::vector<SequencePlan> plans;
   for (std::int32_t r = 0; r < node.topology.world_size; ++r) {

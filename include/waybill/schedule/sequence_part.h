@@ -24,11 +24,12 @@ struct TensorFormat {
 struct SequencePart {
   const SparseMetadata* metadata = nullptr;
   std::vector<TensorFormat> tensors;
-  /// Of the same plan, K and V: who may forward rows. A hop's `shard` is the entry. Null: nobody.
+  /// The relay of the same plan's K and V: the ranks that may forward rows. A hop's `shard` is the
+  /// entry. Null: nobody forwards.
   const RelaySchedule* relay = nullptr;
-  /// Rows for which every rank's window has room in any case, and shows: tensors behind then begin
-  /// at the same place for all plans that need no more, as CUDA graphs want. 0: what the plan
-  /// needs.
+  /// Rows for which every rank's window has room in any case, and shows: the next tensors then
+  /// begin at the same place for all plans that need no more, as CUDA graphs want. 0: as many as
+  /// the plan needs.
   std::int64_t min_window_rows = 0;
 };
 
@@ -38,8 +39,8 @@ enum class SequenceOperation : std::uint8_t {
   kv_gradient,  ///< from the windows of others, summed, into this rank's tensors
 };
 
-/// What the links allow, in seconds: the least time of each way at the options' speeds, and the way
-/// that was taken. Local rows do not count. On the way back, kv_gradient, sums are in float32,
+/// The limits of the links in seconds: the least time of each way at the options' speeds, and the
+/// way that was taken. Local rows do not count. On the way back, kv_gradient, sums are in float32,
 /// twice as wide as 16-bit rows: they are made in nodes where that takes less time than all rows
 /// do.
 struct PlanLimits {
@@ -64,7 +65,7 @@ struct SequencePlanOptions {
   // For the limits, and the way that is taken.
   double nvlink_bytes_per_second = LinkSpeeds{}.nvlink_bytes_per_second;
   double network_bytes_per_second = LinkSpeeds{}.network_bytes_per_second;
-  /// Of a batch that others forward or add up. 0: a sixteenth of what the rank sends to such,
+  /// Bytes of a batch that others forward or add up. 0: a sixteenth of what the rank sends to such,
   /// 256 KiB to 2 MiB.
   std::int64_t batch_bytes = 0;
   /// Over networks in which the receiver must ask for what is sent (NCCL): about so much does a

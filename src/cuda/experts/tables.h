@@ -16,7 +16,7 @@
 #include "../rank/gpu_rank.h"
 #include "experts/expert_executor.h"
 #include "params.h"
-#include "schedule/node_rows.h"
+#include "schedule/workspace_phase.h"
 #include "waybill/core/host_tensor.h"
 
 namespace waybill::cuda {

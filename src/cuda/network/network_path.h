@@ -7,7 +7,7 @@
 #include <span>
 
 #include "path_params.h"
-#include "schedule/network_phase.h"
+#include "schedule/work.h"
 #include "transport/symmetric_memory.h"
 
 namespace waybill::cuda {

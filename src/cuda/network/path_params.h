@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "../device/call_words.h"
-#include "schedule/network_program.h"
+#include "schedule/work.h"
 
 namespace waybill::cuda {
 

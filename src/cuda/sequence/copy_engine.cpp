@@ -1,31 +1,24 @@
-#include "copy_engine.h"
-
 #include <algorithm>
 
 #include "../rank/cuda_check.h"
-#include "call_params.h"
-#include "core/to_size.h"
-#include "sequence_launch.h"
+#include "executor.h"
 
 namespace waybill::cuda {
 
-using waybill::detail::to_size;
-
 namespace {
 
-/// Streams of a device that do not stand behind each other (CUDA_DEVICE_MAX_CONNECTIONS, at most
-/// 32), of which every rank has two for other work, one for a network path to other nodes, and two
-/// here.
-constexpr int most_sharing_two = 32 / 5;
+/// A device has streams that do not wait for each other (CUDA_DEVICE_MAX_CONNECTIONS, at most 32).
+/// Every rank has two for other work, one for a network path to other nodes, and two here.
+constexpr int max_sharing_two = 32 / 5;
 
-/// What all destinations of a round get together: about 64 MiB each of 7 and 192 MiB each of 3 were
-/// the best that were tried (docs/performance/gpu_sequences.md).
+/// The bytes that all destinations of a round get together: about 64 MiB each of 7 and 192 MiB each
+/// of 3 were the best that were tried (docs/performance/gpu_sequences.md).
 constexpr std::size_t round_bytes = std::size_t{512} << 20;
 
 }  // namespace
 
 CopyEngine::CopyEngine(std::shared_ptr<GpuRank> gpu, int share)
-    : gpu_(std::move(gpu)), num_queues_(share <= most_sharing_two ? 2 : 1) {}
+    : gpu_(std::move(gpu)), num_queues_(share <= max_sharing_two ? 2 : 1) {}
 
 CopyEngine::~CopyEngine() {
   for (const Queue& queue : queues_) {
@@ -40,7 +33,7 @@ void CopyEngine::Batch::clear(std::size_t num_tensors) {
   from.clear();
   bytes.clear();
   last.assign(num_tensors, -1);
-  total = 0;
+  total = next = done = sent = 0;
 }
 
 void CopyEngine::Batch::add(std::byte* destination, const std::byte* source, std::size_t size) {
@@ -80,65 +73,56 @@ cudaStream_t CopyEngine::use_queue(bool local) {
   return queue.stream;
 }
 
-void CopyEngine::add_rows(const SequenceCall& call, const RowSegment& segment,
-                          std::uint64_t address) {
-  const std::size_t rank = static_cast<std::int64_t>(address >> address_rank_shift);
-  const ConstTensorView& input = call.inputs[segment.tensor];
+void CopyEngine::add_rows(const SequenceCall& call, std::int32_t rank, const RowSegment& segment,
+                          const std::byte* from, std::int64_t from_pitch, std::byte* to,
+                          std::int64_t to_pitch) {
   const std::int64_t row_bytes = call.plan->cuts[segment.tensor].row_bytes;
-  const std::int64_t pitch = pitch_of(input);
-  add_rows(call, {.rank = rank,
-                  .tensor = segment.tensor,
-                  .from = input.data + segment.row * pitch,
-                  .to = call.window->peers[rank] + (address & address_offset_mask),
-                  .from_pitch = pitch,
-                  .to_pitch = row_bytes,
-                  .rows = segment.rows,
-                  .row_bytes = row_bytes});
-}
-
-void CopyEngine::add_rows(const SequenceCall& call, const Rows& rows) {
-  if (rows.rows > 1 && (rows.from_pitch != rows.row_bytes || rows.to_pitch != rows.row_bytes)) {
-    const bool local = rows.rank == to_size(to_int(call.plan->rank));
-    gpu_->check(
-        cudaMemcpy2DAsync(rows.to, rows.to_pitch, rows.from, rows.from_pitch, rows.row_bytes,
-                          rows.rows, cudaMemcpyDeviceToDevice, use_queue(local)),
-        "copying rows", call.operation);
+  if (segment.rows > 1 && (from_pitch != row_bytes || to_pitch != row_bytes)) {
+    const bool local = rank == to_int(call.plan->rank);
+    gpu_->check(cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, row_bytes, segment.rows,
+                                  cudaMemcpyDeviceToDevice, use_queue(local)),
+                "copying rows", call.operation);
     return;
   }
-  const std::size_t bytes = rows.rows * rows.row_bytes;
-  Batch& batch = batches_[rows.rank];
-  std::int64_t& last = batch.last[rows.tensor];
-  if (last >= 0 &&
-      static_cast<const std::byte*>(batch.from[last]) + batch.bytes[last] == rows.from &&
-      static_cast<std::byte*>(batch.to[last]) + batch.bytes[last] == rows.to) {
+  const std::size_t bytes = segment.rows * row_bytes;
+  Batch& batch = batches_[rank];
+  std::int64_t& last = batch.last[segment.tensor];
+  if (last >= 0 && static_cast<const std::byte*>(batch.from[last]) + batch.bytes[last] == from &&
+      static_cast<std::byte*>(batch.to[last]) + batch.bytes[last] == to) {
     batch.bytes[last] += bytes;
     batch.total += bytes;
     return;
   }
   last = std::ssize(batch.to);
-  batch.add(rows.to, rows.from, bytes);
+  batch.add(to, from, bytes);
 }
 
 void CopyEngine::add(const SequenceCall& call, std::span<const RowSegment> segments) {
   for (const RowSegment& segment : segments) {
+    const ConstTensorView& input = call.inputs[segment.tensor];
+    const std::int64_t pitch = pitch_of(input);
     for (std::int32_t c = 0; c < segment.num_destinations; ++c) {
-      add_rows(call, segment, call.plan->segment_addresses[segment.first_destination + c]);
+      const std::uint64_t address = call.plan->segment_addresses[segment.first_destination + c];
+      const auto rank = static_cast<std::int32_t>(address >> address_rank_shift);
+      add_rows(call, rank, segment, input.data + segment.row * pitch, pitch,
+               call.window->peers[rank] + (address & address_offset_mask),
+               call.plan->cuts[segment.tensor].row_bytes);
     }
   }
 }
 
-/// Takes from the copies that are left of a rank until `sent` bytes of it are out.
-void CopyEngine::take_until(Turn& turn, const Batch& batch, std::size_t sent) {
+/// Takes from the copies to a rank that are left until `sent` bytes of it are out.
+void CopyEngine::take_until(Batch& batch, std::size_t sent) {
   links_.clear(0);
-  while (turn.sent < sent) {
-    const std::size_t size = std::min(batch.bytes[turn.next] - turn.done, sent - turn.sent);
-    links_.add(static_cast<std::byte*>(batch.to[turn.next]) + turn.done,
-               static_cast<const std::byte*>(batch.from[turn.next]) + turn.done, size);
-    turn.sent += size;
-    turn.done += size;
-    if (turn.done < batch.bytes[turn.next]) continue;
-    turn.done = 0;
-    ++turn.next;
+  while (batch.sent < sent) {
+    const std::size_t size = std::min(batch.bytes[batch.next] - batch.done, sent - batch.sent);
+    links_.add(static_cast<std::byte*>(batch.to[batch.next]) + batch.done,
+               static_cast<const std::byte*>(batch.from[batch.next]) + batch.done, size);
+    batch.sent += size;
+    batch.done += size;
+    if (batch.done < batch.bytes[batch.next]) continue;
+    batch.done = 0;
+    ++batch.next;
   }
 }
 
@@ -147,16 +131,16 @@ void CopyEngine::take_until(Turn& turn, const Batch& batch, std::size_t sent) {
 /// would hold up all of them.
 void CopyEngine::queue_links(std::size_t me, bool capturing) {
   const std::size_t world = batches_.size();
-  std::size_t most = 0;
-  for (std::size_t k = 1; k < world; ++k) most = std::max(most, batches_[(me + k) % world].total);
-  const std::size_t rounds = std::max<std::size_t>(1, most * (world - 1) / round_bytes);
-  std::vector<Turn> turns(world);
+  std::size_t max_bytes = 0;
+  for (std::size_t k = 1; k < world; ++k)
+    max_bytes = std::max(max_bytes, batches_[(me + k) % world].total);
+  const std::size_t rounds = std::max<std::size_t>(1, max_bytes * (world - 1) / round_bytes);
   for (std::size_t round = 1; round <= rounds; ++round) {
     for (std::size_t k = 1; k < world; ++k) {
       const std::size_t rank = (me + k) % world;
       const std::size_t all = batches_[rank].total;
       const std::size_t share = round == rounds ? all : all / rounds * round / 4096 * 4096;
-      take_until(turns[rank], batches_[rank], share);
+      take_until(batches_[rank], share);
       if (!links_.to.empty()) queue(links_, use_queue(false), capturing);
     }
   }
@@ -210,7 +194,6 @@ void CopyEngine::send_local(const SequenceCall& call) {
 
 void CopyEngine::return_local(const SequenceCall& call, int num_sms) {
   begin(call);
-  const std::size_t me = to_int(call.plan->rank);
   for (const RowSegment& segment : call.plan->local_segments) {
     const std::size_t t = segment.tensor;
     const ConstTensorView& gradients = call.inputs[t];
@@ -224,7 +207,7 @@ void CopyEngine::return_local(const SequenceCall& call, int num_sms) {
     const std::byte* const from = gradients.data + window_row * from_pitch;
     std::byte* const to = sums.data + segment.row * to_pitch;
     if (gradients.dtype == sums.dtype) {
-      add_rows(call, {me, segment.tensor, from, to, from_pitch, to_pitch, segment.rows, row_bytes});
+      add_rows(call, to_int(call.plan->rank), segment, from, from_pitch, to, to_pitch);
       continue;
     }
     const WidenParams params{.from = from,

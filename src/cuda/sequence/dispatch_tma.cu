@@ -1,8 +1,6 @@
 #include "../device/arrive_and_wait.cuh"
 #include "../device/bulk.cuh"
 #include "batch.cuh"
-#include "places.cuh"
-#include "sequence_launch.h"
 
 namespace waybill::cuda {
 namespace {
@@ -135,7 +133,7 @@ class Tickets {
   }
 
   __device__ void ask() {
-    if (!here_.has_tickets()) {  // what was given by number was all
+    if (!here_.has_tickets()) {  // all chunks were given by number
       next_queue();
       return;
     }
@@ -167,7 +165,7 @@ class Tickets {
     if (lane_ < size_) {
       const int number = here_.first + begin_ + lane_;
       next_ = p_.chunks[number];
-      if constexpr (Batched) next_batch_ = p_.batches.chunk_batches[number];
+      if constexpr (Batched) next_batch_ = p_.chunk_batches[number];
     }
     step_ = Step::addresses;
   }
@@ -205,7 +203,7 @@ class Tickets {
   bool switched_ = false;
   Step step_ = Step::chunks;
   int taken_ = 0;  ///< lane 0: the ticket asked for
-  int begin_ = 0;  ///< of the batch in its queue; -1: by ticket
+  int begin_ = 0;  ///< the batch in its queue; -1: by ticket
   int size_ = 0;
   int known_ = 0;
   RowChunk next_;
@@ -241,7 +239,7 @@ class WarpWork {
       while (tickets_.known() <= i && tickets_.more(done)) {
       }
       if (tickets_.known() <= i) break;
-      if (asked == i) {  // nothing to load ahead was known, or ready
+      if (asked == i) {  // no later chunk was known, or ready
         make_room(i);
         if constexpr (Batched) wait_chunk(i);
         load(asked++);
@@ -278,25 +276,25 @@ class WarpWork {
     } else {
       const std::int32_t batch = tickets_[i].batch;
       if (batch == ready_) return true;
-      if (!is_ready(p_, p_.batches.batches[batch], epoch_)) return false;
+      if (!is_ready(p_, p_.batches[batch], epoch_)) return false;
       set_ready(batch);
       return true;
     }
   }
 
-  /// Waits for what chunk i waits for; nothing that others wait for is left behind.
+  /// Waits for what chunk i waits for; first it counts all that others wait for.
   __device__ void wait_chunk(int i) {
     if (can_load(i)) return;
     settle<0>(i - 1);
     if (lane_ == 0) arrived_.flush();
     __syncwarp();
-    wait_batch(p_, p_.batches.batches[tickets_[i].batch], epoch_);
+    wait_batch(p_, p_.batches[tickets_[i].batch], epoch_);
     set_ready(tickets_[i].batch);
   }
 
   __device__ void set_ready(std::int32_t batch) {
     ready_ = batch;
-    forwards_ = p_.batches.batches[batch].kind == BatchKind::forward;
+    forwards_ = p_.batches[batch].kind == BatchKind::forward;
   }
 
   /// Counts the chunks that have arrived: all up to `stored` but the last `Groups`.

@@ -1,8 +1,6 @@
 #include "../device/arrive_and_wait.cuh"
 #include "../device/word_copy.cuh"
 #include "batch.cuh"
-#include "places.cuh"
-#include "sequence_launch.h"
 
 namespace waybill::cuda {
 namespace {
@@ -10,7 +8,7 @@ namespace {
 constexpr int warps = 16;
 constexpr int unroll = 4;  // words that a lane has on the way
 
-/// Copies `bytes` to all addresses of a chunk, `offset` bytes behind their begin: read once.
+/// Copies `bytes` to all addresses of a chunk, `offset` bytes after their begin: read once.
 template <class Word>
 __device__ void copy_words(const SequenceParams& p, const RowChunk& chunk, const std::byte* from,
                            std::int64_t offset, int bytes) {
@@ -69,8 +67,8 @@ __global__ void __launch_bounds__(warps * 32)
       copy_chunk(p, chunk, p.inputs[chunk.tensor]);
       continue;
     }
-    const std::int32_t number = p.batches.chunk_batches[c];
-    const WorkBatch& batch = p.batches.batches[number];
+    const std::int32_t number = p.chunk_batches[c];
+    const WorkBatch& batch = p.batches[number];
     wait_batch(p, batch, epoch);
     if (batch.kind == BatchKind::forward) {
       copy_chunk(p, chunk,

@@ -1,4 +1,4 @@
-#include "sequence_launch.h"
+#include "kernels.h"
 
 namespace waybill::cuda {
 namespace {

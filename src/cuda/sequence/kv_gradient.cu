@@ -1,12 +1,11 @@
+#include <span>
+#include <tuple>
 #include <type_traits>
 
 #include "../device/arrive_and_wait.cuh"
 #include "../device/bulk.cuh"
+#include "../device/number.cuh"
 #include "batch.cuh"
-#include "gradient_cursor.cuh"
-#include "gradient_sums.cuh"
-#include "places.cuh"
-#include "sequence_launch.h"
 
 namespace waybill::cuda {
 namespace {
@@ -16,6 +15,166 @@ namespace {
 /// twice the bytes, and needs more registers.
 template <bool Batched>
 constexpr int warps_of = Batched ? 12 : 20;
+
+/// A warp adds up so many bytes of a chunk at a time.
+constexpr int piece_bytes = max_gradient_chunk_bytes;
+constexpr int words_per_lane = piece_bytes / widest_word / 32;
+
+/// Where byte `offset` of a chunk (counted in the addends) goes.
+template <class In, class Out>
+__device__ std::byte* output_of(const TensorParams& output, const RowChunk& chunk, int offset) {
+  constexpr auto in_bytes = static_cast<int>(sizeof(typename In::Stored));
+  constexpr auto out_bytes = static_cast<int>(sizeof(typename Out::Stored));
+  const int row = chunk.rows == 1 ? 0 : offset / chunk.part_bytes;
+  const int col = chunk.col_bytes + offset - row * chunk.part_bytes;
+  return output.data + (chunk.row + row) * output.pitch_bytes + col / in_bytes * out_bytes;
+}
+
+/// The rows of the window that keep sums that are not rounded.
+__device__ TensorParams sums_on_the_way(const SequenceParams& p, std::int32_t tensor) {
+  const std::int32_t entry = p.head->num_tensors + tensor;
+  return {p.own_window + p.head->window_offsets[entry], p.head->cuts[entry].row_bytes};
+}
+
+/// The number that keeps sums on the way.
+template <class In>
+using SumOf = std::conditional_t<std::is_same_v<In, Float64>, Float64, Float32>;
+
+/// Values that are loaded and stored 16 bytes at a time.
+template <class Value, int Count>
+struct alignas(16) Aligned {
+  Value values[Count];
+};
+
+/// One lane's share of a chunk: words lane, lane + 32, ...
+template <class In>
+struct Sums {
+  using Stored = typename In::Stored;
+  using Sum = typename In::Sum;
+  static constexpr int elements = WidePack<In>::count;
+
+  template <bool First>
+  __device__ void add(const std::byte* addend, int bytes) {
+#pragma unroll
+    for (int w = 0; w < words_per_lane; ++w) {
+      const int offset = (w * 32 + static_cast<int>(threadIdx.x % 32)) * widest_word;
+      if (offset >= bytes) continue;
+      const auto in = *reinterpret_cast<const WidePack<In>*>(addend + offset);
+#pragma unroll
+      for (int e = 0; e < elements; ++e) {
+        const Sum value = In::load(in.values[e]);
+        sums[w][e] = First ? value : sums[w][e] + value;
+      }
+    }
+  }
+
+  /// An addend that is a sum itself: `bytes` are those of the chunk in its own type.
+  template <bool First>
+  __device__ void add_sum(const std::byte* addend, int bytes) {
+#pragma unroll
+    for (int w = 0; w < words_per_lane; ++w) {
+      const int offset = (w * 32 + static_cast<int>(threadIdx.x % 32)) * widest_word;
+      if (offset >= bytes) continue;
+      constexpr auto scale = static_cast<int>(sizeof(Sum) / sizeof(Stored));
+      const auto in = *reinterpret_cast<const Aligned<Sum, elements>*>(addend + offset * scale);
+#pragma unroll
+      for (int e = 0; e < elements; ++e) {
+        sums[w][e] = First ? in.values[e] : sums[w][e] + in.values[e];
+      }
+    }
+  }
+
+  __device__ void clear() {
+#pragma unroll
+    for (int w = 0; w < words_per_lane; ++w) {
+#pragma unroll
+      for (int e = 0; e < elements; ++e) sums[w][e] = Sum{0};
+    }
+  }
+
+  template <class To>
+  __device__ void write(const TensorParams& output, const RowChunk& chunk) const {
+    const int bytes = chunk.rows * chunk.part_bytes;
+#pragma unroll
+    for (int w = 0; w < words_per_lane; ++w) {
+      const int offset = (w * 32 + static_cast<int>(threadIdx.x % 32)) * widest_word;
+      if (offset >= bytes) continue;
+      using Rounded = Aligned<typename To::Stored, elements>;
+      Rounded out;
+#pragma unroll
+      for (int e = 0; e < elements; ++e) out.values[e] = To::round(sums[w][e]);
+      *reinterpret_cast<Rounded*>(output_of<In, To>(output, chunk, offset)) = out;
+    }
+  }
+
+  Sum sums[words_per_lane][elements];
+};
+
+/// A warp's chunks in turn; the next one is on its way while one is worked on.
+struct ChunkCursor {
+  std::int64_t chunk;  ///< >= num_chunks: at the end
+  std::int64_t num_chunks;
+  std::int64_t step;
+  RowChunk at;
+  RowChunk upcoming;
+  std::int32_t batch;  ///< in plans with batches
+  std::int32_t upcoming_batch;
+
+  template <bool Batched>
+  __device__ void begin(const SequenceParams& p) {
+    if (chunk < num_chunks) {
+      at = p.chunks[chunk];
+      if constexpr (Batched) batch = p.chunk_batches[chunk];
+    }
+    fetch_upcoming<Batched>(p);
+  }
+  template <bool Batched>
+  __device__ void next(const SequenceParams& p) {
+    chunk += step;
+    at = upcoming;
+    batch = upcoming_batch;
+    fetch_upcoming<Batched>(p);
+  }
+  [[nodiscard]] __device__ bool at_end() const { return chunk >= num_chunks; }
+
+ private:
+  template <bool Batched>
+  __device__ void fetch_upcoming(const SequenceParams& p) {
+    if (chunk + step >= num_chunks) return;
+    upcoming = p.chunks[chunk + step];
+    if constexpr (Batched) upcoming_batch = p.chunk_batches[chunk + step];
+  }
+};
+
+/// A warp's addends in turn: chunk by chunk, and in each the copies in their order. The address of
+/// the next one is on its way too.
+template <bool Batched>
+struct AddendCursor {
+  ChunkCursor chunks;
+  int copy = 0;
+  std::uint64_t address = 0;
+
+  __device__ void begin(const SequenceParams& p) {
+    chunks.begin<Batched>(p);
+    to_next_with_addends(p);
+  }
+  __device__ void next(const SequenceParams& p) {
+    if (++copy < chunks.at.num_addresses) {
+      address = p.addresses[chunks.at.first_address + copy];
+      return;
+    }
+    copy = 0;
+    chunks.next<Batched>(p);
+    to_next_with_addends(p);
+  }
+
+ private:
+  /// This chunk included.
+  __device__ void to_next_with_addends(const SequenceParams& p) {
+    while (!chunks.at_end() && chunks.at.num_addresses == 0) chunks.next<Batched>(p);
+    if (!chunks.at_end()) address = p.addresses[chunks.at.first_address];
+  }
+};
 
 template <bool Batched>
 struct BulkMemory {
@@ -53,7 +212,7 @@ class BulkSummer {
       for (int s = 0; s < stages; ++s) barrier_init(&loaded_[s]);
       fence_barrier_init();
     }
-    fence_async_global();  // what the ranks wrote before they came here
+    fence_async_global();  // for rows that the ranks wrote before they came here
     __syncwarp();
     const auto warp = static_cast<int>(threadIdx.x / 32);
     here_ = {blockIdx.x + std::int64_t{warp} * gridDim.x,
@@ -102,7 +261,7 @@ class BulkSummer {
     return ring_ + number % stages * stage_bytes;
   }
   [[nodiscard]] __device__ BatchKind kind_of(std::int32_t batch) const {
-    return p_.batches.batches[batch].kind;
+    return p_.batches[batch].kind;
   }
   [[nodiscard]] __device__ bool is_sum(std::uint32_t number) const {
     return Batched && sum_scale > 1 && (sums_ >> (number % stages) & 1U) != 0;
@@ -142,19 +301,19 @@ class BulkSummer {
     while (asked_ < taken_ + stages - 1 && !ahead_.chunks.at_end()) {
       if constexpr (Batched) {
         const std::int32_t batch = ahead_.chunks.batch;
-        if (batch != ready_ && !is_ready(p_, p_.batches.batches[batch], epoch_)) return;
+        if (batch != ready_ && !is_ready(p_, p_.batches[batch], epoch_)) return;
         ready_ = batch;
       }
       load();
     }
   }
 
-  /// Waits for the addend that is needed next; nothing that others wait for is left behind.
+  /// Waits for the addend that is needed next; first it counts all that others wait for.
   __device__ void ask_first() {
     if (lane_ == 0) arrived_.flush();
     __syncwarp();
     ready_ = ahead_.chunks.batch;
-    wait_batch(p_, p_.batches.batches[ready_], epoch_);
+    wait_batch(p_, p_.batches[ready_], epoch_);
     load();
     ask();
   }
@@ -190,7 +349,7 @@ class BulkSummer {
   AddendCursor<Batched> ahead_;
   std::uint32_t asked_ = 0;
   std::uint32_t taken_ = 0;
-  std::uint32_t sums_ = 0;   ///< bit s: what stage s holds, or will, is a sum
+  std::uint32_t sums_ = 0;   ///< bit s: stage s holds a sum, or will
   std::int32_t ready_ = -1;  ///< the last batch found ready
 };
 
@@ -227,9 +386,9 @@ __device__ void sum_elements(const SequenceParams& p, std::uint64_t epoch) {
   for (std::int64_t c = blockIdx.x + std::int64_t{threadIdx.x / 32} * gridDim.x;
        c < p.head->num_chunks; c += step) {
     const RowChunk chunk = p.chunks[c];
-    const std::int32_t number = batched ? p.batches.chunk_batches[c] : -1;
-    if (batched) wait_batch(p, p.batches.batches[number], epoch);
-    const bool rounds = !batched || p.batches.batches[number].kind != BatchKind::partial;
+    const std::int32_t number = batched ? p.chunk_batches[c] : -1;
+    if (batched) wait_batch(p, p.batches[number], epoch);
+    const bool rounds = !batched || p.batches[number].kind != BatchKind::partial;
     const int bytes = chunk.rows * chunk.part_bytes;
     for (int offset = lane * in_bytes; offset < bytes; offset += 32 * in_bytes) {
       if (rounds) {
@@ -266,68 +425,56 @@ __global__ void __launch_bounds__(warps_of<Batched> * 32, 1)
 }
 
 using Kernel = void (*)(SequenceParams);
+using KernelOfTypes = std::tuple<DType, DType, Kernel>;  ///< from, to
 
 template <bool Bulk, bool Batched>
-Kernel kernel_of(DType from, DType to) {
+std::span<const KernelOfTypes> list_kernels() {
   using enum DType;
-  if (from == bfloat16 && to == bfloat16) {
-    return kv_gradient_kernel<BFloat16, BFloat16, Bulk, Batched>;
-  }
-  if (from == bfloat16 && to == float32) {
-    return kv_gradient_kernel<BFloat16, Float32, Bulk, Batched>;
-  }
-  if (from == float16 && to == float16) {
-    return kv_gradient_kernel<Float16, Float16, Bulk, Batched>;
-  }
-  if (from == float16 && to == float32) {
-    return kv_gradient_kernel<Float16, Float32, Bulk, Batched>;
-  }
-  if (from == float32 && to == float32) {
-    return kv_gradient_kernel<Float32, Float32, Bulk, Batched>;
-  }
-  if (from == float64 && to == float64) {
-    return kv_gradient_kernel<Float64, Float64, Bulk, Batched>;
-  }
-  return nullptr;
+  static const KernelOfTypes kernels[] = {
+      {bfloat16, bfloat16, kv_gradient_kernel<BFloat16, BFloat16, Bulk, Batched>},
+      {bfloat16, float32, kv_gradient_kernel<BFloat16, Float32, Bulk, Batched>},
+      {float16, float16, kv_gradient_kernel<Float16, Float16, Bulk, Batched>},
+      {float16, float32, kv_gradient_kernel<Float16, Float32, Bulk, Batched>},
+      {float32, float32, kv_gradient_kernel<Float32, Float32, Bulk, Batched>},
+      {float64, float64, kv_gradient_kernel<Float64, Float64, Bulk, Batched>}};
+  return kernels;
 }
 
 /// Without bulk copies one kernel does both.
-Kernel kernel_of(const GradientKernel& kernel) {
-  if (!kernel.bulk) return kernel_of<false, false>(kernel.from, kernel.to);
-  return kernel.batched ? kernel_of<true, true>(kernel.from, kernel.to)
-                        : kernel_of<true, false>(kernel.from, kernel.to);
+std::span<const KernelOfTypes> list_kernels(bool bulk, bool batched) {
+  if (!bulk) return list_kernels<false, false>();
+  return batched ? list_kernels<true, true>() : list_kernels<true, false>();
 }
 
-std::size_t shared_bytes(const GradientKernel& kernel) {
-  if (!kernel.bulk) return 0;
-  return kernel.batched ? sizeof(BulkMemory<true>) : sizeof(BulkMemory<false>);
+std::size_t shared_bytes(bool bulk, bool batched) {
+  if (!bulk) return 0;
+  return batched ? sizeof(BulkMemory<true>) : sizeof(BulkMemory<false>);
 }
 
 }  // namespace
 
 cudaError_t prepare_kv_gradient(bool bulk) {
-  using enum DType;
-  constexpr DType pairs[][2] = {{bfloat16, bfloat16}, {bfloat16, float32}, {float16, float16},
-                                {float16, float32},   {float32, float32},  {float64, float64}};
-  for (const auto& [from, to] : pairs) {
-    for (const bool batched : {false, true}) {
-      const GradientKernel kernel{from, to, bulk, batched};
-      const cudaError_t status = cudaFuncSetAttribute(
-          reinterpret_cast<const void*>(kernel_of(kernel)),
-          cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes(kernel)));
+  for (const bool batched : {false, true}) {
+    for (const auto& [from, to, kernel] : list_kernels(bulk, batched)) {
+      const cudaError_t status =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shared_bytes(bulk, batched)));
       if (status != cudaSuccess) return status;
     }
   }
   return cudaSuccess;
 }
 
-cudaError_t launch_kv_gradient(const SequenceParams& params, const GradientKernel& which,
-                               int num_sms, cudaStream_t stream) {
-  const Kernel kernel = kernel_of(which);
-  if (kernel == nullptr) return cudaErrorInvalidValue;
-  const int threads = 32 * (which.bulk && which.batched ? warps_of<true> : warps_of<false>);
-  kernel<<<static_cast<unsigned>(num_sms), threads, shared_bytes(which), stream>>>(params);
-  return cudaGetLastError();
+cudaError_t launch_kv_gradient(const SequenceParams& params, DType from, DType to, bool bulk,
+                               bool batched, int num_sms, cudaStream_t stream) {
+  const int threads = 32 * (bulk && batched ? warps_of<true> : warps_of<false>);
+  for (const auto& [kernel_from, kernel_to, kernel] : list_kernels(bulk, batched)) {
+    if (kernel_from != from || kernel_to != to) continue;
+    kernel<<<static_cast<unsigned>(num_sms), threads, shared_bytes(bulk, batched), stream>>>(
+        params);
+    return cudaGetLastError();
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace waybill::cuda

@@ -1,5 +1,5 @@
 #include "../device/number.cuh"
-#include "sequence_launch.h"
+#include "kernels.h"
 
 namespace waybill::cuda {
 namespace {
@@ -7,7 +7,7 @@ namespace {
 constexpr int threads = 512;
 constexpr int piece = 8;  // elements that a lane reads at once, where addresses allow it
 
-/// A warp a row.
+/// Each warp takes a row.
 template <class In>
 __global__ void __launch_bounds__(threads) widen_rows_kernel(WidenParams p, bool aligned) {
   const auto lane = static_cast<std::int64_t>(threadIdx.x % 32);

@@ -6,7 +6,7 @@
 
 #include "../../network/path_params.h"
 #include "../params.h"
-#include "schedule/network_program.h"
+#include "schedule/work.h"
 #include "waybill/core/dtype.h"
 
 namespace waybill::cuda {
@@ -129,7 +129,7 @@ struct AddPartialSumsParams {
 };
 
 // Rows between nodes if the host must know their number (NCCL): rows that a node needs are packed
-// at the front of a slice. See schedule/node_rows.h.
+// at the front of a slice. See schedule/workspace_phase.h.
 
 /// Lists which tokens of this rank go to each node ([0, n]), and which tokens of node n come here
 /// ([1, n]).

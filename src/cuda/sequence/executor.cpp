@@ -1,18 +1,98 @@
-#include "gpu_executor.h"
+#include "executor.h"
 
 #include <algorithm>
 
 #include "../device/arrive_kernels.h"
 #include "../experts/executor/executor.h"
 #include "../rank/cuda_check.h"
-#include "call_params.h"
-#include "copy_engine.h"
-#include "gpu_plan.h"
-#include "sequence_launch.h"
+#include "waybill/core/error.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 
 namespace waybill::cuda {
 namespace {
+
+constexpr std::int64_t bulk_alignment_bytes = 16;
+
+bool is_bulk_multiple(std::int64_t bytes) { return bytes % bulk_alignment_bytes == 0; }
+
+bool rows_suit_bulk(const ConstTensorView& view, std::int64_t row_bytes) {
+  if (view.shape[0] == 0) return true;
+  const auto address = static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(view.data));
+  return is_bulk_multiple(address) && is_bulk_multiple(row_bytes) &&
+         (view.shape[0] == 1 || is_bulk_multiple(pitch_of(view)));
+}
+
+/// The meaning of the call on this rank, with the plan's part in the device's memory.
+FingerprintParams fingerprint_params(const SequenceCall& call) {
+  FingerprintParams params{};
+  std::ranges::copy(pack_fingerprint(call.fingerprint), params.words);
+  params.first_slot =
+      static_cast<std::int32_t>(first_fingerprint_slot(num_arrival_signals(call.plan->world_size)));
+  params.crosses_nodes = true;  // with the network path
+  return params;
+}
+
+/// The part of the parameters by which ranks synchronize.
+ArriveParams arrive_params(const SequenceCall& call, const GpuRank& gpu, FaultKind kind,
+                           int share) {
+  const std::int32_t world = call.plan->world_size;
+  ArriveParams params{};
+  params.rank = to_int(call.plan->rank);
+  params.world_size = world;
+  params.parity = static_cast<std::uint32_t>(call.epoch % 2);
+  params.kind = kind;
+  params.state = reinterpret_cast<CallState*>(call.arrivals->local + world);
+  params.sink = gpu.sink(share);
+  params.own_arrivals = call.arrivals->local;
+  params.node_ranks = gpu.topology().ranks_per_node;
+  params.first_rank = params.rank / params.node_ranks * params.node_ranks;
+  params.arrivals = near_peers_of<std::uint64_t>(*call.arrivals, 0, 0, world);
+  params.fingerprint = fingerprint_params(call);
+  return params;
+}
+
+/// Everything but the plan's tables. @throws Unsupported for ranks out of reach and more tensors
+///   than kernels take
+SequenceParams sequence_params(const SequenceCall& call, const GpuRank& gpu, FaultKind kind,
+                               int share) {
+  if (call.inputs.size() > max_call_tensors) {
+    throw Unsupported(concat(call.operation, ": ", call.inputs.size(),
+                             " tensors, expected at most ", max_call_tensors));
+  }
+  SequenceParams params{};
+  params.arrive = arrive_params(call, gpu, kind, share);
+  params.own_window = call.window->local;
+  params.windows = near_peers_of<std::byte>(*call.window, 0, 0, call.plan->world_size);
+  if (call.slots != nullptr) {
+    params.own_slots = call.slots->local;
+    params.slots = near_peers_of<std::uint64_t>(*call.slots, 0, 0, call.plan->world_size);
+  }
+  for (std::size_t t = 0; t < call.inputs.size(); ++t) {
+    // Kernels only read the inputs.
+    params.inputs[t] = {const_cast<std::byte*>(call.inputs[t].data), pitch_of(call.inputs[t])};
+  }
+  for (std::size_t t = 0; t < call.outputs.size(); ++t) {
+    params.outputs[t] = {call.outputs[t].data, pitch_of(call.outputs[t])};
+  }
+  return params;
+}
+
+/// Whether the rows of all tensors lie as bulk copies need them.
+bool suits_bulk(const SequenceCall& call) {
+  const bool sends = call.plan->operation == SequenceOperation::dispatch;
+  for (std::size_t t = 0; t < call.plan->tensors.size(); ++t) {
+    const std::int64_t row_bytes = call.plan->tensors[t].row_bytes();
+    // A sum is read from windows, whose tensors are aligned, and written with 16-byte words.
+    // A rank without rows of its own may forward some.
+    const bool forwards = !call.plan->batches.empty();
+    const bool good =
+        sends ? rows_suit_bulk(call.inputs[t], row_bytes) &&
+                    (!forwards || is_bulk_multiple(row_bytes))
+              : rows_suit_bulk(call.outputs[t], row_bytes) && is_bulk_multiple(row_bytes);
+    if (!good) return false;
+  }
+  return true;
+}
 
 class GpuExecutor final : public Executor, public ExpertExecutorFactory {
  public:
@@ -92,13 +172,11 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
     const bool any = !call.plan->tensors.empty();
     const DType from = any ? call.plan->tensors[0].dtype : DType::float32;
     const DType to = any ? call.outputs[0].dtype : DType::float32;
-    const GradientKernel kernel{.from = from,
-                                .to = to,
-                                .bulk = gpu_->has_bulk_copies() && suits_bulk(call),
-                                .batched = plan_of(call).batched()};
+    const bool bulk = gpu_->has_bulk_copies() && suits_bulk(call);
     // Its puts read what stage() has brought; its rank has come with that.
     start_path(call, FaultKind::kv_gradient, PathArrival::first);
-    gpu_->check(launch_kv_gradient(params, kernel, num_sms(call), stream_of(call.stream)),
+    gpu_->check(launch_kv_gradient(params, from, to, bulk, plan_of(call).batched(), num_sms(call),
+                                   stream_of(call.stream)),
                 "launching a kernel", call.operation);
     finish(call);
   }
@@ -174,7 +252,7 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
     return std::max(1, std::min(wanted, gpu_->num_sms() / share_));
   }
 
-  /// Of these the network path has some, at least one: a quarter keeps up with a network.
+  /// The network path has some of these, at least one: a quarter keeps up with a network.
   [[nodiscard]] int path_sms(const SequenceCall& call) const {
     return path_ == nullptr ? 0 : std::clamp(all_sms(call) / 4, 1, 8);
   }
@@ -212,7 +290,7 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
     if (path_->needs_phases()) plan_of(call).note_copies(capture(call.stream) != 0);
   }
 
-  /// Waits on the stream for what runs beside the kernel.
+  /// Waits on the stream for copies and puts that run during the kernel.
   void finish(const SequenceCall& call) {
     join_path(call);
     if (has_local_copies(call)) {
@@ -224,7 +302,7 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
 
   /// Gradients into this rank's window, where sums read them.
   void stage(const SequenceCall& call) const {
-    for (const StagedRows& staged : call.plan->staged) {
+    for (const RowSegment& staged : call.plan->staged) {
       const std::size_t t = staged.tensor;
       const ConstTensorView& input = call.inputs[t];
       const std::int64_t row_bytes = call.plan->tensors[t].row_bytes();
