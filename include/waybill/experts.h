@@ -9,7 +9,6 @@
 #include "waybill/experts/dispatch_combine_context.h"
 #include "waybill/experts/ep_all2all_layer.h"
 #include "waybill/moe/ep_config.h"
-#include "waybill/moe/ep_layout.h"
 #include "waybill/moe/expert_routing.h"
 #include "waybill/moe/quantize.h"
 #include "waybill/moe/simulate.h"

@@ -15,7 +15,6 @@
 
 #include "arrays.h"
 #include "bindings.h"
-#include "moe/given_config.h"
 #include "moe/option_names.h"
 #include "waybill/core/error.h"
 #include "waybill/moe/quantize.h"

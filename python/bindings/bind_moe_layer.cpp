@@ -261,13 +261,15 @@ void bind_moe_layer(nb::module_& m) {
       .def("__init__",
            [](RankLayer* self, const WorldHandle& world, const EPConfig& config,
               const EPDispatchOptions& dispatch, int num_sm, bool enable_local_combine,
-              std::int64_t capacity, std::int64_t fixed_rows, std::int64_t max_per_expert) {
+              std::int64_t capacity, std::int64_t fixed_rows, std::int64_t max_per_expert,
+              bool push_combine) {
              const EPLayerOptions options{.dispatch = dispatch,
                                           .num_sms = num_sm,
                                           .enable_local_combine = enable_local_combine,
                                           .capacity_factor = capacity,
                                           .fixed_rows = fixed_rows,
-                                          .max_per_expert = max_per_expert};
+                                          .max_per_expert = max_per_expert,
+                                          .push_combine = push_combine};
              unlocked([&] { new (self) RankLayer(world.rank, config, options); });
            })
       .def("dispatch", &RankLayer::dispatch, "tokens"_a, "ids"_a.none(), "weights"_a.none(),

@@ -4,14 +4,14 @@
 #include <string_view>
 
 #include "core/number.h"
-#include "given_config.h"
+#include "moe/option_names.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
 namespace {
 
 constexpr std::int64_t growth_rows = 1024;
-constexpr std::int64_t most_of_32_bits = std::numeric_limits<std::int32_t>::max();
+constexpr std::int64_t max_int32 = std::numeric_limits<std::int32_t>::max();
 
 std::string_view called_name(std::string_view field, const FieldNames& called) {
   const auto found = called.find(field);
@@ -19,36 +19,42 @@ std::string_view called_name(std::string_view field, const FieldNames& called) {
 }
 
 /// Repeated experts are allowed, so all topk slots of all ranks may meet on one rank.
-std::int64_t most_grouped_rows(const EPConfig& config, const EPDispatchOptions& options) {
+std::int64_t max_grouped_rows(const EPConfig& config, const EPDispatchOptions& options) {
   return config.world_size * config.max_tokens * config.topk +
          config.num_experts_per_rank() * (options.expert_alignment - 1);
 }
 
-}  // namespace
-
-EPConfig detail::checked_config(const GivenConfig& given, const char* who,
-                                const FieldNames& called) {
+/// @param given an EPConfig, or a GivenConfig before its numbers are known to fit
+template <class Config>
+void check_fields(const Config& given, const char* who, const FieldNames& called) {
   const auto check_range = [&](std::string_view field, std::int64_t value, std::int64_t first,
                                std::int64_t last) {
     require(first <= value && value <= last, who, ": ", called_name(field, called), " = ", value,
             ", expected ", first, "..", last);
   };
-  check_range("max_tokens", given.max_tokens, 1, most_of_32_bits);
-  check_range("hidden", given.hidden, 1, most_of_32_bits);
+  check_range("max_tokens", given.max_tokens, 1, max_int32);
+  check_range("hidden", given.hidden, 1, max_int32);
   check_range("topk", given.topk, 1, max_topk);
   check_range("world_size", given.world_size, 1, max_world_size);
   check_range("rank", given.rank, 0, given.world_size - 1);
   require(1 <= given.local_world_size && given.world_size % given.local_world_size == 0, who, ": ",
           called_name("local_world_size", called), " = ", given.local_world_size,
           ", expected a divisor of ", called_name("world_size", called), " = ", given.world_size);
-  require(1 <= given.num_experts && given.num_experts <= most_of_32_bits &&
+  require(1 <= given.num_experts && given.num_experts <= max_int32 &&
               given.num_experts % given.world_size == 0,
           who, ": ", called_name("num_experts", called), " = ", given.num_experts,
           ", expected a multiple of ", called_name("world_size", called), " = ", given.world_size);
-  require(is_summed(given.token_dtype), who, ": ", called_name("token_dtype", called), " = ",
-          given.token_dtype, ", expected bfloat16, float16, float32 or float64");
-  require(is_summed(given.weight_dtype), who, ": ", called_name("weight_dtype", called), " = ",
-          given.weight_dtype, ", expected float32, float16, bfloat16 or float64");
+  require(detail::is_summed(given.token_dtype), who, ": ", called_name("token_dtype", called),
+          " = ", given.token_dtype, ", expected bfloat16, float16, float32 or float64");
+  require(detail::is_summed(given.weight_dtype), who, ": ", called_name("weight_dtype", called),
+          " = ", given.weight_dtype, ", expected float32, float16, bfloat16 or float64");
+}
+
+}  // namespace
+
+EPConfig detail::checked_config(const GivenConfig& given, const char* who,
+                                const FieldNames& called) {
+  check_fields(given, who, called);
   return {.max_tokens = given.max_tokens,
           .hidden = given.hidden,
           .topk = static_cast<std::int32_t>(given.topk),
@@ -61,16 +67,7 @@ EPConfig detail::checked_config(const GivenConfig& given, const char* who,
 }
 
 void EPConfig::check(const char* who, const FieldNames& called) const {
-  (void)detail::checked_config({.max_tokens = max_tokens,
-                                .hidden = hidden,
-                                .topk = topk,
-                                .num_experts = num_experts,
-                                .rank = rank,
-                                .world_size = world_size,
-                                .local_world_size = local_world_size,
-                                .token_dtype = token_dtype,
-                                .weight_dtype = weight_dtype},
-                               who, called);
+  check_fields(*this, who, called);
 }
 
 std::optional<std::int32_t> detail::checked_dropped_id(std::optional<std::int64_t> dropped_id,
@@ -93,19 +90,19 @@ void EPDispatchOptions::check(const EPConfig& config, const char* who,
   require(payload != EPPayload::quantized || config.token_dtype != DType::float64, who, ": ",
           called_name("token_dtype", called),
           " = float64, expected bfloat16, float16 or float32 for a quantized payload");
-  require(expert_alignment <= most_of_32_bits, who, ": expert_alignment = ", expert_alignment,
-          ", expected at most ", most_of_32_bits);
+  require(expert_alignment <= max_int32, who, ": expert_alignment = ", expert_alignment,
+          ", expected at most ", max_int32);
   // Compact rows have places in the grouped order, too.
-  const std::int64_t grouped = most_grouped_rows(config, *this);
-  require(grouped <= most_of_32_bits, who, ": a rank could ",
+  const std::int64_t grouped = max_grouped_rows(config, *this);
+  require(grouped <= max_int32, who, ": a rank could ",
           rows == EPRows::grouped ? "receive " : "have compact rows for ", grouped,
-          rows == EPRows::grouped ? " rows" : " topk slots", ", expected at most ", most_of_32_bits,
+          rows == EPRows::grouped ? " rows" : " topk slots", ", expected at most ", max_int32,
           ": max_tokens, topk or expert_alignment are too large");
 }
 
 std::int64_t most_recv_rows(const EPConfig& config, const EPDispatchOptions& options) {
   if (options.rows == EPRows::compact) return config.world_size * config.max_tokens;
-  return most_grouped_rows(config, options);
+  return max_grouped_rows(config, options);
 }
 
 std::int64_t grown_output_rows(std::int64_t rows, std::int64_t largest) {

@@ -8,7 +8,6 @@ once. On GPUs most of them are replayed from CUDA graphs that hold many calls wi
 from __future__ import annotations
 
 import gc
-import os
 import time
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -283,11 +282,13 @@ def _chosen_kinds(only: Optional[str]) -> List[Kind]:
 
 
 def run(
-    total: int, ranks: Optional[int], tokens: int, hidden: int, device: str, only: Optional[str]
-) -> int:
+    total: int, ranks: Optional[int], tokens: int, hidden: int, device: str, only: Optional[str],
+    combine: str = "pull",
+) -> int:  # fmt: skip
     """Repeats all kinds, a line each. 0 when all bits were the same, else 1.
 
     :param ranks: None: as many as there are GPUs, and at least two
+    :param combine: how layers of experts combine, as of ``EPAll2AllLayer``
     """
     if device == "cuda" and not (num_gpus() and torch.cuda.is_available()):
         raise Unsupported("--device cuda: there is no GPU, or an installation without CUDA")
@@ -295,8 +296,7 @@ def run(
         ranks = max(2, num_gpus()) if device == "cuda" else 2
     if hidden % 128 != 0:
         raise InvalidArgument(f"--hidden {hidden}, expected a multiple of 128")
-    sizes, kinds = Sizes(ranks, tokens, hidden), _chosen_kinds(only)
-    combine = os.environ.get("WAYBILL_COMBINE") or "pull"
+    sizes, kinds = Sizes(ranks, tokens, hidden, combine), _chosen_kinds(only)
     name = torch.cuda.get_device_name() if device == "cuda" else "host memory"
     print(
         f"{total} calls of each kind: {sizes.ranks} ranks in {name}, {sizes.tokens} tokens each,"

@@ -30,6 +30,7 @@ class Sizes(NamedTuple):
     ranks: int
     tokens: int  #: of each rank
     hidden: int  #: elements of a row, a multiple of 128
+    combine: str = "pull"
 
 
 class Calls(NamedTuple):
@@ -149,7 +150,7 @@ class _Experts:
         self.layer = EPAll2AllLayer(
             world, config.max_tokens, config.hidden, _TOPK, rank, config.num_experts,
             sizes.ranks, sizes.ranks, rows=layer.rows, payload=layer.payload,
-            enable_local_combine=layer.local_combine, copy_out=False,
+            enable_local_combine=layer.local_combine, copy_out=False, combine=sizes.combine,
             fixed_rows=max(most, 1) if layer.fixed else None,
         )  # fmt: skip
         self._quantized = layer.payload == "quantized"

@@ -432,6 +432,9 @@ struct BarrierParams {
   Peers<std::uint64_t> peers;  ///< slots of each rank
 };
 
+/// Partial sums of a weight's gradient: gradient_partial_sums, for the device.
+inline constexpr int weight_gradient_sums = 256;
+
 /// Parameters of the gradients of a weighted combine, as in ExpertGradientInput; null: not given.
 struct WeightGradientParams {
   const std::byte* gradients;  ///< [num_rows, hidden]

@@ -3,8 +3,6 @@
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
-#include <cstdlib>
-
 #include "../device/signal.cuh"
 #include "../network/path_kernel.cuh"
 #include "nvshmem_api.h"
@@ -116,10 +114,7 @@ int ask_consistency() {
 
 int consistency = -1;
 
-int enforces_consistency() {
-  // A test's transport, on one host.
-  return std::getenv("WAYBILL_TEST_NVSHMEM_ENFORCES") != nullptr ? 1 : consistency;
-}
+int enforces_consistency() { return consistency; }
 
 int initialize(int rank, int world_size, const void* id) {
   nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;

@@ -6,9 +6,8 @@ namespace waybill::cuda {
 /// rows with loads and stores of the threads.
 inline constexpr int bulk_shared_bytes = 227 * 1024;
 
-/// The limits of a device for kernels. Two environment variables lower them for tests, as if the
-/// device had less shared memory, WAYBILL_MAX_SHARED_KB (48 and more), or no bulk copies,
-/// WAYBILL_VECTOR_PATH=1.
+/// The limits that kernels may count on. Tests lower them by max_shared_kb and no_bulk_copies of
+/// WAYBILL_TEST (core/test_hooks.h).
 struct DeviceLimits {
   int shared_bytes = 0;  ///< a block's, if a kernel asks for more than 48 KiB
   bool bulk_copies =

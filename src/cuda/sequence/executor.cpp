@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "../device/arrive_kernels.h"
-#include "../experts/executor.h"
+#include "../experts/executor/executor.h"
 #include "../rank/gpu_rank.h"
 #include "waybill/core/error.h"
 #include "waybill/runtime/sequence_dispatcher.h"

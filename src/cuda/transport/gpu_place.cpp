@@ -12,6 +12,7 @@
 #include <string>
 #include <tuple>
 
+#include "core/test_hooks.h"
 #include "rank_memory.h"
 #include "waybill/transport/bootstrap.h"
 
@@ -47,19 +48,12 @@ bool is_visible(const cudaUUID_t& gpu) {
   return false;
 }
 
-/// Tests on one GPU set it: no rank sees the GPU of another; "refused": nor can it map its memory.
-constexpr const char* test_variable = "WAYBILL_TEST_UNSEEN_GPUS";
-
-bool test_says(const char* text) {
-  const char* const value = std::getenv(test_variable);
-  return value != nullptr && std::string_view(value) == text;
-}
-
 /// Returns the ranks of [first, first + count) whose GPU this process does not see.
 std::vector<std::int32_t> unseen_ranks(const std::vector<GpuPlace>& places, std::int32_t first,
                                        std::int32_t count, Rank me) {
   std::vector<std::int32_t> ranks;
-  const bool none_seen = test_says("yes") || test_says("refused");
+  const waybill::detail::TestHooks& hooks = waybill::detail::test_hooks();
+  const bool none_seen = hooks.unseen_gpus != 0 || hooks.unmappable_gpus != 0;
   for (std::int32_t r = first; r < first + count; ++r) {
     if (r == to_int(me)) continue;
     if (none_seen || !is_visible(places[r].gpu)) ranks.push_back(r);
@@ -72,7 +66,7 @@ std::string why_not(const SharedBlockInfo& page, std::int32_t rank, int device) 
       concat("device ", device, " cannot map the memory of rank ", rank,
              ", whose GPU this process does not see (CUDA_VISIBLE_DEVICES, containers): ");
   if (page.size_bytes == 0) return what + "that rank cannot share it";
-  if (test_says("refused")) return concat(what, test_variable, " = refused");
+  if (waybill::detail::test_hooks().unmappable_gpus != 0) return what + "a test refuses it";
   try {
     (void)open_shared(page.handle, rank, device);
   } catch (const CudaError& error) {

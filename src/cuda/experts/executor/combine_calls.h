@@ -1,33 +1,24 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 
-#include "../rank/gpu_rank.h"
-#include "call_params.h"
+#include "../../rank/gpu_rank.h"
+#include "../call_params.h"
+#include "../nodes/nodes.h"
+#include "../params.h"
+#include "../tables.h"
 #include "experts/expert_executor.h"
-#include "nodes/nodes.h"
-#include "params.h"
-#include "tables.h"
 #include "transport/transport.h"
 
 namespace waybill::cuda {
-
-/// Settings that benches and tests vary, alike on all ranks.
-struct PushTuning {
-  std::atomic<bool> forgoes_bulk_copies{false};
-};
-PushTuning& push_tuning();
 
 /// The combines of a layer. On one node ranks push if the layer has slabs; otherwise they pull.
 /// Collective to make.
 class GpuExpertCombine {
  public:
   /// @param nodes null on one node
-  GpuExpertCombine(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
-                   const EPConfig& config, const EPDispatchOptions& options,
-                   const ExpertMemory& memory, const ExpertParams& params, ExpertNodes* nodes);
+  GpuExpertCombine(const GpuExpertLayer& layer, const ExpertParams& params, ExpertNodes* nodes);
   GpuExpertCombine(const GpuExpertCombine&) = delete;
   GpuExpertCombine& operator=(const GpuExpertCombine&) = delete;
   /// Frees nothing while other ranks may still use it.
@@ -51,23 +42,18 @@ class GpuExpertCombine {
   void combine_nodes(const ExpertCall& call, const ExpertCombineInput& input,
                      const GpuExpertTables& tables, const CombineParams& all, int sms) const;
   void check(cudaError_t status, const ExpertCall& call) const {
-    gpu_->check(status, "launching a kernel", call.operation);
+    layer_.gpu->check(status, "launching a kernel", call.operation);
   }
-  [[nodiscard]] bool is_alone() const { return share_ == 1 && nodes_ == nullptr; }
+  [[nodiscard]] bool is_alone() const { return layer_.share == 1 && nodes_ == nullptr; }
   [[nodiscard]] bool sums_locally(const EPCombineOptions& options) const {
-    return options.local_combine && nodes_ == nullptr && options_.rows == EPRows::grouped;
+    return options.local_combine && nodes_ == nullptr && layer_.options.rows == EPRows::grouped;
   }
   /// Whether each rank contributes one row per token.
   [[nodiscard]] bool is_once(const EPCombineOptions& options) const {
-    return options.local_combine || options_.rows == EPRows::compact;
+    return options.local_combine || layer_.options.rows == EPRows::compact;
   }
 
-  Transport& transport_;
-  std::shared_ptr<GpuRank> gpu_;
-  int share_;
-  EPConfig config_;
-  EPDispatchOptions options_;
-  const ExpertMemory& memory_;
+  const GpuExpertLayer& layer_;
   const ExpertParams& params_;
   ExpertNodes* nodes_;
   SignalPad flags_;  ///< [units, W], see PushParams

@@ -3,45 +3,34 @@
 #include <algorithm>
 #include <utility>
 
-#include "../rank/gpu_rank.h"
-#include "launch.h"
+#include "../launch.h"
+#include "core/test_hooks.h"
 
 namespace waybill::cuda {
-PushTuning& push_tuning() {
-  static PushTuning tuning;
-  return tuning;
-}
 
-GpuExpertCombine::GpuExpertCombine(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
-                                   const EPConfig& config, const EPDispatchOptions& options,
-                                   const ExpertMemory& memory, const ExpertParams& params,
+GpuExpertCombine::GpuExpertCombine(const GpuExpertLayer& layer, const ExpertParams& params,
                                    ExpertNodes* nodes)
-    : transport_(transport),
-      gpu_(std::move(gpu)),
-      share_(share),
-      config_(config),
-      options_(options),
-      memory_(memory),
-      params_(params),
-      nodes_(nodes) {
+    : layer_(layer), params_(params), nodes_(nodes) {
   prepare();  // it may throw, and no symmetric memory is allocated yet
-  if (memory.slab_slots > 0) {
+  if (layer.memory.slab_slots > 0) {
+    const EPConfig& config = layer.config;
     const std::int64_t units = max_push_units(config.max_tokens, config.topk);
-    flags_ = transport.allocate_signals(units * config.world_size, "combine flags");
+    flags_ = layer.transport.allocate_signals(units * config.world_size, "combine flags");
   }
 }
 
-GpuExpertCombine::~GpuExpertCombine() { transport_.defer_release(std::move(flags_.memory)); }
+GpuExpertCombine::~GpuExpertCombine() { layer_.transport.defer_release(std::move(flags_.memory)); }
 
 void GpuExpertCombine::prepare() const {
   for (const bool bulk : {false, true}) {
-    if (bulk && !gpu_->has_bulk_copies()) continue;
-    cuda_check(prepare_combine(config_.token_dtype, config_.weight_dtype, bulk), "loading kernels");
+    if (bulk && !layer_.gpu->has_bulk_copies()) continue;
+    cuda_check(prepare_combine(layer_.config.token_dtype, layer_.config.weight_dtype, bulk),
+               "loading kernels");
   }
-  if (memory_.slab_slots == 0) return;
+  if (layer_.memory.slab_slots == 0) return;
   for (const PushWay way : {PushWay::elements, PushWay::words, PushWay::bulk}) {
-    if (way == PushWay::bulk && !gpu_->has_bulk_copies()) continue;
-    cuda_check(prepare_push_combine(config_.token_dtype, way), "loading kernels");
+    if (way == PushWay::bulk && !layer_.gpu->has_bulk_copies()) continue;
+    cuda_check(prepare_push_combine(layer_.config.token_dtype, way), "loading kernels");
   }
 }
 
@@ -59,7 +48,7 @@ void GpuExpertCombine::run(const ExpertCall& call, const ExpertCombineInput& inp
 
 /// Whether this combine pushes. All ranks get the same answer.
 bool GpuExpertCombine::pushes(const EPCombineOptions& options) const {
-  return memory_.slab_slots >= slab_slots(config_, is_once(options));
+  return layer_.memory.slab_slots >= slab_slots(layer_.config, is_once(options));
 }
 
 PushParams GpuExpertCombine::push_params(const ExpertCall& call, const ExpertCombineInput& input,
@@ -67,15 +56,15 @@ PushParams GpuExpertCombine::push_params(const ExpertCall& call, const ExpertCom
   const GpuExpertRouting& routing = tables.routing();
   const CombineParams sum = params_.combine(call, input, tables);
   const StageParams stage = params_.stage(call, input, tables);
-  const SymmetricBuffer& slab = memory_.receive_slabs[call.parity];
+  const SymmetricBuffer& slab = layer_.memory.receive_slabs[call.parity];
   PushParams params{};
   params.m = sum.m;
   params.shape = sum.shape;
   params.once = is_once(input.options);
-  params.slots = static_cast<std::int32_t>(slab_slots(config_, params.once));
-  params.by_rank = params.once && config_.world_size < config_.topk;
+  params.slots = static_cast<std::int32_t>(slab_slots(layer_.config, params.once));
+  params.by_rank = params.once && layer_.config.world_size < layer_.config.topk;
   params.sums = sums_locally(input.options);
-  params.weight_dtype = config_.weight_dtype;
+  params.weight_dtype = layer_.config.weight_dtype;
   params.row_bytes = sum.row_bytes;
   params.input = stage.input;
   params.num_rows = stage.num_rows;
@@ -83,8 +72,8 @@ PushParams GpuExpertCombine::push_params(const ExpertCall& call, const ExpertCom
   params.records = routing.part(routing.fixed().records);
   params.num_input_tokens = stage.num_input_tokens;
   if (params.sums && input.options.weighted) params.received_weights = tables.received_weights();
-  params.slabs = near_peers_of<std::byte>(slab, 0, 0, config_.world_size);
-  params.flags = near_peers_of<std::uint64_t>(flags_, 0, 0, config_.world_size);
+  params.slabs = near_peers_of<std::byte>(slab, 0, 0, layer_.config.world_size);
+  params.flags = near_peers_of<std::uint64_t>(flags_, 0, 0, layer_.config.world_size);
   params.own_slab = slab.local;
   params.own_flags = flags_.local;
   params.addresses = sum.addresses;
@@ -101,9 +90,11 @@ void GpuExpertCombine::push(const ExpertCall& call, const ExpertCombineInput& in
   const bool wide =
       common_word({address_of(params.input), params.row_bytes, address_of(sums.output),
                    address_of(sums.rows[0]), address_of(sums.rows[1])}) == 16;
-  const bool bulk = wide && gpu_->has_bulk_copies() && !push_tuning().forgoes_bulk_copies;
+  const bool bulk =
+      wide && layer_.gpu->has_bulk_copies() && waybill::detail::test_hooks().push_words == 0;
   const PushWay way = bulk ? PushWay::bulk : wide ? PushWay::words : PushWay::elements;
-  check(launch_push_combine(params, config_.token_dtype, way, blocks, is_alone(), stream_of(call)),
+  check(launch_push_combine(params, layer_.config.token_dtype, way, blocks, is_alone(),
+                            stream_of(call)),
         call);
 }
 
@@ -119,13 +110,13 @@ void GpuExpertCombine::stage(const ExpertCall& call, const ExpertCombineInput& i
   }
   if (params.num_rows == 0) return;
   const int word = common_word({address_of(params.input), params.row_bytes});
-  const int blocks = 2 * gpu_->num_sms();
+  const int blocks = 2 * layer_.gpu->num_sms();
   const cudaStream_t stream = stream_of(call);
   if (sums_locally(input.options)) {
     params.records = tables.routing().part(tables.routing().fixed().records);
     if (input.options.weighted) params.weights = tables.received_weights();
-    check(launch_sum_rows(params, config_.token_dtype, config_.weight_dtype, word == 16, blocks,
-                          stream),
+    check(launch_sum_rows(params, layer_.config.token_dtype, layer_.config.weight_dtype, word == 16,
+                          blocks, stream),
           call);
   } else if (params.input != params.window) {
     check(launch_copy_rows(params, word, blocks, stream), call);
@@ -133,11 +124,11 @@ void GpuExpertCombine::stage(const ExpertCall& call, const ExpertCombineInput& i
 }
 
 void GpuExpertCombine::sum(const CombineParams& params, int blocks, const ExpertCall& call) const {
-  const bool bulk = gpu_->has_bulk_copies() &&
+  const bool bulk = layer_.gpu->has_bulk_copies() &&
                     common_word({params.row_bytes, address_of(params.output),
                                  address_of(params.biases[0]), address_of(params.biases[1])}) == 16;
-  check(launch_combine(params, config_.token_dtype, config_.weight_dtype, bulk, blocks, is_alone(),
-                       stream_of(call)),
+  check(launch_combine(params, layer_.config.token_dtype, layer_.config.weight_dtype, bulk, blocks,
+                       is_alone(), stream_of(call)),
         call);
 }
 
@@ -151,10 +142,10 @@ void GpuExpertCombine::combine_nodes(const ExpertCall& call, const ExpertCombine
   const auto sum_tokens = [&](std::int64_t first, std::int64_t count) {
     if (count == 0) return;
     CombineParams part = all;
-    const std::int64_t entry = first * config_.topk;
+    const std::int64_t entry = first * layer_.config.topk;
     part.shape.num_tokens = static_cast<std::int32_t>(count);
     part.addresses += entry;
-    if (part.weights != nullptr) part.weights += entry * dtype_bytes(config_.weight_dtype);
+    if (part.weights != nullptr) part.weights += entry * dtype_bytes(layer_.config.weight_dtype);
     part.output = nodes_->sums() + first * all.row_bytes;
     sum(part, blocks, call);
   };
@@ -164,8 +155,8 @@ void GpuExpertCombine::combine_nodes(const ExpertCall& call, const ExpertCombine
     nodes_->finish_piece(call, piece);
   }
   nodes_->finish_pieces(call, routing, sms);
-  const std::int64_t own = config_.rank / config_.local_world_size;
-  sum_tokens(own * config_.max_tokens, config_.max_tokens);
+  const std::int64_t own = layer_.config.rank / layer_.config.local_world_size;
+  sum_tokens(own * layer_.config.max_tokens, layer_.config.max_tokens);
   nodes_->add_partial_sums(call, input, routing, sms);
 }
 

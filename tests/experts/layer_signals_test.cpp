@@ -21,7 +21,7 @@ namespace {
 
 constexpr std::int32_t num_ranks = 4;
 
-/// Ranks of other nodes cannot be signalled from a layer's meetings, as over NCCL.
+/// Ranks of other nodes cannot be signalled from a layer between calls, as over NCCL.
 class FarTransport final : public Transport {
  public:
   explicit FarTransport(std::unique_ptr<Transport> near)
@@ -32,7 +32,7 @@ class FarTransport final : public Transport {
   }
   SignalPad allocate_signals(std::int64_t count, std::string_view name) override {
     SignalPad pad = near_->allocate_signals(count, name);
-    if (name != "meetings of experts") return pad;
+    if (name != "signals between calls of experts") return pad;
     for (std::size_t r = 0; r < pad.memory.size(); ++r) {
       if (pad.peers[r] == nullptr) pad.memory[r].reset();
     }
@@ -64,12 +64,12 @@ class FarTransport final : public Transport {
   std::unique_ptr<Transport> near_;
 };
 
-struct MeetingCase {
+struct SignalsCase {
   std::int32_t per_node;
   bool far;
 };
 
-class LayerMeetings : public testing::TestWithParam<MeetingCase> {
+class SignalsOfLayers : public testing::TestWithParam<SignalsCase> {
  protected:
   template <class Body>
   void run(const Body& body) {
@@ -112,11 +112,11 @@ class LayerMeetings : public testing::TestWithParam<MeetingCase> {
   }
 };
 
-INSTANTIATE_TEST_SUITE_P(Nodes, LayerMeetings,
-                         testing::Values(MeetingCase{4, false}, MeetingCase{2, false},
-                                         MeetingCase{2, true}, MeetingCase{1, true}));
+INSTANTIATE_TEST_SUITE_P(Nodes, SignalsOfLayers,
+                         testing::Values(SignalsCase{4, false}, SignalsCase{2, false},
+                                         SignalsCase{2, true}, SignalsCase{1, true}));
 
-TEST_P(LayerMeetings, RanksWithoutRowsAreToldWhatTheOthersNeed) {
+TEST_P(SignalsOfLayers, RanksWithoutRowsLearnWhatTheOthersNeed) {
   run([](World& world) {
     EPAll2AllLayer layer(world, config_of(world));
     const std::int32_t me = to_int(world.rank());
@@ -143,7 +143,7 @@ TEST_P(LayerMeetings, RanksWithoutRowsAreToldWhatTheOthersNeed) {
   });
 }
 
-TEST_P(LayerMeetings, WhoDoesNotAskNeedsNone) {
+TEST_P(SignalsOfLayers, WhoDoesNotAskNeedsNone) {
   run([](World& world) {
     EPAll2AllLayer layer(world, config_of(world));
     const auto there = send_to(layer, {1});
@@ -154,7 +154,7 @@ TEST_P(LayerMeetings, WhoDoesNotAskNeedsNone) {
   });
 }
 
-TEST_P(LayerMeetings, BarriersOfTheNodeAndOfAll) {
+TEST_P(SignalsOfLayers, BarriersOfTheNodeAndOfAll) {
   if (GetParam().far) GTEST_SKIP() << "in host memory signals get everywhere";
   std::atomic<int> in_node[num_ranks] = {};
   std::atomic<int> in_world = 0;
@@ -176,7 +176,7 @@ TEST_P(LayerMeetings, BarriersOfTheNodeAndOfAll) {
   });
 }
 
-TEST_P(LayerMeetings, ABarrierToWhichARankDoesNotComeNamesIt) {
+TEST_P(SignalsOfLayers, ABarrierToWhichARankDoesNotComeNamesIt) {
   if (GetParam().far) GTEST_SKIP() << "in host memory signals get everywhere";
   run_thread_world(num_ranks,
                    [](World& world) {

@@ -2,8 +2,8 @@
 
 #include <memory>
 
-#include "../network/network_path.h"
-#include "../rank/gpu_rank.h"
+#include "../../network/network_path.h"
+#include "../../rank/gpu_rank.h"
 #include "experts/expert_executor.h"
 #include "transport/transport.h"
 
