@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "waybill/core/host_tensor.h"
-#include "waybill/runtime/stream.h"
 #include "waybill/runtime/world.h"
 
 #ifdef WAYBILL_EXAMPLE_CUDA

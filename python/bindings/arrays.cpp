@@ -1,5 +1,6 @@
 #include "arrays.h"
 
+#include <array>
 #include <memory>
 #include <string>
 #include <utility>
@@ -28,33 +29,20 @@ nb::dlpack::dtype dlpack_dtype(DType dtype) {
   }
 }
 
-DType index_dtype(nb::dlpack::dtype dtype, const char* name) {
-  for (const DType known :
-       {DType::int64, DType::int32, DType::uint32, DType::uint64, DType::boolean}) {
-    if (dlpack_dtype(known) == dtype) return known;
-  }
-  throw_invalid(name, " has a dtype of ", static_cast<int>(dtype.bits),
-                " bits that holds no indices, expected int64 (or int32, uint32, uint64, bool)");
-}
-
 /// numpy has two types of 64-bit integers on Linux; this is the one that people's own arrays have,
 /// that torch takes, and that prints without its dtype.
 nb::object with_usual_dtype(nb::object array, nb::dlpack::dtype dtype) {
   if (dtype.bits != 64) return array;
-  struct Names {  // looked up once, never destroyed
-    nb::object view = nb::steal(PyUnicode_InternFromString("view"));
-    nb::object int64 = dtype_named("int64");
-    nb::object uint64 = dtype_named("uint64");
-
-    static nb::object dtype_named(const char* name) {
-      return nb::module_::import_("numpy").attr("dtype")(name);
-    }
-  };
-  static const auto* const names = new Names;
+  // Looked up once, never destroyed: "view", int64, uint64.
+  static const auto* const names = [] {
+    const nb::object make = nb::module_::import_("numpy").attr("dtype");
+    return new std::array<nb::object, 3>{nb::steal(PyUnicode_InternFromString("view")),
+                                         make("int64"), make("uint64")};
+  }();
   const bool is_signed = dtype.code == static_cast<std::uint8_t>(dtype_code::Int);
-  PyObject* const usual = (is_signed ? names->int64 : names->uint64).ptr();
+  PyObject* const usual = (*names)[is_signed ? 1 : 2].ptr();
   PyObject* const given[] = {array.ptr(), usual};
-  PyObject* const viewed = PyObject_VectorcallMethod(names->view.ptr(), given, 2, nullptr);
+  PyObject* const viewed = PyObject_VectorcallMethod((*names)[0].ptr(), given, 2, nullptr);
   if (viewed == nullptr) throw nb::python_error();
   return nb::steal(viewed);
 }
@@ -115,8 +103,14 @@ View view_as(const auto& array, std::string_view dtype) {
 
 }  // namespace
 
-IndexArray index_array(const ArrayArg& array, const char* name) {
-  return IndexArray::copy_of(array.data(), shape_of(array), index_dtype(array.dtype(), name));
+bool copy_indices(const ArrayArg& array, IndexArray& copy) {
+  for (const DType known :
+       {DType::int64, DType::int32, DType::uint32, DType::uint64, DType::boolean}) {
+    if (dlpack_dtype(known) != array.dtype()) continue;
+    copy = IndexArray::copy_of(array.data(), shape_of(array), known);
+    return true;
+  }
+  return false;
 }
 
 nb::object numpy_array(IndexArray&& array) {
@@ -146,12 +140,6 @@ nb::object numpy_array(HostTensor&& tensor) {
 
 nb::object numpy_or_none(std::optional<IndexArray>&& array) {
   return array ? numpy_array(std::move(*array)) : nb::none();
-}
-
-nb::list numpy_arrays(std::vector<IndexArray>&& arrays) {
-  nb::list result;
-  for (IndexArray& array : arrays) result.append(numpy_array(std::move(array)));
-  return result;
 }
 
 nb::object numpy_view(std::span<const std::int64_t> values, nb::handle owner) {

@@ -4,6 +4,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -13,8 +15,8 @@
 #include <vector>
 
 #include "bindings.h"
-#include "rank_dispatcher.h"
-#include "waybill/core/error.h"
+#include "moe/option_names.h"
+#include "rank_world.h"
 #include "waybill/planner/attention_plan.h"
 
 namespace waybill::python {
@@ -33,6 +35,56 @@ using PartArg = std::tuple<const SparseMetadata*, std::vector<std::pair<std::str
 /// row). The package has checked that the memory is there: exporting a tensor of a GPU through
 /// DLPack would queue events on other streams, which a captured graph forbids.
 using RowsArg = std::tuple<std::uintptr_t, std::string, std::int64_t, std::int64_t, std::int64_t>;
+
+/// The figures of a plan as they were when its call ended.
+struct PlanFacts {
+  explicit PlanFacts(const PlanHandle& plan)
+      : own_rows(plan.own_rows().begin(), plan.own_rows().end()),
+        window_rows(plan.window_rows().begin(), plan.window_rows().end()),
+        wire_bytes(plan.wire_bytes().begin(), plan.wire_bytes().end()),
+        window_bytes(plan.window_bytes()),
+        num_slots(plan.num_slots()),
+        way(plan.limits().way) {}
+
+  std::vector<std::int64_t> own_rows;
+  std::vector<std::int64_t> window_rows;
+  std::vector<std::int64_t> wire_bytes;
+  std::int64_t window_bytes;
+  std::int32_t num_slots;
+  TransferMode way;
+};
+
+/// A plan of a dispatcher as Python holds it. While another thread replaces the plan, its figures
+/// are the old ones: they change with the interpreter's lock.
+struct RankPlan {
+  RankPlan(std::shared_ptr<RankWorld> its_rank, PlanHandle its_plan)
+      : rank(std::move(its_rank)), plan(std::move(its_plan)), facts(plan) {}
+  RankPlan(RankPlan&&) = default;
+  ~RankPlan() {
+    if (rank != nullptr) rank->discard(std::move(plan));
+  }
+
+  std::shared_ptr<RankWorld> rank;
+  PlanHandle plan;
+  PlanFacts facts;
+};
+
+/// A dispatcher as Python holds it, with its figures after this rank's last call that is over.
+class RankDispatcher : public OnRank<SequenceDispatcher> {
+ public:
+  using OnRank::OnRank;
+
+  std::atomic<std::int64_t> window_bytes = 0;
+  std::atomic<std::uint64_t> last_dispatch = 0;
+
+ private:
+  void call_ended(const SequenceDispatcher& dispatcher) noexcept override {
+    window_bytes = dispatcher.window_bytes();
+    last_dispatch = dispatcher.last_dispatch();
+  }
+};
+
+constexpr std::array<std::string_view, 3> relay_names{"automatic", "never", "always"};
 
 std::vector<SequencePart> parts_from(const std::vector<PartArg>& given) {
   std::vector<SequencePart> parts;
@@ -60,84 +112,132 @@ std::vector<View> views_from(const std::vector<RowsArg>& given) {
   return views;
 }
 
-RelayUse relay_from(std::string_view name) {
-  if (name == "automatic") return RelayUse::automatic;
-  if (name == "never") return RelayUse::never;
-  require(name == "always", "SequenceDispatcher: relay = \"", name,
-          "\", expected \"automatic\", \"never\" or \"always\"");
-  return RelayUse::always;
+/// Views of a window and its owners, which are taken in the call: another thread may close the
+/// dispatcher as soon as the call is over.
+auto with_memory(SequenceDispatcher& dispatcher, std::vector<TensorView> views) {
+  return std::pair(std::move(views), dispatcher.window_memory());
 }
 
-void bind_ready_plan(nb::module_& m) {
+nb::list arrays_of(const RankDispatcher& d, auto&& shown) {
+  const nb::capsule owner = owner_of(d.rank(), std::move(shown.second));
+  nb::list result;
+  for (const TensorView& view : shown.first) result.append(array_over(view, *d.rank(), owner));
+  return result;
+}
+
+RankPlan plan_py(RankDispatcher& d, bool gradient, const std::vector<PartArg>& given,
+                 std::uintptr_t stream) {
+  const auto parts = parts_from(given);
+  const Stream queue = stream_from(stream);
+  return {d.rank(), d.call(gradient ? "plan_kv_gradient" : "plan_dispatch",
+                           [&](SequenceDispatcher& dispatcher) {
+                             return gradient ? dispatcher.plan_kv_gradient(parts, queue)
+                                             : dispatcher.plan_dispatch(parts, queue);
+                           })};
+}
+
+void replace_plan_py(RankDispatcher& d, RankPlan& plan, const std::vector<PartArg>& given,
+                     std::uintptr_t stream) {
+  const auto parts = parts_from(given);
+  plan.facts = d.call("replace_plan", [&](SequenceDispatcher& dispatcher) {
+    dispatcher.replace_plan(plan.plan, parts, stream_from(stream));
+    return PlanFacts(plan.plan);
+  });
+}
+
+nb::list dispatch_rows_py(RankDispatcher& d, const RankPlan& plan,
+                          const std::vector<RowsArg>& tensors, std::uintptr_t stream,
+                          std::uint64_t of_dispatch) {
+  const auto inputs = views_from<ConstTensorView>(tensors);
+  const Stream queue = stream_from(stream);
+  const auto send = [&](SequenceDispatcher& dispatcher) {
+    return with_memory(dispatcher, dispatcher.dispatch(plan.plan, inputs, queue, of_dispatch));
+  };
+  return arrays_of(d, d.call("dispatch", send, queue));
+}
+
+void kv_gradient_py(RankDispatcher& d, const RankPlan& plan, const std::vector<RowsArg>& gradients,
+                    const std::vector<RowsArg>& sums, std::uintptr_t stream,
+                    std::uint64_t of_dispatch) {
+  const auto inputs = views_from<ConstTensorView>(gradients);
+  const auto outputs = views_from<TensorView>(sums);
+  const Stream queue = stream_from(stream);
+  const auto sum = [&](SequenceDispatcher& dispatcher) {
+    dispatcher.kv_gradient(plan.plan, inputs, outputs, queue, of_dispatch);
+  };
+  d.call("kv_gradient", sum, queue);
+}
+
+nb::list gradient_inputs_py(RankDispatcher& d, const RankPlan& plan, std::uintptr_t stream) {
+  return arrays_of(d, d.call("gradient_inputs", [&](SequenceDispatcher& dispatcher) {
+    return with_memory(dispatcher, dispatcher.gradient_inputs(plan.plan, stream_from(stream)));
+  }));
+}
+
+SequenceDispatcherOptions sequence_options_py(int num_sms, std::int64_t chunk_bytes,
+                                              bool local_by_copy_engine,
+                                              std::int64_t max_window_bytes,
+                                              std::string_view relay) {
+  SequenceDispatcherOptions options;
+  options.num_sms = num_sms;
+  options.plan.chunk_bytes = chunk_bytes;
+  options.local_by_copy_engine = local_by_copy_engine;
+  options.max_window_bytes = max_window_bytes;
+  options.plan.relay = detail::option_of<RelayUse>(relay_names, relay, "SequenceDispatcher: relay");
+  return options;
+}
+
+void bind_plan_handle(nb::module_& m) {
   nb::class_<RankPlan> plan(m, "PlanHandle");
-  plan.def_prop_ro("own_rows", [](const RankPlan& p) { return p.facts().own_rows; });
-  plan.def_prop_ro("window_rows", [](const RankPlan& p) { return p.facts().window_rows; });
-  plan.def_prop_ro("window_bytes", [](const RankPlan& p) { return p.facts().window_bytes; });
-  plan.def_prop_ro("way", [](const RankPlan& p) { return to_string(p.facts().way); });
-  plan.def_prop_ro("num_slots", [](const RankPlan& p) { return p.facts().num_slots; });
-  plan.def_prop_ro("wire_bytes", [](const RankPlan& p) { return p.facts().wire_bytes; });
+  plan.def_prop_ro("own_rows", [](const RankPlan& p) { return p.facts.own_rows; });
+  plan.def_prop_ro("window_rows", [](const RankPlan& p) { return p.facts.window_rows; });
+  plan.def_prop_ro("window_bytes", [](const RankPlan& p) { return p.facts.window_bytes; });
+  plan.def_prop_ro("way", [](const RankPlan& p) { return to_string(p.facts.way); });
+  plan.def_prop_ro("num_slots", [](const RankPlan& p) { return p.facts.num_slots; });
+  plan.def_prop_ro("wire_bytes", [](const RankPlan& p) { return p.facts.wire_bytes; });
 }
 
 }  // namespace
 
 void bind_dispatcher(nb::module_& m) {
-  bind_ready_plan(m);
-  nb::class_<RankDispatcher> dispatcher(m, "Dispatcher");
-  dispatcher.def(
-      "__init__",
-      [](RankDispatcher* self, const WorldHandle& world, int num_sms, std::int64_t chunk_bytes,
-         bool local_by_copy_engine, std::int64_t max_window_bytes, std::string_view relay) {
-        SequenceDispatcherOptions options;
-        options.num_sms = num_sms;
-        options.plan.chunk_bytes = chunk_bytes;
-        options.local_by_copy_engine = local_by_copy_engine;
-        options.max_window_bytes = max_window_bytes;
-        options.plan.relay = relay_from(relay);
-        unlocked([&] { new (self) RankDispatcher(world.rank, options); });
+  bind_plan_handle(m);
+  nb::class_<SequenceDispatcherOptions>(m, "SequenceOptions");
+  m.def("sequence_options", sequence_options_py, "num_sms"_a, "chunk_bytes"_a,
+        "local_by_copy_engine"_a, "max_window_bytes"_a, "relay"_a);
+  nb::class_<RankDispatcher> type(m, "Dispatcher");
+  type.def("__init__", [](RankDispatcher* self, const WorldHandle& world,
+                          const SequenceDispatcherOptions& options) {
+    new (self) RankDispatcher(world, "SequenceDispatcher", [&](const World& ranks) {
+      return SequenceDispatcher(ranks, options);
+    });
+  });
+  type.def("plan", plan_py, "gradient"_a, "parts"_a, "stream"_a);
+  type.def("replace_plan", replace_plan_py, "plan"_a, "parts"_a, "stream"_a);
+  type.def(
+      "reserve",
+      [](RankDispatcher& d, std::int64_t bytes, std::int32_t num_slots, std::uintptr_t stream) {
+        d.call("reserve", [&](SequenceDispatcher& dispatcher) {
+          dispatcher.reserve(bytes, stream_from(stream), num_slots);
+        });
       },
-      "world"_a, "num_sms"_a, "chunk_bytes"_a, "local_by_copy_engine"_a, "max_window_bytes"_a,
-      "relay"_a);
-  dispatcher.def("plan", [](RankDispatcher& d, bool gradient, const std::vector<PartArg>& given,
-                            std::uintptr_t stream) {
-    const auto parts = parts_from(given);
-    return unlocked([&] { return d.plan(gradient, parts, stream_from(stream)); });
+      "window_bytes"_a, "num_slots"_a, "stream"_a);
+  type.def("dispatch", dispatch_rows_py, "plan"_a, "tensors"_a, "stream"_a, "of_dispatch"_a);
+  type.def("kv_gradient", kv_gradient_py, "plan"_a, "gradients"_a, "sums"_a, "stream"_a,
+           "of_dispatch"_a);
+  type.def("gradient_inputs", gradient_inputs_py, "plan"_a, "stream"_a);
+  type.def(
+      "synchronize",
+      [](RankDispatcher& d, std::uintptr_t stream) {
+        d.call("synchronize", [&](SequenceDispatcher& dispatcher) {
+          dispatcher.synchronize(stream_from(stream));
+        });
+      },
+      "stream"_a);
+  type.def("close", [](RankDispatcher& d) {
+    d.call_always("close", [](SequenceDispatcher& dispatcher) { dispatcher.close(); });
   });
-  dispatcher.def("replace_plan", [](RankDispatcher& d, RankPlan& plan,
-                                    const std::vector<PartArg>& given, std::uintptr_t stream) {
-    const auto parts = parts_from(given);
-    plan.set_facts(
-        unlocked([&] { return d.replace_plan(plan.plan(), parts, stream_from(stream)); }));
-  });
-  dispatcher.def("reserve", [](RankDispatcher& d, std::int64_t bytes, std::int32_t num_slots,
-                               std::uintptr_t stream) {
-    unlocked([&] { d.reserve(bytes, num_slots, stream_from(stream)); });
-  });
-  dispatcher.def(
-      "dispatch", [](RankDispatcher& d, const RankPlan& plan, const std::vector<RowsArg>& tensors,
-                     std::uintptr_t stream, std::uint64_t of_dispatch) {
-        const auto inputs = views_from<ConstTensorView>(tensors);
-        return d.arrays(unlocked(
-            [&] { return d.dispatch(plan.plan(), inputs, stream_from(stream), of_dispatch); }));
-      });
-  dispatcher.def(
-      "kv_gradient",
-      [](RankDispatcher& d, const RankPlan& plan, const std::vector<RowsArg>& gradients,
-         const std::vector<RowsArg>& sums, std::uintptr_t stream, std::uint64_t of_dispatch) {
-        const auto inputs = views_from<ConstTensorView>(gradients);
-        const auto outputs = views_from<TensorView>(sums);
-        unlocked(
-            [&] { d.kv_gradient(plan.plan(), inputs, outputs, stream_from(stream), of_dispatch); });
-      });
-  dispatcher.def("gradient_inputs", [](RankDispatcher& d, const RankPlan& plan,
-                                       std::uintptr_t stream) {
-    return d.arrays(unlocked([&] { return d.gradient_inputs(plan.plan(), stream_from(stream)); }));
-  });
-  dispatcher.def("synchronize", [](RankDispatcher& d, std::uintptr_t stream) {
-    unlocked([&] { d.synchronize(stream_from(stream)); });
-  });
-  dispatcher.def("close", [](RankDispatcher& d) { unlocked([&] { d.close(); }); });
-  dispatcher.def_prop_ro("window_bytes", &RankDispatcher::window_bytes);
-  dispatcher.def_prop_ro("last_dispatch", &RankDispatcher::last_dispatch);
+  type.def_prop_ro("window_bytes", [](const RankDispatcher& d) { return d.window_bytes.load(); });
+  type.def_prop_ro("last_dispatch", [](const RankDispatcher& d) { return d.last_dispatch.load(); });
 }
 
 }  // namespace waybill::python

@@ -1,11 +1,12 @@
-#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,8 +18,12 @@
 #include "bindings.h"
 #include "moe/option_names.h"
 #include "waybill/core/error.h"
+#include "waybill/cost_model/predict_experts.h"
+#include "waybill/moe/expert_routing.h"
 #include "waybill/moe/quantize.h"
 #include "waybill/moe/simulate.h"
+#include "waybill/planner/expert_balance.h"
+#include "waybill/report/expert_summary.h"
 
 namespace waybill::python {
 
@@ -26,33 +31,34 @@ using namespace nb::literals;
 
 namespace {
 
-EPConfig config_from(const std::vector<std::int64_t>& sizes, std::string_view token_dtype,
-                     std::string_view weight_dtype, const std::string& who,
-                     const FieldNames& called) {
-  require(sizes.size() == 7, "EPConfig: got ", sizes.size(), " sizes, expected 7");
-  return detail::checked_config({.max_tokens = sizes[0],
-                                 .hidden = sizes[1],
-                                 .topk = sizes[2],
-                                 .num_experts = sizes[3],
-                                 .rank = sizes[4],
-                                 .world_size = sizes[5],
-                                 .local_world_size = sizes[6],
-                                 .token_dtype = dtype_from_name(token_dtype),
-                                 .weight_dtype = dtype_from_name(weight_dtype)},
-                                who.c_str(), called);
+EPConfig config_py(std::int64_t max_tokens, std::int64_t hidden, std::int32_t topk,
+                   std::int32_t num_experts, std::int32_t rank, std::int32_t world_size,
+                   std::int32_t local_world_size, std::string_view token_dtype,
+                   std::string_view weight_dtype) {
+  const EPConfig config{.max_tokens = max_tokens,
+                        .hidden = hidden,
+                        .topk = topk,
+                        .num_experts = num_experts,
+                        .rank = rank,
+                        .world_size = world_size,
+                        .local_world_size = local_world_size,
+                        .token_dtype = dtype_from_name(token_dtype),
+                        .weight_dtype = dtype_from_name(weight_dtype)};
+  config.check("EPConfig");
+  return config;
 }
 
-EPDispatchOptions options_from(const EPConfig& config, std::optional<std::int64_t> dropped_id,
-                               std::string_view rows, std::int64_t expert_alignment,
-                               std::string_view payload, const std::string& who,
-                               const FieldNames& called) {
+EPDispatchOptions dispatch_options_py(const EPConfig& config,
+                                      std::optional<std::int32_t> dropped_id, std::string_view rows,
+                                      std::int64_t expert_alignment, std::string_view payload) {
+  constexpr const char* who = "EPDispatchOptions";
   const EPDispatchOptions options = {
-      .dropped_id = detail::checked_dropped_id(dropped_id, config, who.c_str(), called),
-      .rows = detail::option_of<EPRows>(detail::row_names, rows, (who + ": rows").c_str()),
+      .dropped_id = dropped_id,
+      .rows = detail::option_of<EPRows>(detail::row_names, rows, "EPDispatchOptions: rows"),
       .expert_alignment = expert_alignment,
       .payload = detail::option_of<EPPayload>(detail::payload_names, payload,
-                                              (who + ": payload").c_str())};
-  options.check(config, who.c_str(), called);
+                                              "EPDispatchOptions: payload")};
+  options.check(config, who);
   return options;
 }
 
@@ -83,12 +89,6 @@ nb::dict layout_dict(EPAllToAllLayoutDesc&& layout) {
   return result;
 }
 
-nb::list tensors_list(std::vector<HostTensor>&& tensors) {
-  nb::list result;
-  for (HostTensor& tensor : tensors) result.append(numpy_array(std::move(tensor)));
-  return result;
-}
-
 nb::object int32_table(const std::vector<std::int32_t>& values, Shape shape) {
   return numpy_array(IndexArray::copy_of(values.data(), shape, DType::int32));
 }
@@ -113,11 +113,12 @@ nb::dict tables_dict(ExpertDispatch& dispatch) {
   return result;
 }
 
-nb::tuple dispatch_py(const EPConfig& config, const EPDispatchOptions& options,
-                      const std::vector<PayloadArg>& tokens, std::string_view token_dtype,
-                      const std::vector<PayloadArg>& ids, const std::vector<PayloadArg>& weights,
-                      const std::vector<PayloadArg>& scales,
-                      const std::optional<PayloadArg>& positions) {
+nb::tuple simulate_dispatch_py(const EPConfig& config, const EPDispatchOptions& options,
+                               const std::vector<PayloadArg>& tokens, std::string_view token_dtype,
+                               const std::vector<PayloadArg>& ids,
+                               const std::vector<PayloadArg>& weights,
+                               const std::vector<PayloadArg>& scales,
+                               const std::optional<PayloadArg>& positions) {
   const auto token_views = views_of(tokens, token_dtype);
   const auto id_views = views_of(ids, "int64");
   const auto weight_views = views_of(weights, dtype_name(config.weight_dtype));
@@ -130,24 +131,24 @@ nb::tuple dispatch_py(const EPConfig& config, const EPDispatchOptions& options,
   for (EPAllToAllLayoutDesc& layout : dispatch->layout) {
     layouts.append(layout_dict(std::move(layout)));
   }
-  nb::list tokens_out = tensors_list(std::move(dispatch->recv_tokens));
-  nb::list scales_out = tensors_list(std::move(dispatch->recv_scales));
-  nb::list weights_out = tensors_list(std::move(dispatch->recv_weights));
+  nb::list tokens_out = numpy_arrays(std::move(dispatch->recv_tokens));
+  nb::list scales_out = numpy_arrays(std::move(dispatch->recv_scales));
+  nb::list weights_out = numpy_arrays(std::move(dispatch->recv_weights));
   nb::list origins = numpy_arrays(std::move(dispatch->recv_origin));
   nb::dict tables = tables_dict(*dispatch);
   return nb::make_tuple(nb::cast(std::move(dispatch)), tokens_out, scales_out, weights_out, origins,
                         layouts, tables);
 }
 
-nb::list combine_py(const ExpertDispatch& dispatch, const std::vector<PayloadArg>& outputs,
-                    const std::vector<std::vector<PayloadArg>>& biases, bool local_combine,
-                    bool weighted) {
+nb::list simulate_combine_py(const ExpertDispatch& dispatch, const std::vector<PayloadArg>& outputs,
+                             const std::vector<std::vector<PayloadArg>>& biases, bool local_combine,
+                             bool weighted) {
   const std::string_view dtype = dtype_name(dispatch.config.token_dtype);
   const auto output_views = views_of(outputs, dtype);
   std::vector<std::vector<ConstTensorView>> bias_views;
   for (const auto& bias : biases) bias_views.push_back(views_of(bias, dtype));
   const std::vector<std::span<const ConstTensorView>> spans(bias_views.begin(), bias_views.end());
-  return tensors_list(unlocked([&] {
+  return numpy_arrays(unlocked([&] {
     return simulate_expert_combine(dispatch, output_views, {local_combine, weighted}, spans);
   }));
 }
@@ -158,17 +159,215 @@ nb::tuple quantize_py(const PayloadArg& rows, std::string_view dtype) {
               (from.shape[0] == 0 || from.strides[1] == 1),
           "quantize_fp8: rows have shape ", to_string(from.shape),
           ", expected [rows, a multiple of ", scale_group, "] with adjacent elements");
-  const auto hidden = static_cast<std::size_t>(from.shape[1]);
+  const std::int64_t hidden = from.shape[1];
+  const std::int64_t groups = hidden / scale_group;
   HostTensor elements(DType::float8_e4m3fn, from.shape);
-  HostTensor scales(DType::float32, {from.shape[0], from.shape[1] / scale_group});
+  HostTensor scales(DType::float32, {from.shape[0], groups});
   for (std::int64_t row = 0; row < from.shape[0]; ++row) {
-    const auto r = static_cast<std::size_t>(row);
-    const std::size_t groups = hidden / static_cast<std::size_t>(scale_group);
     quantize_row(from.data + row * from.strides[0] * dtype_bytes(from.dtype), from.dtype,
-                 elements.as<std::uint8_t>().subspan(r * hidden, hidden),
-                 scales.as<float>().subspan(r * groups, groups));
+                 elements.as<std::uint8_t>().subspan(row * hidden, hidden),
+                 scales.as<float>().subspan(row * groups, groups));
   }
   return nb::make_tuple(numpy_array(std::move(elements)), numpy_array(std::move(scales)));
+}
+
+constexpr std::array<std::string_view, 2> path_names{"waiting", "pipelined"};
+
+ExpertCostOptions cost_options_py(double nvlink, double network, double block,
+                                  double message_seconds, double phase_seconds,
+                                  double network_message_seconds, double network_post_seconds,
+                                  double path_bytes_per_second, std::int32_t num_sms,
+                                  std::string_view path) {
+  require(1 <= num_sms && num_sms <= 1 << 20, "predict: num_sms = ", num_sms, ", expected 1..",
+          1 << 20);
+  ExpertCostOptions options;
+  options.links.nvlink_bytes_per_second = nvlink;
+  options.links.network_bytes_per_second = network;
+  options.links.block_bytes_per_second = block;
+  options.message_seconds = message_seconds;
+  options.step.phase_seconds = phase_seconds;
+  options.step.network_message_seconds = network_message_seconds;
+  options.step.network_post_seconds = network_post_seconds;
+  options.costs.path_bytes_per_second = path_bytes_per_second;
+  options.costs.num_sms = num_sms;
+  options.costs.path = detail::option_of<ExpertPath>(path_names, path, "predict: path");
+  return options;
+}
+
+nb::object links_of(const ExpertCallPrediction& call, std::int64_t LinkBytes::*side) {
+  std::vector<std::int64_t> bytes;
+  for (const LinkBytes& links : call.links) bytes.push_back(links.*side);
+  return numpy_array(std::move(bytes));
+}
+
+nb::dict call_py(const ExpertCallPrediction& call) {
+  nb::dict result;
+  result["call"] = std::string(to_string(call.kind));
+  result["seconds"] = call.seconds;
+  result["begin_seconds"] = call.begin_seconds;
+  result["beside_seconds"] = call.beside_seconds;
+  result["network_seconds"] = call.network_seconds;
+  result["nvlink_seconds"] = call.nvlink_seconds;
+  result["block_seconds"] = call.block_seconds;
+  result["end_seconds"] = call.end_seconds;
+  result["rank"] = call.rank;
+  result["nvlink_in"] = links_of(call, &LinkBytes::nvlink_in);
+  result["nvlink_out"] = links_of(call, &LinkBytes::nvlink_out);
+  result["network_in"] = links_of(call, &LinkBytes::network_in);
+  result["network_out"] = links_of(call, &LinkBytes::network_out);
+  result["puts"] = numpy_array(std::vector<std::int64_t>(call.puts));
+  return result;
+}
+
+std::vector<std::vector<std::int32_t>> ids_from(const EPConfig& config,
+                                                const EPDispatchOptions& options,
+                                                const std::vector<PayloadArg>& ids,
+                                                const char* who) {
+  std::vector<std::vector<std::int32_t>> read;
+  for (const PayloadArg& array : ids)
+    read.push_back(read_expert_ids(config, options, tensor_view(array, "int64"), who));
+  return read;
+}
+
+nb::list predict_py(const EPConfig& config, const EPDispatchOptions& dispatch,
+                    const std::vector<PayloadArg>& ids, const ExpertCostOptions& options) {
+  const auto read = ids_from(config, dispatch, ids, "predict");
+  const auto calls = unlocked([&] { return predict_experts(config, dispatch, read, options); });
+  nb::list result;
+  for (const ExpertCallPrediction& call : calls) result.append(call_py(call));
+  return result;
+}
+
+ExpertSummary summarize_py(const EPConfig& config, const EPDispatchOptions& options,
+                           const std::vector<PayloadArg>& ids) {
+  const auto read = ids_from(config, options, ids, "summarize");
+  return unlocked([&] { return summarize_experts(config, options, read); });
+}
+
+nb::dict figures_py(const ExpertSummary& summary) {
+  const auto of_ranks = [&](std::int64_t ExpertRankFigures::*figure) {
+    std::vector<std::int64_t> values;
+    for (const ExpertRankFigures& rank : summary.ranks) values.push_back(rank.*figure);
+    return numpy_array(std::move(values));
+  };
+  nb::dict result;
+  result["tokens"] = of_ranks(&ExpertRankFigures::tokens);
+  result["dropped"] = of_ranks(&ExpertRankFigures::dropped);
+  result["computed"] = of_ranks(&ExpertRankFigures::computed);
+  result["received"] = of_ranks(&ExpertRankFigures::received);
+  result["node_in"] = of_ranks(&ExpertRankFigures::node_in);
+  result["node_out"] = of_ranks(&ExpertRankFigures::node_out);
+  result["network_in"] = of_ranks(&ExpertRankFigures::network_in);
+  result["network_out"] = of_ranks(&ExpertRankFigures::network_out);
+  result["expert_choices"] = numpy_array(std::vector<std::int64_t>(summary.expert_entries));
+  return result;
+}
+
+nb::object placement_py(const ExpertSummary& summary) {
+  const std::vector<std::int32_t> ranks = place_experts(summary);
+  return numpy_array(std::vector<std::int64_t>(ranks.begin(), ranks.end()));
+}
+
+void bind_expert_calls(nb::module_& m) {
+  nb::class_<ExpertCostOptions>(m, "ExpertCostOptions");
+  m.def("expert_cost_options", cost_options_py, "nvlink_bytes_per_second"_a,
+        "network_bytes_per_second"_a, "block_bytes_per_second"_a, "message_seconds"_a,
+        "phase_seconds"_a, "network_message_seconds"_a, "network_post_seconds"_a,
+        "path_bytes_per_second"_a, "num_sms"_a, "path"_a);
+  m.def("predict_experts", predict_py, "config"_a, "dispatch"_a, "ids"_a, "options"_a);
+}
+
+void bind_expert_summary(nb::module_& m) {
+  nb::class_<ExpertSummary>(m, "ExpertSummary")
+      .def_ro("row_bytes", &ExpertSummary::row_bytes)
+      .def("figures", figures_py)
+      .def("placement", placement_py)
+      .def(
+          "limit_seconds",
+          [](const ExpertSummary& summary, double nvlink, double network) {
+            return summary.limit({nvlink, network}).seconds;
+          },
+          "nvlink"_a, "network"_a)
+      .def(
+          "explain",
+          [](const ExpertSummary& summary, double nvlink, double network) {
+            return explain_experts(summary, {nvlink, network});
+          },
+          "nvlink"_a, "network"_a)
+      .def(
+          "text",
+          [](const ExpertSummary& summary, double nvlink, double network) {
+            return expert_text(summary, {nvlink, network});
+          },
+          "nvlink"_a, "network"_a);
+  m.def("summarize_experts", summarize_py, "config"_a, "options"_a, "ids"_a);
+}
+
+EvenExperts even_experts_py(const IndexArray& rows, std::int32_t spare_experts,
+                            const std::vector<std::int32_t>& present, std::int64_t min_rows,
+                            double limit, std::int64_t alignment) {
+  require(rows.ndim() == 2, "even_experts: rows has ", rows.ndim(),
+          " axes, expected [num_ranks, num_experts]");
+  constexpr std::int64_t max_extent = std::numeric_limits<std::int32_t>::max();
+  const std::int64_t num_ranks = rows.dim(0);
+  const std::int64_t num_experts = rows.dim(1);
+  require(num_ranks <= max_extent && num_experts <= max_extent, "even_experts: rows is ", num_ranks,
+          " x ", num_experts, ", expected at most 2^31 - 1 ranks and experts");
+  const Int64View numbers(rows);
+  return unlocked([&] {
+    return even_experts(numbers.span(), static_cast<std::int32_t>(num_ranks),
+                        static_cast<std::int32_t>(num_experts),
+                        {.spare_experts = spare_experts,
+                         .present = present,
+                         .min_rows = min_rows,
+                         .limit = limit,
+                         .alignment = alignment});
+  });
+}
+
+using LoadArg = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+nb::dict expert_placement_py(const LoadArg& loads, const std::vector<std::int32_t>& present,
+                             std::int32_t num_ranks, std::int32_t slots_per_rank,
+                             std::int32_t num_nodes, std::int32_t num_groups,
+                             std::int64_t max_moves) {
+  const ExpertPlacementOptions options{.num_ranks = num_ranks,
+                                       .slots_per_rank = slots_per_rank,
+                                       .num_nodes = num_nodes,
+                                       .num_groups = num_groups,
+                                       .present = present,
+                                       .max_moves = max_moves};
+  const auto num_layers = static_cast<std::int64_t>(loads.shape(0));
+  const auto num_experts = static_cast<std::int32_t>(loads.shape(1));
+  ExpertPlacement plan = unlocked([&] {
+    return plan_expert_placement({loads.data(), loads.size()}, num_layers, num_experts, options);
+  });
+  const auto integers = [&](const std::vector<std::int32_t>& values) {
+    return int32_table(values, {std::ssize(values)});
+  };
+  nb::dict fields;
+  fields["slots"] = integers(plan.slots);
+  fields["copies"] = integers(plan.copies);
+  fields["rank_loads"] = std::move(plan.rank_loads);
+  fields["moves"] = integers(plan.moves);
+  return fields;
+}
+
+void bind_expert_balance(nb::module_& m) {
+  m.def("plan_expert_placement", &expert_placement_py, "loads"_a, "present"_a, "num_ranks"_a,
+        "slots_per_rank"_a, "num_nodes"_a, "num_groups"_a, "max_moves"_a);
+  nb::class_<EvenExperts> even(m, "EvenExperts");
+  add_table(even, "slots", &EvenExperts::slots);
+  add_table(even, "quotas", &EvenExperts::quotas);
+  add_table(even, "local_rows", &EvenExperts::local_rows);
+  add_table(even, "first_row", &EvenExperts::first_row);
+  add_table(even, "weights_out", &EvenExperts::weights_out);
+  add_table(even, "weights_in", &EvenExperts::weights_in);
+  even.def_ro("max_rows", &EvenExperts::max_rows);
+  even.def_ro("mean_rows", &EvenExperts::mean_rows);
+  even.def_ro("bound", &EvenExperts::bound);
+  m.def("even_experts", &even_experts_py, "rows"_a, "spare_experts"_a, "present"_a, "min_rows"_a,
+        "limit"_a, "alignment"_a);
 }
 
 }  // namespace
@@ -177,17 +376,21 @@ void bind_moe(nb::module_& m) {
   nb::class_<EPConfig>(m, "EPConfig");
   nb::class_<EPDispatchOptions>(m, "EPDispatchOptions");
   nb::class_<ExpertDispatch>(m, "ExpertDispatch")
-      .def("combine", combine_py, "outputs"_a, "biases"_a, "local_combine"_a, "weighted"_a);
+      .def("combine", simulate_combine_py, "outputs"_a, "biases"_a, "local_combine"_a,
+           "weighted"_a);
   m.attr("ep_row_names") = tuple_of(detail::row_names);
   m.attr("ep_payload_names") = tuple_of(detail::payload_names);
-  m.def("ep_config", config_from, "sizes"_a, "token_dtype"_a, "weight_dtype"_a, "who"_a,
-        "called"_a);
-  m.def("ep_dispatch_options", options_from, "config"_a, "dropped_id"_a.none(), "rows"_a,
-        "expert_alignment"_a, "payload"_a, "who"_a, "called"_a);
-  m.def("simulate_expert_dispatch", dispatch_py, "config"_a, "options"_a, "tokens"_a,
+  m.def("ep_config", config_py, "max_tokens"_a, "hidden"_a, "topk"_a, "num_experts"_a, "rank"_a,
+        "world_size"_a, "local_world_size"_a, "token_dtype"_a, "weight_dtype"_a);
+  m.def("ep_dispatch_options", dispatch_options_py, "config"_a, "dropped_id"_a.none(), "rows"_a,
+        "expert_alignment"_a, "payload"_a);
+  m.def("simulate_expert_dispatch", simulate_dispatch_py, "config"_a, "options"_a, "tokens"_a,
         "token_dtype"_a, "ids"_a, "weights"_a, "scales"_a, "positions"_a.none());
   m.def("grown_output_rows", grown_output_rows, "rows"_a, "largest"_a);
   m.def("quantize_rows", quantize_py, "rows"_a, "dtype"_a);
+  bind_expert_calls(m);
+  bind_expert_summary(m);
+  bind_expert_balance(m);
 }
 
 }  // namespace waybill::python

@@ -1,7 +1,9 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <cstdint>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -9,6 +11,7 @@
 #include "arrays.h"
 #include "bindings.h"
 #include "metadata_fields.h"
+#include "moe/option_names.h"
 #include "waybill/core/error.h"
 #include "waybill/simulate/check.h"
 #include "waybill/simulate/kv_gradient.h"
@@ -20,10 +23,12 @@ using namespace nb::literals;
 
 namespace {
 
-SimulateOptions options_from(const char* who, std::string_view overlap, int num_threads) {
-  require(overlap == "reject" || overlap == "last_wins", who, ": overlap = \"", overlap,
-          "\", expected \"reject\" or \"last_wins\"");
-  return {overlap == "reject" ? Overlap::reject : Overlap::last_wins, num_threads};
+constexpr std::array<std::string_view, 2> overlap_names{"reject", "last_wins"};
+
+SimulateOptions simulate_options(const std::string& who, std::string_view overlap,
+                                 int num_threads) {
+  return {detail::option_of<Overlap>(overlap_names, overlap, (who + ": overlap").c_str()),
+          num_threads};
 }
 
 void orchestrate_py(const PayloadArg& tensor, std::string_view tensor_dtype,
@@ -32,7 +37,7 @@ void orchestrate_py(const PayloadArg& tensor, std::string_view tensor_dtype,
   const Metadata metadata = metadata_from(fields);
   const ConstTensorView from = tensor_view(tensor, tensor_dtype);
   const TensorView to = tensor_view(output, output_dtype);
-  const SimulateOptions options = options_from("orchestrate_simulate", overlap, num_threads);
+  const SimulateOptions options = simulate_options("orchestrate_simulate", overlap, num_threads);
   unlocked([&] { orchestrate_simulate(from, to, metadata, options); });
 }
 
@@ -41,12 +46,8 @@ nb::list communicate_py(const std::vector<PayloadArg>& tensors, std::string_view
   const Metadata metadata = metadata_from(fields);
   std::vector<ConstTensorView> views;
   for (const PayloadArg& tensor : tensors) views.push_back(tensor_view(tensor, dtype));
-  const SimulateOptions options = options_from("simulate_communication", overlap, num_threads);
-  std::vector<HostTensor> received =
-      unlocked([&] { return simulate_communication(views, metadata, options); });
-  nb::list result;
-  for (HostTensor& tensor : received) result.append(numpy_array(std::move(tensor)));
-  return result;
+  const SimulateOptions options = simulate_options("simulate_communication", overlap, num_threads);
+  return numpy_arrays(unlocked([&] { return simulate_communication(views, metadata, options); }));
 }
 
 nb::tuple test_qkv_dispatch_py(std::int64_t world_size, std::int64_t total_seq_len,
@@ -77,7 +78,7 @@ void bind_simulate(nb::module_& m) {
          const std::vector<std::int64_t>& output_shape, const Fields& fields,
          std::string_view overlap) {
         const Metadata metadata = metadata_from(fields);
-        const SimulateOptions options = options_from("orchestrate_simulate", overlap, 0);
+        const SimulateOptions options = simulate_options("orchestrate_simulate", overlap, 0);
         const Shape from(tensor_shape.begin(), tensor_shape.end());
         const Shape to(output_shape.begin(), output_shape.end());
         return numpy_array(unlocked([&] { return source_rows(from, to, metadata, options); }));

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "errors.h"
 #include "rank_world.h"
 #include "transport/transport.h"
 #include "waybill/core/error.h"
@@ -28,8 +29,8 @@ using namespace nb::literals;
 
 namespace {
 
-/// How a rank meets the others; used up by the world that is made with it.
-struct Meeting {
+/// A bootstrap as Python holds it; used up by the world that is made with it.
+struct GivenBootstrap {
   std::unique_ptr<Bootstrap> bootstrap;
 
   std::shared_ptr<Bootstrap> take() {
@@ -38,15 +39,15 @@ struct Meeting {
   }
 };
 
-/// One a rank, and what ends their waits together.
-std::pair<std::vector<Meeting>, ScopeHandle> thread_meetings(std::int32_t world_size,
-                                                             double timeout_s) {
-  std::vector<Meeting> meetings;
+/// A bootstrap per rank, and the scope that ends their waits together.
+std::pair<std::vector<GivenBootstrap>, ScopeHandle> thread_bootstraps(std::int32_t world_size,
+                                                                      double timeout_s) {
+  std::vector<GivenBootstrap> handles;
   for (auto& bootstrap : make_thread_bootstraps(world_size, timeout_s)) {
-    meetings.push_back({std::move(bootstrap)});
+    handles.push_back({std::move(bootstrap)});
   }
-  auto scope = meetings.front().bootstrap->failure_scope();
-  return {std::move(meetings), ScopeHandle{std::move(scope)}};
+  auto scope = handles.front().bootstrap->failure_scope();
+  return {std::move(handles), ScopeHandle{std::move(scope)}};
 }
 
 /// Python objects may go on a thread without the interpreter's lock.
@@ -73,22 +74,22 @@ std::vector<Bootstrap::Bytes> call_all_gather(const nb::object& all_gather,
   throw_raised(std::move(error));
 }
 
-/// The meeting, ranks_per_node and local_rank that the launcher's variables say.
-std::tuple<Meeting, std::int32_t, std::int32_t> environment_meeting(double timeout_s) {
+/// The bootstrap, ranks_per_node and local_rank that the launcher's variables say.
+std::tuple<GivenBootstrap, std::int32_t, std::int32_t> environment_bootstrap(double timeout_s) {
   note_sigint_from_now_on();
   return unlocked([&] {
     const LaunchEnvironment environment = read_launch_environment();
-    return std::tuple(Meeting{make_environment_bootstrap(environment, timeout_s)},
+    return std::tuple(GivenBootstrap{make_environment_bootstrap(environment, timeout_s)},
                       environment.ranks_per_node, environment.local_rank);
   });
 }
 
-/// For a rank that cannot make its meeting: the others name it and do not wait.
+/// For a rank that cannot make its bootstrap: the others name it and do not wait.
 void report_failure(const std::string& reason, double patience_s) {
   unlocked([&] {
     try {
       report_failed_start(read_launch_environment(), reason, patience_s);
-    } catch (const Error&) {  // what the launcher says is wrong: nobody knows where the others are
+    } catch (const Error&) {  // the launcher is wrong: nobody knows where the others are
       return;
     }
   });
@@ -96,8 +97,9 @@ void report_failure(const std::string& reason, double patience_s) {
 
 /// `all_gather(mine: bytes) -> list of bytes, by rank` of the caller's, and
 /// `tell_failure(reason: str)` or None.
-Meeting callable_meeting(std::int32_t rank, std::int32_t world_size, nb::callable all_gather,
-                         nb::object tell_failure, double timeout_s) {
+GivenBootstrap callable_bootstrap(std::int32_t rank, std::int32_t world_size,
+                                  nb::callable all_gather, nb::object tell_failure,
+                                  double timeout_s) {
   const auto gather = shared(std::move(all_gather));
   const auto exchange = [gather](const Bootstrap::Bytes& mine) {
     const nb::gil_scoped_acquire acquire;
@@ -115,9 +117,9 @@ Meeting callable_meeting(std::int32_t rank, std::int32_t world_size, nb::callabl
 
 /// @param make from the bootstrap
 template <class Make>
-WorldHandle handle_of(Meeting& meeting, int device, const Make& make, bool in_step = false) {
+WorldHandle handle_of(GivenBootstrap& given, int device, const Make& make, bool in_step = false) {
   note_sigint_from_now_on();
-  auto bootstrap = meeting.take();
+  auto bootstrap = given.take();
   auto scope = bootstrap->failure_scope();
   return unlocked([&] {
     return WorldHandle{
@@ -130,20 +132,18 @@ void require_same(const WorldHandle& world, const std::string& who,
                   const std::vector<std::pair<std::string, std::string>>& mine) {
   std::vector<Setting> settings;
   for (const auto& [name, value] : mine) settings.push_back({name, value});
-  unlocked([&] {
-    const RankWorld::Call call(*world.rank, who.c_str());
-    world.rank->world().transport().require_same(who, settings);
-  });
+  call(*world.rank, nullptr, who.c_str(), std::nullopt,
+       [&] { world.rank->world().transport().require_same(who, settings); });
 }
 
-WorldHandle thread_world(Meeting& meeting, std::int32_t ranks_per_node) {
-  return handle_of(meeting, -1, [&](std::shared_ptr<Bootstrap> bootstrap) {
+WorldHandle thread_world(GivenBootstrap& given, std::int32_t ranks_per_node) {
+  return handle_of(given, -1, [&](std::shared_ptr<Bootstrap> bootstrap) {
     return make_thread_world(std::move(bootstrap), ranks_per_node);
   });
 }
 
-WorldHandle process_world(Meeting& meeting, std::int32_t ranks_per_node) {
-  return handle_of(meeting, -1, [&](std::shared_ptr<Bootstrap> bootstrap) {
+WorldHandle process_world(GivenBootstrap& given, std::int32_t ranks_per_node) {
+  return handle_of(given, -1, [&](std::shared_ptr<Bootstrap> bootstrap) {
     return make_process_world(std::move(bootstrap), ranks_per_node);
   });
 }
@@ -163,25 +163,25 @@ nb::list faults() {
 }
 
 /// @param in_step no two ranks share a GPU. Where they do, one thread of autograd runs the backward
-///   calls of both, and could not meet itself.
-WorldHandle gpu_thread_world(Meeting& meeting, int device, std::int32_t ranks_per_node,
+///   calls of both, and would wait for itself.
+WorldHandle gpu_thread_world(GivenBootstrap& given, int device, std::int32_t ranks_per_node,
                              bool in_step) {
   return handle_of(
-      meeting, device,
+      given, device,
       [&](std::shared_ptr<Bootstrap> bootstrap) {
         return make_gpu_thread_world(std::move(bootstrap), device, ranks_per_node);
       },
       in_step);
 }
 
-WorldHandle gpu_process_world(Meeting& meeting, int device, std::int32_t ranks_per_node) {
-  return handle_of(meeting, device, [&](std::shared_ptr<Bootstrap> bootstrap) {
+WorldHandle gpu_process_world(GivenBootstrap& given, int device, std::int32_t ranks_per_node) {
+  return handle_of(given, device, [&](std::shared_ptr<Bootstrap> bootstrap) {
     return make_gpu_process_world(std::move(bootstrap), device, ranks_per_node);
   });
 }
 
-WorldHandle nvshmem_world(Meeting& meeting, int device, std::int32_t ranks_per_node) {
-  return handle_of(meeting, device, [&](std::shared_ptr<Bootstrap> bootstrap) {
+WorldHandle nvshmem_world(GivenBootstrap& given, int device, std::int32_t ranks_per_node) {
+  return handle_of(given, device, [&](std::shared_ptr<Bootstrap> bootstrap) {
     return make_nvshmem_world(std::move(bootstrap), device, ranks_per_node);
   });
 }
@@ -192,13 +192,14 @@ int count_gpus() { return 0; }
 
 nb::list faults() { return {}; }
 
-WorldHandle no_gpu_world(Meeting& /*meeting*/, int /*device*/, std::int32_t /*ranks_per_node*/) {
+WorldHandle no_gpu_world(GivenBootstrap& /*given*/, int /*device*/,
+                         std::int32_t /*ranks_per_node*/) {
   throw Unsupported("World: this installation was built without CUDA");
 }
 
-WorldHandle gpu_thread_world(Meeting& meeting, int device, std::int32_t ranks_per_node,
+WorldHandle gpu_thread_world(GivenBootstrap& given, int device, std::int32_t ranks_per_node,
                              bool /*in_step*/) {
-  return no_gpu_world(meeting, device, ranks_per_node);
+  return no_gpu_world(given, device, ranks_per_node);
 }
 constexpr auto gpu_process_world = no_gpu_world;
 constexpr auto nvshmem_world = no_gpu_world;
@@ -211,18 +212,18 @@ void bind_world(nb::module_& m) {
   m.def("num_gpus", [] { return unlocked(count_gpus); });
   m.def("device_faults", faults);
   m.def("host_id", &host_id);
-  nb::class_<Meeting>(m, "Meeting");
-  m.def("thread_meetings", &thread_meetings, "world_size"_a, "timeout_s"_a);
-  m.def("environment_meeting", &environment_meeting, "timeout_s"_a);
+  nb::class_<GivenBootstrap>(m, "Bootstrap");
+  m.def("thread_bootstraps", &thread_bootstraps, "world_size"_a, "timeout_s"_a);
+  m.def("environment_bootstrap", &environment_bootstrap, "timeout_s"_a);
   m.def("report_failed_start", &report_failure, "reason"_a, "patience_s"_a);
-  m.def("callable_meeting", &callable_meeting, "rank"_a, "world_size"_a, "all_gather"_a,
+  m.def("callable_bootstrap", &callable_bootstrap, "rank"_a, "world_size"_a, "all_gather"_a,
         "tell_failure"_a.none(), "timeout_s"_a);
-  m.def("thread_world", &thread_world, "meeting"_a, "ranks_per_node"_a);
-  m.def("process_world", &process_world, "meeting"_a, "ranks_per_node"_a);
-  m.def("gpu_thread_world", gpu_thread_world, "meeting"_a, "device"_a, "ranks_per_node"_a,
+  m.def("thread_world", &thread_world, "bootstrap"_a, "ranks_per_node"_a);
+  m.def("process_world", &process_world, "bootstrap"_a, "ranks_per_node"_a);
+  m.def("gpu_thread_world", gpu_thread_world, "bootstrap"_a, "device"_a, "ranks_per_node"_a,
         "in_step"_a);
-  m.def("gpu_process_world", gpu_process_world, "meeting"_a, "device"_a, "ranks_per_node"_a);
-  m.def("nvshmem_world", nvshmem_world, "meeting"_a, "device"_a, "ranks_per_node"_a);
+  m.def("gpu_process_world", gpu_process_world, "bootstrap"_a, "device"_a, "ranks_per_node"_a);
+  m.def("nvshmem_world", nvshmem_world, "bootstrap"_a, "device"_a, "ranks_per_node"_a);
   nb::class_<WorldHandle> world(m, "World");
   world.def_prop_ro("rank", [](const WorldHandle& w) { return to_int(w.rank->world().rank()); });
   world.def_prop_ro("world_size",
@@ -244,18 +245,14 @@ void bind_world(nb::module_& m) {
   });
   world.def("use_links", [](const WorldHandle& w, double nvlink, double network, double block,
                             const std::string& measured_on) {
-    unlocked([&] {
-      const RankWorld::Call call(*w.rank, "World.use_links");
+    call(*w.rank, nullptr, "World.use_links", std::nullopt, [&] {
       w.rank->world().use_links({nvlink, network, block}, measured_on);
     });
   });
   world.def("check_ended",
             [](const WorldHandle& w, const std::string& who) { w.rank->check_ended(who.c_str()); });
   world.def("barrier", [](const WorldHandle& w) {
-    unlocked([&] {
-      const RankWorld::Call call(*w.rank, "World::barrier");  // as it says itself
-      w.rank->world().barrier();
-    });
+    call(*w.rank, nullptr, "World::barrier", std::nullopt, [&] { w.rank->world().barrier(); });
   });
 }
 

@@ -26,23 +26,15 @@ nanobind::tuple tuple_of(const Names& names) {
 
 void bind_errors(nanobind::module_& m);
 void bind_interrupts(nanobind::module_& m);
-void bind_index_ops(nanobind::module_& m);
 void bind_metadata(nanobind::module_& m);
 void bind_routing(nanobind::module_& m);
-void bind_generators(nanobind::module_& m);
 void bind_simulate(nanobind::module_& m);
-void bind_validate(nanobind::module_& m);
 void bind_plan(nanobind::module_& m);
 void bind_planner(nanobind::module_& m);
-void bind_cost_model(nanobind::module_& m);
-void bind_sparse(nanobind::module_& m);
 void bind_world(nanobind::module_& m);
 void bind_dispatcher(nanobind::module_& m);
 void bind_moe(nanobind::module_& m);
-void bind_moe_context(nanobind::module_& m);
-void bind_moe_layer(nanobind::module_& m);
-void bind_expert_calls(nanobind::module_& m);
-void bind_expert_summary(nanobind::module_& m);
+void bind_experts(nanobind::module_& m);
 
 /// Last of all: arguments that fit no signature become errors of ours, in all functions and
 /// methods.

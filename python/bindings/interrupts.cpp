@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "errors.h"
 
 namespace waybill::python {
 
@@ -44,7 +45,7 @@ std::atomic<std::int64_t> went_on_ns = 0;
 constexpr std::uint64_t never = ~std::uint64_t{0};
 thread_local std::uint64_t asked_before = never;  ///< num_asked as this thread last saw it
 
-unsigned long main_thread = 0;  // of Python: signals are handled there alone
+unsigned long main_thread = 0;  // Python handles signals there alone
 
 // A handler before Python's, that notes the time and calls it. Whoever sets another one later takes
 // it away: it is put there again by the next wait. What was there before may be in use on another
@@ -68,12 +69,8 @@ void note_sigint(int signal, siginfo_t* info, void* context) {
   noting.clear();
 }
 
-/// What Python has for signals; made once and never destroyed.
-struct PythonSignals {
-  nb::object getsignal;
-  nb::object default_handler;
-};
-PythonSignals* signals = nullptr;
+/// Python's getsignal and default_int_handler; made once and never destroyed.
+const std::pair<nb::object, nb::object>* signals = nullptr;
 
 // The interpreter's end, which daemon threads outlive.
 std::atomic<bool> ending = false;
@@ -91,8 +88,7 @@ bool sigint_ends_programs() {
   bool result = false;
   if (!is_ending_elsewhere()) {
     const nb::gil_scoped_acquire acquire;
-    const nb::object mine = signals->getsignal(SIGINT);
-    result = mine.is(signals->default_handler);
+    result = signals->first(SIGINT).is(signals->second);
   }
   --num_returning;
   return result;
@@ -108,17 +104,18 @@ void check_main_thread() {
   const nb::gil_scoped_acquire acquire;
   if (PyErr_CheckSignals() == 0) return;
   end_all_waits();
-  throw PythonInterrupt(nb::python_error());
+  throw_interrupt(nb::python_error());
 }
 
-/// What came before this thread's wait began was not meant for it. A wait that is no PollingWait
-/// asks several times per second.
+/// When this thread's wait began: an earlier interrupt was not meant for it. A wait that is no
+/// PollingWait asks several times per second.
 std::int64_t wait_began_ns() {
   thread_local std::int64_t asked_ns = 0;
   const std::int64_t now = now_ns();
   const std::int64_t before = std::exchange(asked_ns, now);
   if (const auto began = PollingWait::began()) {
-    return std::chrono::nanoseconds(began->time_since_epoch()).count();  // of CLOCK_MONOTONIC
+    return std::chrono::nanoseconds(began->time_since_epoch())
+        .count();  // CLOCK_MONOTONIC counts them
   }
   return now - before < second_ns ? before : now - second_ns / 10;
 }
@@ -131,7 +128,7 @@ void check_other_thread(std::int64_t began) {
   throw Interrupted("interrupted by SIGINT");
 }
 
-/// What waits of the library ask.
+/// Waits of the library ask this.
 void check() {
   if (is_ending_elsewhere()) throw Interrupted("the interpreter ends");
   if (Py_IsInitialized() == 0) return;
@@ -170,27 +167,6 @@ void end_with_interpreter() {
 thread_local std::vector<std::unique_ptr<EnteredWaitScope>> entered_scopes;
 
 }  // namespace
-
-namespace {
-
-void restore_error(const nb::python_error& raised) noexcept {
-  const nb::handle value = raised.value();
-  PyErr_SetObject(value.type().ptr(), value.ptr());
-}
-
-}  // namespace
-
-PythonRaised::PythonRaised(nb::python_error raised)
-    : Error(concat(nb::type_name(raised.type()).c_str(), ": ", nb::str(raised.value()).c_str())),
-      raised_(std::make_shared<nb::python_error>(std::move(raised))) {}
-
-void PythonRaised::restore() const noexcept { restore_error(*raised_); }
-
-PythonInterrupt::PythonInterrupt(nb::python_error raised)
-    : Interrupted(concat("interrupted by ", nb::type_name(raised.type()).c_str())),
-      raised_(std::make_shared<nb::python_error>(std::move(raised))) {}
-
-void PythonInterrupt::restore() const noexcept { restore_error(*raised_); }
 
 void check_asked_to_end() {
   const std::uint64_t asked = num_asked.load(std::memory_order_relaxed);
@@ -242,7 +218,8 @@ void bind_interrupts(nb::module_& m) {
   main_thread = nb::cast<unsigned long>(
       nb::module_::import_("threading").attr("main_thread")().attr("ident"));
   const nb::module_ module = nb::module_::import_("_signal");
-  signals = new PythonSignals{module.attr("getsignal"), module.attr("default_int_handler")};
+  signals = new std::pair<nb::object, nb::object>(module.attr("getsignal"),
+                                                  module.attr("default_int_handler"));
   (void)set_interrupt_check(check);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(end_with_interpreter));
   m.attr("max_timeout_s") = max_timeout_s;

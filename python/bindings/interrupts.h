@@ -4,38 +4,9 @@
 
 #include <memory>
 
-#include "waybill/core/error.h"
 #include "waybill/core/wait.h"
 
 namespace waybill::python {
-
-/// What a signal handler of Python's raised on the main thread, usually KeyboardInterrupt.
-class PythonInterrupt : public Interrupted {
- public:
-  explicit PythonInterrupt(nanobind::python_error raised);
-
-  /// Raises it again. With the interpreter's lock.
-  void restore() const noexcept;
-
- private:
-  std::shared_ptr<nanobind::python_error> raised_;
-};
-
-/// What else a function of the caller's raised.
-class PythonRaised : public Error {
- public:
-  explicit PythonRaised(nanobind::python_error raised);
-
-  /// As PythonInterrupt.
-  void restore() const noexcept;
-
- private:
-  std::shared_ptr<nanobind::python_error> raised_;
-};
-
-/// With the interpreter's lock. @throws what C++ has for an error of Python's: Timeout, PeerFailed
-///   and TransportError for the package's own, PythonInterrupt, else PythonRaised
-[[noreturn]] void throw_raised(nanobind::python_error raised);
 
 /// Whether this thread has the interpreter's lock.
 [[nodiscard]] bool holds_interpreter() noexcept;

@@ -22,22 +22,14 @@ NB_MODULE(_core, m) {
   waybill::python::bind_errors(m);
   m.def("late_streams", [] { return waybill::detail::test_hooks().late_streams; });
   waybill::python::bind_interrupts(m);
-  waybill::python::bind_index_ops(m);
   waybill::python::bind_metadata(m);
   waybill::python::bind_routing(m);
-  waybill::python::bind_generators(m);
   waybill::python::bind_simulate(m);
-  waybill::python::bind_validate(m);
   waybill::python::bind_plan(m);
   waybill::python::bind_planner(m);
-  waybill::python::bind_cost_model(m);
-  waybill::python::bind_sparse(m);
   waybill::python::bind_world(m);
   waybill::python::bind_dispatcher(m);
   waybill::python::bind_moe(m);
-  waybill::python::bind_moe_layer(m);
-  waybill::python::bind_moe_context(m);
-  waybill::python::bind_expert_calls(m);
-  waybill::python::bind_expert_summary(m);
+  waybill::python::bind_experts(m);
   waybill::python::guard_functions(m);
 }

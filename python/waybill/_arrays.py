@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _core
-from ._wrong_call import shown
+from ._errors import shown
 from .errors import InvalidArgument, Unsupported, WrongType
 
 #: What functions accept for indices, counts and lengths: a numpy array, anything with

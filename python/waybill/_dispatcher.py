@@ -7,14 +7,13 @@ from typing import Any, Generic, NamedTuple, Optional, Sequence, Tuple, Type, Ty
 
 from . import _core
 from ._agreement import agree
-from ._arrays import int64
+from ._arrays import flag, int64
 from ._copies import OfThisProcess
-from ._dispatcher_options import checked_options
+from ._errors import reworded, shown, tensor_words
 from ._graphs import outside_graphs
-from ._tensor_checks import Names, named, numbered, refuse, refuse_overlap
+from ._tensor_checks import Names, named, numbered, refuse_overlap
 from ._unwinding import Unwinding
-from ._wrong_call import shown
-from .errors import Error, InvalidArgument
+from .errors import Disagreement, Error, InvalidArgument
 from .sparse import relay_of, room_of, sparse_table
 from .world import World
 
@@ -127,18 +126,23 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
                 f"{who}: world is a {type(world).__name__}, expected a waybill.World"
             )
         try:
-            given = checked_options(
-                who, num_sms, chunk_bytes, local_by_copy_engine, max_window_bytes, relay
+            options = _core.sequence_options(
+                num_sms,
+                chunk_bytes,
+                flag(local_by_copy_engine, f"{who}: local_by_copy_engine"),
+                2**63 - 1 if max_window_bytes is None else max_window_bytes,
+                relay,
             )
             self._check_world(world)
         except Error as error:
-            agree(world, who, {}, error)  # the others are told where they compare what they have
+            reworded(error, who)
+            agree(world, who, {}, error)  # the others hear it where they compare their options
             raise
         self.world = world
-        self.num_sms: int = given[0]
+        self.num_sms = int(num_sms)
         self._closed = False
         self._unwinding = Unwinding()
-        self._dispatcher: Any = _core.Dispatcher(world._world, *given)
+        self._dispatcher: Any = _core.Dispatcher(world._world, options)
 
     @outside_graphs
     def plan_dispatch(self, *parts: Sequence[Any]) -> PlanHandle:
@@ -221,7 +225,6 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         """
         who = "kv_gradient"
         self._check_plan(who, plan, who)
-        number = _number(of_dispatch, who)
         results = out
         if results is None:
             of_all = None if dtype is None else self._dtype(dtype, f"{who}: dtype")
@@ -231,11 +234,9 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
             ]
         elif dtype is not None:
             raise InvalidArgument(f"{who}: got out and dtype, expected one of them")
-        elif not isinstance(results, (list, tuple)) or len(results) != len(plan.formats):
-            counted = isinstance(results, (list, tuple))
-            found = f"has {len(results)}" if counted else type(results).__name__
+        elif not isinstance(results, (list, tuple)):
             raise InvalidArgument(
-                f"{who}: out is {found}, expected a list of {len(plan.formats)}, as the plan has"
+                f"{who}: out is {type(results).__name__}, expected a list of {len(plan.formats)}"
             )
         names, out_names = numbered("gradients"), numbered("out")
         rows, kept = self._given(who, names, gradients)
@@ -243,11 +244,11 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         if out is not None:
             refuse_overlap(sums, lambda t: named(who, out_names, t))
         try:
-            self._dispatcher.kv_gradient(plan._plan, rows, sums, self._stream(), number)
+            self._dispatcher.kv_gradient(plan._plan, rows, sums, self._stream(), of_dispatch)
         except InvalidArgument as error:
-            if "outputs" in str(error):
-                refuse(who, error, out_names, results, plan.formats, plan.own_rows, any_dtype=True)
-            refuse(who, error, names, gradients, plan.formats, plan.window_rows)
+            _reword(error, who, plan, "gradients", names, gradients)
+            _reword(error, who, plan, "out", out_names, results)
+            raise
         del kept, kept_out
         return tuple(results)
 
@@ -346,12 +347,12 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
     ) -> Sequence[Any]:
         """The same, for _shown: who has other work to queue does so before it makes views."""
         self._check_plan(who, plan, "dispatch")
-        number = _number(of_dispatch, who)
         rows, kept = self._given(who, names, tensors)
         try:
-            views = self._dispatcher.dispatch(plan._plan, rows, self._stream(), number)
+            views = self._dispatcher.dispatch(plan._plan, rows, self._stream(), of_dispatch)
         except InvalidArgument as error:
-            refuse(who, error, names, tensors, plan.formats, plan.own_rows)
+            _reword(error, who, plan, "tensors", names, tensors)
+            raise
         del kept
         return views
 
@@ -383,8 +384,6 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
             )
         if plan._dispatcher is not self:
             raise InvalidArgument(f"{who}: the plan belongs to another dispatcher")
-        if plan.operation != operation:
-            raise InvalidArgument(f"{who}: the plan is for {plan.operation}")
 
     def _given(
         self, who: str, names: Names, values: Sequence[Any], writable: bool = False
@@ -396,8 +395,11 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         return tuple(self._show(bits, format_) for bits, format_ in zip(views, plan.formats))
 
 
-def _number(of_dispatch: Any, who: str) -> int:
-    number = int64(of_dispatch, f"{who}: of_dispatch")
-    if number < 0:
-        raise InvalidArgument(f"{who}: of_dispatch = {number}, expected >= 0")
-    return number
+def _reword(
+    error: InvalidArgument, who: str, plan: PlanHandle, inside: str, names: Names,
+    values: Sequence[Any],
+) -> None:  # fmt: skip
+    """Puts the caller's names and shapes into an error about the tensors of this rank."""
+    if not isinstance(error, Disagreement):
+        rows = [format_.row_shape for format_ in plan.formats]
+        reworded(error, who, tensor_words(who, inside, names, values, rows))

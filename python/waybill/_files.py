@@ -7,7 +7,7 @@ import stat
 from typing import Any, Tuple, Union
 
 from . import _core
-from ._wrong_call import shown
+from ._errors import shown
 from .errors import InvalidArgument, IoError, WrongType, printable
 
 Path = Union[str, os.PathLike[str]]

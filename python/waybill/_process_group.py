@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import os
 import time
 import weakref
 from collections.abc import Sequence
@@ -12,10 +14,12 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import _core
-from ._wrong_call import shown
+from ._errors import shown
 from .errors import InvalidArgument, PeerFailed, Timeout, TransportError
 
 _LONGEST_SLEEP_S = 0.01
+_ANSWER_S = 10.0  # for a process that serves a store to answer
+_LEAVE_S = 5.0  # for other processes to read why all end
 distributed: Any = _distributed  # not all that it documents is typed
 
 #: Worlds that groups of these ranks have made: the same number on all of them, as making one is
@@ -61,6 +65,92 @@ def _group_of_mesh(mesh: Any, who: str, name: str) -> Any:
     if mesh.get_coordinate() is None:
         raise InvalidArgument(f"{who}: this process is not in the DeviceMesh")
     return mesh.get_group()
+
+
+#: How often this process has begun a default group: the same on all ranks.
+_starts = 0
+
+
+def store_of_ranks(names: Sequence[str], rank: int, world_size: int, limit: Any, who: str) -> Any:
+    """Collective: the store of the default group, when one process of each rank has come.
+
+    :param names: variables that rank and world_size are from
+    :param limit: a timedelta; None is torch's
+    :raises InvalidArgument: on all processes, where two have the same rank
+    :raises Timeout: naming a rank that did not come
+    """
+    global _starts
+    _starts += 1
+    limit = limit or distributed_c10d.default_pg_timeout
+    where = f"MASTER_ADDR = {os.environ['MASTER_ADDR']}, MASTER_PORT = {os.environ['MASTER_PORT']}"
+    said = f"{names[0]} = {rank} of {names[1]} = {world_size}"
+    try:
+        store, serves = _shared_store(rank, world_size, limit)
+    except RuntimeError as error:  # torch's DistNetworkError is one
+        reason = f"no process with {names[0]} = 0 answered"
+        if rank == 0:
+            reason = "another program has the port, or no name server knows the host:"
+        text = f"{who}: {said}, but {reason} at {where} within {limit.total_seconds():g} s"
+        raise Timeout(f"{text}: {str(error).splitlines()[0]}") from None
+    prefix = f"waybill/start/{_starts}"
+    store.add(f"{prefix}/{rank}", 1)
+    store.add(prefix, 1)
+    _await_ranks(store, serves, prefix, names, world_size, limit.total_seconds(), who)
+    return distributed.PrefixStore("default_pg", store)
+
+
+def _shared_store(rank: int, world_size: int, limit: Any) -> tuple[Any, bool]:
+    """The store that torchrun serves, or rank 0, which waits for nobody yet; and whether this
+    process serves it.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return next(distributed.rendezvous("env://", rank, world_size, timeout=limit))[0], False
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+    def connect(serves: bool, limit: Any) -> Any:
+        return distributed.TCPStore(
+            address, port, world_size, serves, limit, wait_for_workers=False, multi_tenant=True
+        )
+
+    try:
+        return connect(rank == 0, limit), rank == 0
+    except RuntimeError:
+        if rank != 0:
+            raise
+    # Perhaps the one that has the port says that it is rank 0, too.
+    return connect(False, min(limit, datetime.timedelta(seconds=_ANSWER_S))), False
+
+
+def _await_ranks(
+    store: Any, serves: bool, prefix: str, names: Sequence[str], world_size: int, limit_s: float,
+    who: str,
+) -> None:  # fmt: skip
+    """Returns when each rank has come once."""
+    start, pause = time.monotonic(), 0.0005
+    try:
+        while (num_come := store.add(prefix, 0)) < world_size:
+            if time.monotonic() - start > limit_s:
+                break
+            _core.check_interrupt()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        if store.check([f"{prefix}/{rank}" for rank in range(world_size)]):
+            return
+        come = [rank for rank in range(world_size) if store.check([f"{prefix}/{rank}"])]
+        twice = [rank for rank in come if store.add(f"{prefix}/{rank}", 0) > 1]
+        num_left, until = store.add(f"{prefix}/left", 1), time.monotonic() + _LEAVE_S
+        while serves and num_left < num_come and time.monotonic() < until:
+            time.sleep(0.01)  # the others read it, too
+            num_left = store.add(f"{prefix}/left", 0)
+    except RuntimeError as error:
+        raise PeerFailed(f"{who}: the process with {names[0]} = 0 has ended: {error}") from None
+    missing = next(rank for rank in range(world_size) if rank not in come)
+    if not twice:
+        raise Timeout(f"{who}: no process with {names[0]} = {missing} came within {limit_s:g} s")
+    raise InvalidArgument(
+        f"{who}: {names[0]} = {twice[0]} of two processes or more, expected 0..{world_size - 1},"
+        f" one process for each: none has {missing}"
+    )
 
 
 class GroupExchange:

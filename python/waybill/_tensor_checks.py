@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any, Callable, NoReturn, Optional, Sequence, Tuple
-
-import numpy as np
+from typing import Any, Callable, Sequence, Tuple
 
 from ._arrays import int64
-from ._wrong_call import shown
+from ._errors import shown
 from .errors import InvalidArgument
 
 #: The name of the caller's tensor at a place.
@@ -18,7 +16,7 @@ Names = Callable[[int], str]
 
 @functools.cache
 def numbered(name: str) -> Names:
-    """Of tensors that come as one sequence."""
+    """The names of tensors that come as one sequence."""
     return lambda t: f"{name}[{t}]"
 
 
@@ -29,51 +27,8 @@ def named(who: str, names: Names, t: int) -> str:
 
 
 def of_qkv(t: int) -> str:
-    """Of Q and one or two tensors behind it."""
+    """The name of Q, or of one of the tensors after it."""
     return "q" if t == 0 else f"kv[{t - 1}]"
-
-
-def refuse(
-    who: str,
-    error: InvalidArgument,
-    names: Names,
-    values: Sequence[Any],
-    formats: Sequence[Any],
-    rows: Sequence[int],
-    any_dtype: bool = False,
-) -> NoReturn:
-    """Raises what the compiled part has found wrong, which saw matrices and gave them its names.
-
-    :param formats, rows: of each tensor: TensorFormat, and the least rows
-    :param any_dtype: of results, which may be wider than what is summed
-    """
-    if type(error) is InvalidArgument:
-        if len(values) != len(formats):
-            raise InvalidArgument(
-                f"{who}: got {len(values)} tensors, expected {len(formats)}, as many as the plan"
-            ) from None
-        for t, (value, format_) in enumerate(zip(values, formats)):
-            found = _wrong(value, format_, rows[t], any_dtype)
-            if found is not None:
-                raise InvalidArgument(f"{who}: {names(t)} {found}") from None
-    raise error from None
-
-
-def _wrong(value: Any, format_: Any, rows: int, any_dtype: bool) -> Optional[str]:
-    if not hasattr(value, "shape"):  # a list
-        value = np.asarray(value)
-    shape = list(value.shape)
-    row = ", ".join(str(extent) for extent in format_.row_shape)
-    elements = 1
-    for extent in shape[1:]:
-        elements *= extent
-    if elements != format_.hidden:
-        return f"has shape {shape}, expected [rows, {row}], as in the plan"
-    if not any_dtype and value.dtype != format_.dtype:
-        return f"has dtype {value.dtype}, expected {format_.dtype}, as in the plan"
-    if shape[0] < rows:
-        return f"has shape {shape}, expected at least {rows} rows"
-    return None
 
 
 def row_layout(shape: Sequence[int], strides: Sequence[int], name: str) -> Tuple[int, int, int]:
@@ -104,7 +59,7 @@ def row_shape(value: Any, name: str) -> Tuple[int, ...]:
 
 
 def refuse_overlap(outputs: Sequence[Tuple[int, str, int, int, int]], names: Names) -> None:
-    """Of memory to write to: where rows lie on each other, the last one would win."""
+    """Refuses rows that lie on each other in memory to write to: the last one would win."""
     blocks = []
     for t, (address, dtype, num_rows, hidden, stride) in enumerate(outputs):
         if num_rows > 1 and hidden > 0 and abs(stride) < hidden:
@@ -117,14 +72,14 @@ def refuse_overlap(outputs: Sequence[Tuple[int, str, int, int, int]], names: Nam
             first = address + min(0, stride * (num_rows - 1)) * size
             blocks.append((first, num_rows, hidden * size, abs(stride) * size, t))
     for one, other in itertools.combinations(sorted(blocks), 2):
-        if _meet(one[:4], other[:4]):
+        if _overlap(one[:4], other[:4]):
             t, u = sorted((one[4], other[4]))
             raise InvalidArgument(f"{names(u)} shares memory with {names(t)}, expected its own")
 
 
-def _meet(one: Tuple[int, int, int, int], other: Tuple[int, int, int, int]) -> bool:
+def _overlap(one: Tuple[int, int, int, int], other: Tuple[int, int, int, int]) -> bool:
     """Whether rows (first byte, number, bytes, bytes from one to the next) lie on each other; the
-    other begins behind the one. Rows between each other at two distances count as such, too.
+    other begins after the one. Rows between each other at two distances count as such, too.
     """
     (begin, rows, size, step), (there, others, width, distance) = one, other
     if there >= begin + (rows - 1) * step + size:

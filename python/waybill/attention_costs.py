@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Mapping, Optional, Union
 
 from ._arrays import int64, number
+from ._errors import shown
 from ._files import json_text, kept
-from ._wrong_call import shown
 from .errors import InvalidArgument
 
 __all__ = ["AttentionCosts"]

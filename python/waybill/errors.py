@@ -1,9 +1,8 @@
 """What the library raises. The texts name function, argument, what was got and was expected."""
 
-from typing import Any, Dict, List, Optional
+from typing import Any, Optional
 
 from . import _core
-from ._wrong_call import describe
 
 # What a terminal would take for something else than characters: the control characters C0, DEL and
 # C1, ends of lines and paragraphs, what turns the direction of writing, and bytes that are no text.
@@ -114,14 +113,7 @@ _ALL = [
     Timeout,
     InternalError,
 ]
-_core.set_error_types(_ALL)
-
-
-def _wrong_call(_: Any, text: str, given: List[Any], by_name: Dict[str, Any]) -> WrongType:
-    return WrongType(describe(text, given, by_name))
-
-
-_core.set_error_maker(_wrong_call)
+_core.set_error_types({error.__name__: error for error in _ALL})
 
 for _error in _ALL:
     _error.__module__ = "waybill"  # what users see and catch

@@ -8,7 +8,7 @@ import numpy as np
 
 from . import _core
 from ._arrays import ArrayLike, IntArray, as_numpy, flag, integer, whole_numbers
-from ._wrong_call import shown
+from ._errors import shown
 from .errors import InvalidArgument
 from .layouts import RawQkvDispatch, attention_layout
 from .metadata import Metadata

@@ -8,7 +8,7 @@ import numpy as np
 
 from . import _core
 from ._arrays import AnyArray, ArrayLike, integer, plain_array, whole_numbers
-from ._wrong_call import shown
+from ._errors import shown
 from .errors import InvalidArgument
 
 __all__ = [

@@ -7,8 +7,8 @@ from typing import Any
 
 from . import _core
 from ._arrays import number
+from ._errors import shown
 from ._files import Path, json_text
-from ._wrong_call import shown
 from .errors import InvalidArgument, WrongType
 
 __all__ = ["LinkSpeeds", "read_links"]

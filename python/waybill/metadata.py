@@ -11,8 +11,8 @@ import numpy as np
 
 from . import _core, _html, _plot
 from ._arrays import IntArray, int64, integer, plain_array, whole_numbers
+from ._errors import shown
 from ._files import json_text, kept
-from ._wrong_call import shown
 from .errors import InvalidArgument
 
 Fields = Tuple[Any, ...]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Optional, Sequence, Union
 from . import _core, _plot
 from ._arrays import IntArray, choice, flag, flat_list, int64, library_dtype_of, numbers, sequence
 from ._copies import Unchanging
+from ._errors import flat_names, reworded
 from ._files import json_text, kept
 from .attention_costs import AttentionCosts, planned
 from .errors import InvalidArgument
@@ -240,8 +241,7 @@ def plan(
         InvalidArgument: names the option or document; "infeasible: rank 3 needs 71680 tokens,
             max_tokens_per_rank has 65536" if no plan within the limit is found.
     """
-    choice(kv_layout, "plan: kv_layout", *KV_LAYOUTS)
-    options = {
+    given: dict[str, Any] = {
         "world_size": _world(world_size, "plan"),
         "tokens_per_rank": int64(tokens_per_rank, "plan: tokens_per_rank"),
         "q_hidden": int64(q_hidden, "plan: q_hidden"),
@@ -264,18 +264,26 @@ def plan(
         **check_speeds("plan", nvlink_bytes_per_second, network_bytes_per_second),
         "tails": flag(tails, "plan: tails"),
     }
-    if options["mask"] == "full" and options["window"]:
-        raise InvalidArgument(f'plan: window = {window}, expected None with mask = "full"')
     known = planned(costs, "plan")
-    options.update({k: v for k, v in known.items() if not options.get(k)})
+    given.update({k: v for k, v in known.items() if not given.get(k)})
     sequence(doc_lengths, "plan: doc_lengths", "lengths, or a list of them for each rank")
     first = doc_lengths[0] if len(doc_lengths) > 0 else 0
+    lengths: list[Any]
     if hasattr(first, "__len__") and getattr(first, "ndim", 1) > 0:  # a number of torch has a len
-        ranks = [flat_list(docs, f"plan: doc_lengths[{r}]") for r, docs in enumerate(doc_lengths)]
-        return AttentionPlan._wrap(_core.plan_ranks(ranks, options))
-    return AttentionPlan._wrap(
-        _core.plan_flat(flat_list(doc_lengths, "plan: doc_lengths"), options)
-    )
+        lengths = [flat_list(docs, f"plan: doc_lengths[{r}]") for r, docs in enumerate(doc_lengths)]
+    else:
+        lengths = flat_list(doc_lengths, "plan: doc_lengths")
+    try:
+        options = _core.planner_options(**given)
+        return AttentionPlan._wrap(_core.plan_attention(lengths, options))
+    except InvalidArgument as error:
+        raise reworded(error, "plan", in_words) from None
+
+
+def in_words(text: str) -> str:
+    """An error of the planner in the words of Python's arguments."""
+    none = 'expected None with mask = "full"'
+    return flat_names(text).replace("expected 0: the mask is full", none)
 
 
 def _mask(value: Any, who: str) -> str:

@@ -6,8 +6,9 @@ import os
 from typing import Any, Optional, Sequence, Union
 
 from . import _core, _html, _plot
-from ._arrays import AnyArray, IntArray, choice, flat_list, int64
+from ._arrays import AnyArray, IntArray, flat_list, int64
 from ._copies import Unchanging
+from ._errors import said_by
 from ._files import json_text, kept
 from .layouts import QkvMetadata, RawQkvDispatch, attention_layout
 from .metadata import Metadata
@@ -57,12 +58,9 @@ class QkvPlan(Unchanging):
             "doc_shard_offsets": doc_shard_offsets, "doc_shards": doc_shards,
             "kv_begin": [] if kv_begin is None else kv_begin,
         }  # fmt: skip
-        lists = (flat_list(table, f"QkvPlan: {name}") for name, table in tables.items())
-        self._plan: _core.Plan = _core.make_plan(
-            int64(world_size, "QkvPlan: world_size"), *lists,
-            choice(kv_layout, "QkvPlan: kv_layout", *KV_LAYOUTS),
-            choice(mask, "QkvPlan: mask", *MASKS),
-        )  # fmt: skip
+        lists = {name: flat_list(table, f"QkvPlan: {name}") for name, table in tables.items()}
+        with said_by("QkvPlan"):
+            self._plan = _core.make_plan(world_size, **lists, kv_layout=kv_layout, mask=mask)
 
     @classmethod
     def _wrap(cls, plan: _core.Plan) -> QkvPlan:

@@ -203,7 +203,7 @@ def compute_e2e_metadata(
     return (*metadata, fa_params)
 
 
-def _kv_tables(who: str, *tables: ArrayLike) -> Tuple[IntArray, ...]:
+def _kv_tables(who: str, *tables: ArrayLike) -> Any:
     names = (
         "kv_to_q_mapping", "kv_to_q_rank", "kv_context_size", "q_to_num_kv_seq",
         "q_to_num_kv_token",

@@ -8,8 +8,8 @@ import numpy as np
 
 from ._arrays import AnyArray, as_numpy, dtype_name, library_dtype
 from ._dispatcher import Dispatcher, PlanHandle, Rows, TensorFormat
+from ._errors import shown
 from ._tensor_checks import row_layout, row_shape
-from ._wrong_call import shown
 from .errors import InvalidArgument, Unsupported
 from .world import World
 

@@ -20,7 +20,7 @@ from ._arrays import (
     library_dtype,
     sequence,
 )
-from ._wrong_call import shown
+from ._errors import shown
 from .errors import InvalidArgument, NotThreeAxes, RankOutOfRange, ShapeMismatch, WrongType
 from .metadata import Metadata, require_metadata
 
@@ -113,7 +113,7 @@ def source_rows(
         )
     ]
     try:
-        return _core.source_rows(*shapes, fields, overlap)
+        return _core.source_rows(shapes[0], shapes[1], fields, overlap)
     except InvalidArgument as error:
         _raise_as_simulation_error(error, metadata, shapes[0])
 

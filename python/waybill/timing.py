@@ -8,11 +8,12 @@ from typing import Any, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
 from . import _core
 from ._arrays import IntArray, flag, flat_list, int64, library_dtype_of, numbers
 from ._copies import OfThisProcess
+from ._errors import flat_names, said_by
 from ._files import kept
 from .attention_costs import AttentionCosts, predicted
 from .errors import InvalidArgument
 from .links import LinkSpeeds, check_speeds
-from .planner import AttentionPlan, _limit, _mask, _world
+from .planner import AttentionPlan, _limit, _mask, _world, in_words
 from .plans import QkvPlan
 
 __all__ = [
@@ -265,7 +266,9 @@ def predict_step(
         raise InvalidArgument(
             f"predict_step: plan is a {type(plan).__name__}, expected an AttentionPlan or a QkvPlan"
         )
-    step = _core.predict_step(plan._plan, given, transfer)
+    with said_by(who, words=flat_names):
+        options = _core.step_options(plan._plan, transfer, **given)
+        step = _core.predict_step(plan._plan, options)
     sparse = plan.to_qkv_plan() if isinstance(plan, AttentionPlan) else plan
     return StepPrediction._wrap(step, step.transfer, sparse.num_shards, plan._plan)
 
@@ -303,7 +306,7 @@ def compare(
         degree: ranks of a static context-parallel group, a divisor of world_size; None: the largest
             within a node.
     """
-    planner = {
+    planner: dict[str, Any] = {
         "world_size": _world(world_size, "compare"),
         "tokens_per_rank": int64(tokens_per_rank, "compare: tokens_per_rank"),
         "q_hidden": int64(q_hidden, "compare: q_hidden"),
@@ -330,7 +333,8 @@ def compare(
     }
     lengths = flat_list(doc_lengths, "compare: doc_lengths")
     group = 0 if degree is None else _degree(degree, "compare")
-    steps = _core.compare_plans(lengths, planner, {}, group)
+    with said_by("compare", words=in_words):
+        steps = _core.compare_plans(lengths, _core.planner_options(**planner), group)
     return Comparison({s.name: StepPrediction._wrap(s.step, s.name, s.num_shards) for s in steps})
 
 

@@ -69,10 +69,10 @@ def _findings(tables: Any, options: Any) -> Any:
         return _core.validate_pair(metadata[0]._fields(), metadata[1]._fields(), options)
     if len(tables) == 2 and _is_plan(tables[0]) and _is_qkv_metadata(tables[1]):
         plan = tables[0] if isinstance(tables[0], QkvPlan) else tables[0].to_qkv_plan()
-        *four, layout = tables[1]
+        fwd_q, rev_q, fwd_kv, rev_kv, layout = tables[1]
         return _core.validate_all(
-            plan._plan, *(table._fields() for table in four),
-            _layout_arrays(layout, four[0]._host), options,
+            plan._plan, fwd_q._fields(), rev_q._fields(), fwd_kv._fields(), rev_kv._fields(),
+            _layout_arrays(layout, fwd_q._host), options,
         )  # fmt: skip
     if len(tables) in (4, 5) and len(metadata) == 4:
         q = _core.validate_pair(metadata[0]._fields(), metadata[1]._fields(), options)

@@ -11,11 +11,10 @@ from ._agreement import agree
 from ._arrays import choice, flag, int64
 from ._copies import OfThisProcess
 from ._device_faults import explain_at_exit
+from ._errors import said_by, shown
 from ._graphs import outside_graphs
-from ._said_by import said_by
 from ._shared_gpus import load_eagerly, separate_queues
 from ._threads import run_ranks
-from ._wrong_call import shown
 from .errors import Error, InvalidArgument, Unsupported
 from .links import LinkSpeeds
 
@@ -111,8 +110,8 @@ class World(OfThisProcess):
             _core.report_failed_start(str(error), min(seconds, _FAREWELL_S))
             raise
         with said_by(who):
-            meeting, per_node, local_rank = _core.environment_meeting(seconds)
-        return cls._wrap(make(meeting, per_node, local_rank))
+            bootstrap, per_node, local_rank = _core.environment_bootstrap(seconds)
+        return cls._wrap(make(bootstrap, per_node, local_rank))
 
     @classmethod
     @outside_graphs
@@ -166,8 +165,8 @@ class World(OfThisProcess):
             )
         make = _process_engine(device, nvshmem, who)
         seconds = seconds_of(timeout_s, who)
-        meeting = _core.callable_meeting(rank, world_size, all_gather, tell_failure, seconds)
-        return cls._wrap(make(meeting, per_node, rank % (per_node or world_size)))
+        bootstrap = _core.callable_bootstrap(rank, world_size, all_gather, tell_failure, seconds)
+        return cls._wrap(make(bootstrap, per_node, rank % (per_node or world_size)))
 
     @classmethod
     @outside_graphs
@@ -329,13 +328,13 @@ def run_threads(
         raise InvalidArgument(f"{who}: body = {shown(body)}, expected a function")
 
     def rank_main(rank: int) -> _T:
-        meeting = meetings[rank]
+        bootstrap = bootstraps[rank]
         if gpus == 0:
-            return body(World._wrap(_core.thread_world(meeting, per_node)))
-        made = _core.gpu_thread_world(meeting, rank % gpus, per_node, world_size <= gpus)
+            return body(World._wrap(_core.thread_world(bootstrap, per_node)))
+        made = _core.gpu_thread_world(bootstrap, rank % gpus, per_node, world_size <= gpus)
         return body(World._wrap(made))
 
-    meetings, scope = _core.thread_meetings(world_size, seconds_of(timeout_s, who))
+    bootstraps, scope = _core.thread_bootstraps(world_size, seconds_of(timeout_s, who))
     return run_ranks(world_size, rank_main, scope)
 
 
@@ -391,7 +390,7 @@ def _require_gpus(device: str, who: str) -> int:
 
 
 def _process_engine(device: Any, nvshmem: bool, who: str) -> Callable[[Any, int, int], Any]:
-    """What makes the world of a rank that is a process, from (meeting, ranks_per_node, local
+    """What makes the world of a rank that is a process, from (bootstrap, ranks_per_node, local
     rank).
     """
     is_name = isinstance(device, str) or type(device).__module__ == "torch"
@@ -405,13 +404,13 @@ def _process_engine(device: Any, nvshmem: bool, who: str) -> Callable[[Any, int,
     if ordinal is None:
         if nvshmem:
             raise InvalidArgument(f'{who}: nvshmem with device = "cpu", expected "cuda"')
-        return lambda meeting, per_node, _: _core.process_world(meeting, per_node)
+        return lambda bootstrap, per_node, _: _core.process_world(bootstrap, per_node)
     gpus = _require_gpus(name, who)
     chosen = ordinal.group(1)
     engine = _core.nvshmem_world if nvshmem else _core.gpu_process_world
 
-    def make(meeting: Any, per_node: int, local_rank: int) -> Any:
+    def make(bootstrap: Any, per_node: int, local_rank: int) -> Any:
         explain_at_exit()
-        return engine(meeting, local_rank % gpus if chosen is None else int(chosen), per_node)
+        return engine(bootstrap, local_rank % gpus if chosen is None else int(chosen), per_node)
 
     return make

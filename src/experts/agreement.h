@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "experts/expert_executor.h"
-#include "transport/settings.h"
 #include "transport/transport.h"
 #include "waybill/experts/ep_all2all_layer.h"
 

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "runtime/fingerprint_exchange.h"
+#include "runtime/fingerprint.h"
 #include "waybill/core/error.h"
 #include "waybill/runtime/world.h"
 
@@ -16,10 +16,8 @@ ConstTensorView table(const std::vector<std::int32_t>& values, Shape shape) {
 }
 
 FingerprintExchange exchange_of(const HostExpertCall& at) {
-  return {at.transport,
-          at.memory.signals,
-          num_layer_signals(at.config.world_size),
-          {at.call.operation, at.call.epoch, at.call.fingerprint}};
+  return {at.transport,      at.memory.signals, num_layer_signals(at.config.world_size),
+          at.call.operation, at.call.epoch,     at.call.fingerprint};
 }
 
 }  // namespace

@@ -15,7 +15,7 @@ namespace waybill::detail {
 class AbortState {
  public:
   /// @param what in the text, such as "dispatcher"
-  /// @param transport whose other ranks are told of a failure that they cannot see; null: nobody
+  /// @param transport reports failures that other ranks cannot see; null: no report
   explicit AbortState(const char* what, Transport* transport = nullptr)
       : what_(what), transport_(transport), num_exceptions_(std::uncaught_exceptions()) {}
   AbortState(AbortState&& other) noexcept
@@ -25,7 +25,7 @@ class AbortState {
         num_exceptions_(other.num_exceptions_) {}
   AbortState& operator=(AbortState&&) = delete;
   ~AbortState() {
-    // Of a failure of the object itself the others have been told, or find out by themselves.
+    // The others know of a failure of the object itself, or find out by themselves.
     if (transport_ == nullptr || !why_.empty()) return;
     if (std::uncaught_exceptions() > num_exceptions_) transport_->note_unwinding();
   }
@@ -59,26 +59,22 @@ class AbortState {
       end_after("a failure", Timeout(missed).what());
       throw Timeout(std::move(missed));
     } catch (const Interrupted& error) {
-      end_after("an interrupt", error.what());
-      tell(error.what());
+      end_all("an interrupt", error.what());
       throw;
     } catch (const std::bad_alloc&) {
-      end_after("a failure", "out of memory");
-      tell("out of memory");
+      end_all("a failure", "out of memory");
       throw;
     } catch (const std::exception& error) {
-      end_after("a failure", error.what());
-      tell(error.what());
+      end_all("a failure", error.what());
       throw;
     } catch (...) {
-      end_after("a failure", "an error without a text");
-      tell("an error without a text");
+      end_all("a failure", "an error without a text");
       throw;
     }
   }
 
  private:
-  /// What is short enough needs no memory, of which there may be none. What came first stays.
+  /// The first failure stays. Short texts need no memory, which may be exhausted.
   void end_after(const char* what, const char* why) noexcept {
     if (!why_.empty()) return;
     try {
@@ -88,7 +84,9 @@ class AbortState {
     }
   }
 
-  void tell(const char* why) noexcept {
+  /// Ends the other ranks, too.
+  void end_all(const char* what, const char* why) noexcept {
+    end_after(what, why);
     if (transport_ != nullptr) transport_->fail(why);
   }
 

@@ -9,11 +9,11 @@
 #include "schedule/sequence_plan.h"
 #include "transport/transport.h"
 #include "waybill/core/host_tensor.h"
-#include "waybill/runtime/stream.h"
+#include "waybill/runtime/world.h"
 
 namespace waybill {
 
-/// What an executor keeps of a plan between calls: its tables, where the work is done.
+/// The tables of a plan, which an executor keeps between calls where the work is done.
 class UploadedPlan {
  public:
   UploadedPlan() = default;
@@ -22,10 +22,10 @@ class UploadedPlan {
   virtual ~UploadedPlan() = default;
 };
 
-/// Slots of an arrivals pad behind those of the ranks, for the executor's own counters.
+/// Slots of an arrivals pad after those of the ranks, for counters of the executor.
 inline constexpr std::int64_t num_executor_slots = 8;
 
-/// Counters of an arrivals pad ahead of what ranks tell of their calls (with_fingerprints).
+/// Counters of an arrivals pad before the words of the ranks (with_fingerprints).
 [[nodiscard]] constexpr std::int64_t num_arrival_signals(std::int32_t world_size) {
   return world_size + num_executor_slots;
 }
@@ -37,15 +37,15 @@ struct SequenceCall {
   const UploadedPlan* uploaded = nullptr;
   std::span<const ConstTensorView> inputs;  ///< [tensors]; rows may have any distance
   std::span<const TensorView> outputs;      ///< kv_gradient: [tensors]
-  const SymmetricBuffer* window = nullptr;  ///< of this epoch's parity
+  const SymmetricBuffer* window = nullptr;  ///< the one of this epoch's parity
   /// with_fingerprints(num_arrival_signals(W), W) counters: rank r raises slot r; then the slots of
   /// the executor, and what ranks tell of their calls.
   const SignalPad* arrivals = nullptr;
   /// [W * (1 + num_slots or more)] slot r: rank r's notes for whom it waits, where the executor
-  /// writes such; behind them the slots of batches: slot k of a plan is counter W + k.
+  /// writes such; after them the slots of batches: slot k of a plan is counter W + k.
   const SignalPad* slots = nullptr;
-  std::uint64_t epoch = 0;      ///< this call's; may be behind what a graph replays
-  CallFingerprint fingerprint;  ///< what this rank means by it
+  std::uint64_t epoch = 0;      ///< this call's; a graph may replay a later one
+  CallFingerprint fingerprint;  ///< this rank's view of the call
   int num_sms = 0;
   Stream stream;
 };
@@ -72,7 +72,7 @@ class Executor {
   /// Whether it wants SequencePlan::phases besides, to receive what others send.
   [[nodiscard]] virtual bool is_two_sided() const { return false; }
 
-  /// Of the GPU whose links rows take; empty in host memory.
+  /// Names the GPU whose links rows take; empty in host memory.
   [[nodiscard]] virtual std::string device_name() const { return {}; }
 
   /// Keeps the tables of a plan.

@@ -1,8 +1,10 @@
 #include "runtime/fingerprint.h"
 
-#include <bit>
+#include <atomic>
 #include <sstream>
+#include <utility>
 
+#include "transport/transport.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
@@ -45,38 +47,22 @@ const char* name_of(CollectiveCall call) {
   return "an unknown call";
 }
 
-const char* name_of(CallFlag flag) {
-  switch (flag) {
-    case CallFlag::weights:
-      return "weights";
-    case CallFlag::scatter_indices:
-      return "full_scatter_indices";
-    case CallFlag::weighted:
-      return "weighted";
-    case CallFlag::local_combine:
-      return "local_combine";
-    case CallFlag::needs_gradients:
-      return "needs_gradients";
-    case CallFlag::weights_need_gradients:
-      return "weights_need_gradients";
-    case CallFlag::backward:
-      return "backward";
-  }
-  return "a flag";
-}
-
-constexpr CallFlag all_flags[] = {CallFlag::weights,         CallFlag::scatter_indices,
-                                  CallFlag::weighted,        CallFlag::local_combine,
-                                  CallFlag::needs_gradients, CallFlag::weights_need_gradients,
-                                  CallFlag::backward};
+constexpr std::pair<CallFlag, const char*> flag_names[] = {
+    {CallFlag::weights, "weights"},
+    {CallFlag::scatter_indices, "full_scatter_indices"},
+    {CallFlag::weighted, "weighted"},
+    {CallFlag::local_combine, "local_combine"},
+    {CallFlag::needs_gradients, "needs_gradients"},
+    {CallFlag::weights_need_gradients, "weights_need_gradients"},
+    {CallFlag::backward, "backward"}};
 
 /// The first flag that differs.
 std::string describe_flags(std::uint8_t mine, Rank me, std::uint8_t theirs, Rank peer) {
-  for (const CallFlag flag : all_flags) {
+  for (const auto& [flag, name] : flag_names) {
     const auto bit = static_cast<std::uint8_t>(flag);
     if (((mine ^ theirs) & bit) == 0) continue;
     const bool here = (mine & bit) != 0;
-    return concat(name_of(flag), " = ", here ? "true" : "false", " on rank ", me, ", ",
+    return concat(name, " = ", here ? "true" : "false", " on rank ", me, ", ",
                   here ? "false" : "true", " on rank ", peer);
   }
   return concat("flags ", int{mine}, " on rank ", me, ", ", int{theirs}, " on rank ", peer);
@@ -139,4 +125,59 @@ std::string describe_disagreement(std::string_view operation, std::uint64_t epoc
                 describe_first(me, mine, peer, theirs), "; expected the same on all ranks");
 }
 
+namespace detail {
+
+FingerprintExchange::FingerprintExchange(Transport& transport, const SignalPad& pad,
+                                         std::int64_t num_signals, std::string_view operation,
+                                         std::uint64_t epoch, const CallFingerprint& fingerprint)
+    : transport_(transport),
+      pad_(pad),
+      num_signals_(num_signals),
+      operation_(operation),
+      epoch_(epoch),
+      mine_(pack_fingerprint(fingerprint)) {}
+
+std::int64_t FingerprintExchange::slot_of(Rank rank) const {
+  const std::int32_t world = transport_.topology().world_size;
+  return fingerprint_slot(num_signals_, world, epoch_, to_int(rank));
+}
+
+void FingerprintExchange::send() const {
+  const std::int32_t world = transport_.topology().world_size;
+  const std::int32_t me = to_int(transport_.rank());
+  for (std::int32_t k = 1; k < world; ++k) {
+    std::int64_t idx = slot_of(transport_.rank());
+    for (const std::uint64_t word : mine_) {
+      transport_.signal(Rank{(me + k) % world}, {&pad_, idx++}, tagged_word(word, epoch_));
+    }
+  }
+}
+
+bool FingerprintExchange::compare_if_sent(Rank peer) const {
+  FingerprintWords theirs{};
+  std::int64_t idx = slot_of(peer);
+  for (std::uint64_t& word : theirs) {
+    word = std::atomic_ref(pad_.local[idx++]).load(std::memory_order_acquire);
+    if (!is_of_call(word, epoch_)) return false;
+  }
+  if (same_call(mine_, theirs)) return true;
+  throw Disagreement(
+      describe_disagreement(operation_, epoch_, transport_.rank(), mine_, peer, theirs));
+}
+
+void FingerprintExchange::compare(Rank peer) const {
+  if (compare_if_sent(peer)) return;
+  throw InternalError(concat(operation_, ": rank ", peer, " came to call ", epoch_,
+                             " without saying which call it makes"));
+}
+
+void FingerprintExchange::compare_all(Rank first) const {
+  const std::int32_t world = transport_.topology().world_size;
+  for (std::int32_t k = 0; k < world; ++k) {
+    const Rank peer{(to_int(first) + k) % world};
+    if (peer != transport_.rank()) (void)compare_if_sent(peer);
+  }
+}
+
+}  // namespace detail
 }  // namespace waybill

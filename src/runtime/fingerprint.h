@@ -11,15 +11,18 @@
 
 namespace waybill {
 
-/// What a rank does in one collective call.
+class Transport;
+struct SignalPad;
+
+/// The operation of one collective call.
 enum class CollectiveCall : std::uint8_t {
   none,
-  dispatch,              ///< of a SequenceDispatcher
-  kv_gradient,           ///< of a SequenceDispatcher
+  dispatch,              ///< SequenceDispatcher::dispatch
+  kv_gradient,           ///< SequenceDispatcher::kv_gradient
   expert_dispatch,       ///< with counting
   expert_known_routing,  ///< a dispatch by the layout of an earlier one
   combine,
-  realign,  ///< an empty call, before or behind a graph with an odd number of calls
+  realign,  ///< an empty call, before or after a graph with an odd number of calls
 };
 
 /// Bits of CallFingerprint::flags.
@@ -33,11 +36,11 @@ enum class CallFlag : std::uint8_t {
   backward = 64,                ///< the call is part of a backward pass
 };
 
-/// What a rank believes of one collective call; ranks compare it where they meet. What ranks may
-/// choose for themselves (num_sms, their number of tokens, biases) is not in it.
+/// One collective call as a rank means it; ranks compare it where they wait for each other. Choices
+/// of a single rank (num_sms, its number of tokens, biases) are not in it.
 struct CallFingerprint {
   CollectiveCall call = CollectiveCall::none;
-  std::uint8_t flags = 0;     ///< of CallFlag
+  std::uint8_t flags = 0;     ///< bits of CallFlag
   std::uint32_t origin = 0;   ///< number of the dispatch that the call belongs to; 0: none
   std::uint64_t plan = 0;     ///< hash of the plan: lines of all ranks, relay, batches
   std::uint64_t formats = 0;  ///< hash of dtype, hidden and parts
@@ -87,11 +90,47 @@ using FingerprintWords = std::array<std::uint64_t, fingerprint_words>;
 /// Whether two ranks mean the same call; tags do not count.
 [[nodiscard]] bool same_call(const FingerprintWords& mine, const FingerprintWords& theirs);
 
-/// What differs, as an error's text: "dispatch: ranks disagree in call 7: rank 0 calls dispatch,
-/// rank 2 kv_gradient", "...: plan differs between rank 0 and rank 2 (0x1f.., 0x2e..), expected the
-/// same on all ranks".
+/// The text of an error that says where two ranks differ: "dispatch: ranks disagree in call 7: rank
+/// 0 calls dispatch, rank 2 kv_gradient", "...: plan differs between rank 0 and rank 2 (0x1f..,
+/// 0x2e..), expected the same on all ranks".
 [[nodiscard]] std::string describe_disagreement(std::string_view operation, std::uint64_t epoch,
                                                 Rank me, const FingerprintWords& mine, Rank peer,
                                                 const FingerprintWords& theirs);
 
+namespace detail {
+
+/// Compares one call of ranks in host memory, of a dispatcher or of a layer: each rank sends its
+/// words first, and compares before it believes what others brought.
+class FingerprintExchange {
+ public:
+  /// @param pad with_fingerprints(num_signals, W) counters: the words lie after the signals
+  /// @param operation in errors
+  FingerprintExchange(Transport& transport, const SignalPad& pad, std::int64_t num_signals,
+                      std::string_view operation, std::uint64_t epoch,
+                      const CallFingerprint& fingerprint);
+
+  /// To all other ranks, before whatever else they are told.
+  void send() const;
+
+  /// With a rank that has come to this call. @throws Disagreement
+  void compare(Rank peer) const;
+
+  /// With all ranks that have sent their words of this call so far, beginning with `first`.
+  /// @throws Disagreement
+  void compare_all(Rank first) const;
+
+ private:
+  /// @return whether the peer has sent its words of this call. @throws Disagreement
+  bool compare_if_sent(Rank peer) const;
+  [[nodiscard]] std::int64_t slot_of(Rank rank) const;
+
+  Transport& transport_;
+  const SignalPad& pad_;
+  std::int64_t num_signals_;
+  std::string_view operation_;
+  std::uint64_t epoch_;
+  FingerprintWords mine_;
+};
+
+}  // namespace detail
 }  // namespace waybill

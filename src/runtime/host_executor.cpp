@@ -1,22 +1,31 @@
+#include <atomic>
 #include <cstring>
 #include <numeric>
+#include <string>
 #include <vector>
 
 #include "core/copy_bytes.h"
-#include "fingerprint_exchange.h"
 #include "row_sum.h"
 #include "runtime/executor.h"
-#include "stall_detector.h"
+#include "runtime/fingerprint.h"
 #include "waybill/core/error.h"
+#include "waybill/core/wait.h"
 
 namespace waybill {
 namespace {
 
 using detail::FingerprintExchange;
-using detail::StallDetector;
 
-/// The tables stay where they are: in the plan.
-class NoTables final : public UploadedPlan {};
+// A note: the epoch above, then a count, as notes only grow, and the rank waited for + 1; 0: none.
+constexpr int epoch_shift = 32;
+constexpr int count_shift = 21;
+constexpr std::uint64_t rank_mask = (std::uint64_t{1} << count_shift) - 1;
+constexpr std::uint64_t count_mask = (std::uint64_t{1} << (epoch_shift - count_shift)) - 1;
+
+std::uint64_t read(const SignalPad& pad, std::int64_t idx) {
+  // Pairs with the release of the signal: the rows before it are visible.
+  return std::atomic_ref(pad.local[idx]).load(std::memory_order_acquire);
+}
 
 std::int64_t row_pitch(const ConstTensorView& view) {
   return view.strides[0] * dtype_bytes(view.dtype);
@@ -34,7 +43,7 @@ class HostExecutor final : public Executor {
   explicit HostExecutor(Transport& transport) : transport_(transport) {}
 
   std::unique_ptr<UploadedPlan> upload(const SequencePlan& /*plan*/, Stream /*stream*/) override {
-    return std::make_unique<NoTables>();
+    return std::make_unique<UploadedPlan>();  // the tables stay in the plan
   }
 
   void refill(UploadedPlan& /*uploaded*/, const SequencePlan& /*plan*/,
@@ -45,14 +54,14 @@ class HostExecutor final : public Executor {
   void dispatch(const SequenceCall& call) override {
     const FingerprintExchange exchange = exchange_of(call);
     exchange.send();
-    StallDetector watch(transport_, call, exchange);
+    num_notes_ = 0;
     streaming_ = is_large(*call.plan);
-    run_batches(call, watch);
+    run_batches(call, exchange);
     for (const RowChunk& chunk : call.plan->chunks) {
       if (call.plan->batches.empty()) send(call, chunk);
     }
     detail::finish_streaming();
-    arrive_and_wait(call, watch, exchange);
+    arrive_and_wait(call, exchange);
     // Rows may still be on their way out of the inputs and the window.
     if (transport_.topology().num_nodes() > 1) transport_.quiet();
   }
@@ -60,11 +69,11 @@ class HostExecutor final : public Executor {
   void kv_gradient(const SequenceCall& call) override {
     const FingerprintExchange exchange = exchange_of(call);
     exchange.send();
-    StallDetector watch(transport_, call, exchange);
+    num_notes_ = 0;
     streaming_ = false;
     stage(call);
-    arrive_and_wait(call, watch, exchange);
-    run_batches(call, watch);
+    arrive_and_wait(call, exchange);
+    run_batches(call, exchange);
     for (const RowChunk& chunk : call.plan->chunks) {
       if (call.plan->batches.empty()) sum(call, chunk);
     }
@@ -76,10 +85,8 @@ class HostExecutor final : public Executor {
 
  private:
   [[nodiscard]] FingerprintExchange exchange_of(const SequenceCall& call) const {
-    return {transport_,
-            *call.arrivals,
-            num_arrival_signals(transport_.topology().world_size),
-            {call.operation, call.epoch, call.fingerprint}};
+    return {transport_,     *call.arrivals, num_arrival_signals(transport_.topology().world_size),
+            call.operation, call.epoch,     call.fingerprint};
   }
   /// Whether what the ranks of this host write, if all have as much, is more than caches keep.
   [[nodiscard]] bool is_large(const SequencePlan& plan) const {
@@ -88,13 +95,13 @@ class HostExecutor final : public Executor {
     return bytes > detail::streaming_bytes / transport_.topology().world_size;
   }
 
-  void run_batches(const SequenceCall& call, StallDetector& watch) {
+  void run_batches(const SequenceCall& call, const FingerprintExchange& exchange) {
     const SequencePlan& plan = *call.plan;
     const std::int32_t world = plan.world_size;
     for (const WorkBatch& batch : plan.batches) {
       for (std::int32_t w = batch.first_wait; w < batch.first_wait + batch.num_waits; ++w) {
         const BatchSlot& slot = plan.waits[w];
-        watch.wait(*call.slots, std::int64_t{world} + slot.slot, Rank{slot.rank});
+        await(call, exchange, *call.slots, std::int64_t{world} + slot.slot, Rank{slot.rank});
       }
       for (auto c = batch.first_chunk; c < batch.first_chunk + batch.num_chunks; ++c) {
         run_chunk(call, batch.kind, plan.chunks[c]);
@@ -168,8 +175,7 @@ class HostExecutor final : public Executor {
 
   /// Raises this rank's slot everywhere, beginning with rank + 1, and waits for all others', who
   /// must mean the same call.
-  void arrive_and_wait(const SequenceCall& call, StallDetector& watch,
-                       const FingerprintExchange& exchange) {
+  void arrive_and_wait(const SequenceCall& call, const FingerprintExchange& exchange) {
     const std::int32_t world = transport_.topology().world_size;
     const std::int32_t me = to_int(transport_.rank());
     for (std::int32_t k = 1; k < world; ++k) {
@@ -177,9 +183,70 @@ class HostExecutor final : public Executor {
     }
     for (std::int32_t k = 1; k < world; ++k) {
       const std::int32_t peer = (me + k) % world;
-      watch.wait(*call.arrivals, peer, Rank{peer});
+      await(call, exchange, *call.arrivals, peer, Rank{peer});
       exchange.compare(Rank{peer});
     }
+  }
+
+  /// Until the own counter `idx` of the pad is at least the call's epoch; `peer` raises it. A rank
+  /// that has waited for half of the deadline notes for whom at all ranks, so that a rank that
+  /// waits for one that only waits itself names the silent one.
+  /// @throws Disagreement when a rank has told that it means another call; Timeout naming the rank
+  ///   at the end of the notes that begin with `peer`
+  void await(const SequenceCall& call, const FingerprintExchange& exchange, const SignalPad& pad,
+             std::int64_t idx, Rank peer) {
+    std::uint64_t seen = read(pad, idx);
+    if (seen >= call.epoch) return;
+    const auto check = [&] {
+      exchange.compare_all(peer);
+      transport_.check_peers(call.operation, peer);
+    };
+    PollingWait wait(
+        transport_.timeout_s(),
+        {.check = check, .gives_turn = true, .num_waiters = transport_.topology().world_size});
+    bool noted = false;
+    while ((seen = read(pad, idx)) < call.epoch) {
+      if (!wait.pause()) {
+        exchange.compare_all(peer);
+        throw_timeout(call, peer, seen, wait.waited_s());
+      }
+      if (!noted && wait.waited_s() > transport_.timeout_s() / 2) {
+        note(call, to_int(peer));
+        noted = true;
+      }
+    }
+    if (noted) note(call, -1);
+  }
+
+  void note(const SequenceCall& call, std::int32_t peer) {
+    if (num_notes_ == count_mask) return;
+    const std::uint64_t value = call.epoch << epoch_shift | ++num_notes_ << count_shift |
+                                static_cast<std::uint64_t>(peer + 1);
+    const std::int32_t me = to_int(transport_.rank());
+    for (std::int32_t r = 0; r < transport_.topology().world_size; ++r)
+      transport_.signal(Rank{r}, {call.slots, me}, value);
+  }
+
+  [[noreturn]] void throw_timeout(const SequenceCall& call, Rank peer, std::uint64_t seen,
+                                  double waited_s) {
+    const Topology& topology = transport_.topology();
+    std::int32_t silent = to_int(peer);
+    for (std::int32_t steps = 0; steps < topology.world_size; ++steps) {
+      // Perhaps of the call before: it stands until that wait is over.
+      const std::uint64_t note = read(*call.slots, silent);
+      const auto next = static_cast<std::int32_t>(note & rank_mask) - 1;
+      if (next < 0 || next == to_int(transport_.rank())) break;
+      silent = next;
+    }
+    transport_.note_timeout();
+    throw Timeout({.operation = std::string(call.operation),
+                   .rank = to_int(transport_.rank()),
+                   .peer = silent,
+                   .wanted = call.epoch,
+                   .seen = seen,
+                   .seconds = waited_s,
+                   .peer_node = to_int(topology.node(Rank{silent})),
+                   .peer_local = to_int(topology.local_rank(Rank{silent}))});
   }
 
   static void stage(const SequenceCall& call) {
@@ -226,6 +293,7 @@ class HostExecutor final : public Executor {
     }
   }
 
+  std::uint64_t num_notes_ = 0;  ///< in this call
   std::vector<detail::SumAddend> addends_;
   bool streaming_ = false;  ///< rows that are sent by this call
   Transport& transport_;

@@ -21,7 +21,7 @@ void load(const std::byte* data, std::size_t first, std::size_t count, Sum* valu
   for (std::size_t i = 0; i < count; ++i) values[i] = From::load(in[i]);
 }
 
-/// What sums of a number are stored as on their way.
+/// The type in which sums of a number travel.
 template <class From>
 using SumOf = std::conditional_t<std::is_same_v<typename From::Sum, double>, Float64, Float32>;
 

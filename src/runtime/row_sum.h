@@ -11,7 +11,7 @@ namespace waybill::detail {
 /// A run of elements to be added: rows, or sums of rows as they are made on the way.
 struct SumAddend {
   const std::byte* data = nullptr;
-  bool is_sum = false;  ///< of the type that sums are made in
+  bool is_sum = false;  ///< has the type that sums are made in
 };
 
 /// Adds up equal runs of elements: `out[i]` is the sum of `addends[k][i]` in the order of k, in

@@ -1,5 +1,6 @@
 #include "waybill/runtime/world.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <exception>
@@ -86,34 +87,20 @@ World make_process_world(std::shared_ptr<Bootstrap> bootstrap, std::int32_t rank
 
 namespace {
 
-/// What came of the ranks of a run; each thread writes its own.
-struct RankErrors {
-  explicit RankErrors(std::int32_t world_size) : errors(world_size) {}
-
-  /// An error of a rank's own comes before a deadline, which may have passed as that rank was gone,
-  /// and that before what ranks say that were released.
-  static int weight(const std::exception_ptr& error) {
-    try {
-      std::rethrow_exception(error);
-    } catch (const PeerFailed&) {
-      return 1;
-    } catch (const Timeout&) {
-      return 2;
-    } catch (...) {
-      return 3;
-    }
+/// An error of a rank's own comes before a deadline, which may have passed because that rank was
+/// gone, and a deadline before what released ranks say.
+int weight_of(const std::exception_ptr& error) {
+  if (error == nullptr) return 0;
+  try {
+    std::rethrow_exception(error);
+  } catch (const PeerFailed&) {
+    return 1;
+  } catch (const Timeout&) {
+    return 2;
+  } catch (...) {
+    return 3;
   }
-
-  void rethrow() const {
-    const std::exception_ptr* most = nullptr;
-    for (const std::exception_ptr& error : errors) {
-      if (error && (most == nullptr || weight(error) > weight(*most))) most = &error;
-    }
-    if (most != nullptr) std::rethrow_exception(*most);
-  }
-
-  std::vector<std::exception_ptr> errors;
-};
+}
 
 std::string text_of(const std::exception_ptr& error) {
   try {
@@ -143,11 +130,11 @@ void run_ranks_as_threads(std::int32_t world_size,
                           double timeout_s) {
   auto bootstraps = make_thread_bootstraps(world_size, timeout_s);
   const auto scope = bootstraps.front()->failure_scope();
-  RankErrors ends(world_size);
+  std::vector<std::exception_ptr> errors(world_size);  // each thread writes its own
   std::atomic<std::int32_t> running = world_size;
   const auto run = [&](std::int32_t r) {
     const EnteredWaitScope entered(scope);
-    auto& error = ends.errors[r];
+    auto& error = errors[r];
     try {
       body(std::move(bootstraps[r]));
     } catch (...) {
@@ -169,7 +156,8 @@ void run_ranks_as_threads(std::int32_t world_size,
     }
     await_ranks(running, *scope);
   }
-  ends.rethrow();
+  const auto first = std::ranges::max_element(errors, {}, weight_of);
+  if (first != errors.end() && *first != nullptr) std::rethrow_exception(*first);
 }
 
 void run_thread_world(std::int32_t world_size, const std::function<void(World&)>& body,

@@ -9,7 +9,7 @@
 #include "cuda/captured.h"
 #include "cuda/device_arena.h"
 #include "cuda/ways.h"
-#include "runtime/plan_tables.h"
+#include "schedule/sequence_plan.h"
 #include "support/expect_error.h"
 #include "support/sequence_expected.h"
 #include "waybill/cuda/gpu_world.h"

@@ -6,7 +6,7 @@
 
 #include "cuda/device_arena.h"
 #include "cuda/ways.h"
-#include "runtime/plan_tables.h"
+#include "schedule/sequence_plan.h"
 #include "support/sequence_expected.h"
 #include "waybill/cuda/gpu_world.h"
 #include "waybill/runtime/sequence_dispatcher.h"

@@ -51,19 +51,6 @@ TEST(EPConfig, NamesTheWrongField) {
   EXPECT_TRUE(refuses_config([](EPConfig& c) { c.weight_dtype = DType::int64; }, {"weight_dtype"}));
 }
 
-TEST(EPConfig, SpeaksTheCallersWords) {
-  const FieldNames called = {{"num_experts", "num_tot_experts"}, {"token_dtype", "dtype"}};
-  EPConfig config = good();
-  config.num_experts = 6;
-  EXPECT_TRUE(rejects([&] { config.check("Layer", called); },
-                      {"Layer: num_tot_experts = 6, expected a multiple of world_size = 4"}));
-  config = good();
-  config.token_dtype = DType::int32;
-  EXPECT_TRUE(rejects([&] { config.check("Layer", called); }, {"Layer: dtype = int32"}));
-  EXPECT_TRUE(rejects([&] { EPDispatchOptions{.dropped_id = 0}.check(good(), "Layer", called); },
-                      {"Layer: dropped_id = 0, expected -1 or num_tot_experts = 8"}));
-}
-
 TEST(EPDispatchOptions, NamesTheWrongOption) {
   const auto refuses = [](const EPDispatchOptions& options,
                           std::initializer_list<std::string_view> parts) {

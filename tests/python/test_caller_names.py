@@ -47,7 +47,7 @@ def test_of_a_dispatcher():
             "kv_gradient: out[0] has shape [99, 4, 16], expected at least 100 rows",
             dispatcher.kv_gradient, sums, q, out=[q[:99]],
         )  # fmt: skip
-        refused("kv_gradient: got 2 tensors, expected 1", dispatcher.kv_gradient, sums, q, q)
+        refused("kv_gradient: got 2 gradients, expected 1", dispatcher.kv_gradient, sums, q, q)
 
     waybill.run_threads(1, body)
 
@@ -68,7 +68,7 @@ def test_of_an_attention_step():
                 ("q has shape [1, 100, 4, 16], expected [rows, 4, 16]", (q[None], k, v)),
                 ("kv[0] has shape [1, 100, 2, 16], expected [rows, 2, 16]", (q, k[None], v)),
                 ("kv[1] has shape [99, 2, 16], expected at least 100 rows", (q, k, v[1:])),
-                ("kv[1] has dtype torch.float64", (q, k, v.double())),
+                ("kv[1] has dtype float64, expected float32", (q, k, v.double())),
                 ("got 2 tensors, expected 3", (q, k)),
                 ("kv[0] is a int, expected a torch.Tensor", (q, 5, v)),
             ):

@@ -36,7 +36,7 @@ def call(count=3, **other):
 
 WRONG_OPTIONS = [
     ({"num_experts": 5}, r"num_experts = 5, expected a multiple of ranks = 2"),
-    ({"num_experts": 2**40}, r"num_experts = \d+, expected a multiple"),
+    ({"num_experts": 2**40}, r"num_experts = 1099511627776, expected an integer within its range"),
     ({"topk": 33}, r"topk = 33, expected 1\.\.32"),
     ({"max_tokens": -3, "chunks": 4}, r"max_tokens = -3, expected 1\.\."),
     ({"dtype": torch.int32}, r"dtype = int32, expected bfloat16"),
@@ -95,7 +95,7 @@ def test_a_layers_own_words():
             ({"num_tot_experts": 3}, "num_tot_experts = 3, expected a multiple of world_size = 2"),
             ({"dtype": torch.int8}, "dtype = int8, expected bfloat16"),
             ({"dropped_id": 9}, "dropped_id = 9, expected -1 or num_tot_experts = 4"),
-            ({"expert_alignment": 0}, "expert_alignment = 0, expected >= 1"),
+            ({"expert_alignment": 0}, r"expert_alignment = 0, expected 1\.\."),
             ({"payload": "quantized"}, "hidden = 8, expected a multiple of 128"),
             ({"payload": "x"}, 'payload = "x", expected "plain"'),
             ({"rows": 3}, 'rows = 3, expected "grouped"'),

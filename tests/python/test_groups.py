@@ -132,7 +132,7 @@ def test_device_mesh(tmp_path):
             waybill.World.from_process_group(wrong)
             raise AssertionError("not refused")
         except InvalidArgument as error:
-            assert f"group is a {type(wrong).__name__}, expected a process group" in str(error)
+            assert f"group is {wrong!r}, expected a process group" in str(error)
 """
     expect_all_well(run_group(tmp_path, program))
 
@@ -305,6 +305,61 @@ def test_the_launchers_variables(tmp_path):
 
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     expect_all_well(run_ranks(tmp_path, program, 2, variables))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        (
+            (0, 0),
+            "RANK = 0 of two processes or more, expected 0..1, one process for each: none has 1",
+        ),
+        ((0, 1, 1), "RANK = 1 of two processes or more, expected 0..2, one process for each: none"),
+        ((1, 1), "RANK = 1 of WORLD_SIZE = 2, but no process with RANK = 0 answered"),
+    ],
+    ids=str,
+)
+def test_a_rank_that_is_given_twice(tmp_path, ranks, text):
+    program = """
+    import time
+    from waybill.torch import initialize_distributed
+
+    os.environ["RANK"] = os.environ["GIVEN"].split(",")[int(os.environ["LOCAL_RANK"])]
+    begin = time.monotonic()
+    try:
+        initialize_distributed(device="cpu", timeout_s=LIMIT)
+    except waybill.Error as error:
+        print("SAYS", type(error).__name__, error)
+        assert time.monotonic() - begin < LIMIT + 10
+    """
+    from test_process_worlds import free_port
+
+    limit = 60 if 0 in ranks else 3  # the others are told at once
+    variables = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GIVEN": ",".join(map(str, ranks)),
+    }  # fmt: skip
+    ends = run_ranks(tmp_path, program.replace("LIMIT", str(limit)), len(ranks), variables)
+    kind = "InvalidArgument" if 0 in ranks else "Timeout"
+    for status, output in ends:
+        assert status == 0 and f"SAYS {kind} initialize_distributed: {text}" in output, output
+
+
+def test_a_process_that_does_not_come_is_named(tmp_path):
+    program = """
+    from waybill.torch import initialize_distributed
+
+    if os.environ["RANK"] != "1":
+        try:
+            initialize_distributed(device="cpu", timeout_s=2)
+        except waybill.Timeout as error:
+            print("SAYS", error)
+    """
+    from test_process_worlds import free_port
+
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ends = run_ranks(tmp_path, program, 3, variables)
+    for status, output in (ends[0], ends[2]):
+        assert status == 0 and "no process with RANK = 1 came" in output, output
 
 
 def test_without_a_launcher(tmp_path):

@@ -1,7 +1,6 @@
 """The names that users of DistCA look for, in both faces, and what importing costs."""
 
 import inspect
-import re
 import subprocess
 import sys
 from importlib import metadata as importlib_metadata
@@ -204,13 +203,8 @@ def test_a_wheel_is_typed():
     assert any(name.endswith("bin/waybill") for name in names) or beside.is_file()
 
 
-def test_what_the_package_asks_of_the_compiled_part_is_there():
-    """Its stub says Any for every name, so that no type checker would notice."""
-    asked = set()
-    for path in PACKAGE.rglob("*.py"):
-        asked |= set(re.findall(r"\b_core\.(\w+)", path.read_text(encoding="utf-8")))
-    assert len(asked) > 20
-    missing = {name for name in asked if not hasattr(waybill._core, name)}
-    assert not missing
-    methods = set(re.findall(r"\b_plan\.(\w+)", (PACKAGE / "plans.py").read_text(encoding="utf-8")))
-    assert len(methods) > 10 and all(hasattr(waybill._core.Plan, name) for name in methods)
+def test_the_stub_of_the_compiled_part_is_what_was_compiled():
+    """So a type checker notices what the package asks for and is not there."""
+    pytest.importorskip("nanobind")
+    script = Path(__file__).parents[2] / "scripts" / "make_core_stub.py"
+    subprocess.run([sys.executable, script, "--check"], check=True)

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from waybill import Disagreement, InvalidArgument, Timeout, TransportError
-from waybill._said_by import said_by
+from waybill._errors import said_by
 
 torch = pytest.importorskip("torch")
 wt = pytest.importorskip("waybill.torch")

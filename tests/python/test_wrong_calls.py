@@ -8,7 +8,7 @@ import pytest
 
 import waybill
 import waybill.moe
-from waybill import _core, _wrong_call
+from waybill import _core, _errors
 
 LENS, DISPATCH = np.array([[4, 2], [3, 0]]), np.array([[1, 0], [1, -1]])
 PLAN = waybill.QkvPlan(1, [0, 1], [3], [0], [0, 1], [0])
@@ -139,7 +139,7 @@ def test_other_type_errors_stay_as_they_are():
 def test_texts_of_any_shape_are_described():
     one = "f(): incompatible function arguments. The following argument types are supported:\n"
     several = one + "    1. f(a: int, b: str | None = None, c: dict[str, int] = {}) -> None\n"
-    describe = _wrong_call.describe
+    describe = _errors._describe
     assert describe("no signature", [1], {}) == "no signature"
     assert describe(several, [1.5], {}) == "f: a = 1.5, expected an integer"
     assert describe(several, [1], {"b": 2}) == "f: b = 2, expected str or None"

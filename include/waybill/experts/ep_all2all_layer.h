@@ -8,7 +8,6 @@
 #include "waybill/experts/dispatch_combine_context.h"
 #include "waybill/experts/expert_tensors.h"
 #include "waybill/moe/simulate.h"
-#include "waybill/runtime/stream.h"
 #include "waybill/runtime/world.h"
 
 namespace waybill {

@@ -1,10 +1,7 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
-#include <map>
 #include <optional>
-#include <string>
 
 #include "waybill/core/dtype.h"
 #include "waybill/core/topology.h"
@@ -16,9 +13,6 @@ inline constexpr std::int32_t max_topk = 32;
 
 /// Elements that share a scale in 8-bit payloads.
 inline constexpr std::int64_t scale_group = 128;
-
-/// Other names of fields in the errors of a caller: {{"num_experts", "num_tot_experts"}}.
-using FieldNames = std::map<std::string, std::string, std::less<>>;
 
 /// The sizes and dtypes of an expert-parallel layer, the same on all ranks, and the number of this
 /// rank. Names as in Triton-distributed. Tables of rows and counts are int32.
@@ -46,8 +40,8 @@ struct EPConfig {
 
   /// @throws InvalidArgument naming the field, unless sizes are positive, topk <= max_topk,
   ///   world_size divides num_experts, local_world_size divides world_size, rank is one of them and
-  ///   the dtypes are among those above; `who` begins the text, with the names of `called`.
-  void check(const char* who, const FieldNames& called = {}) const;
+  ///   the dtypes are among those above; `who` begins the text.
+  void check(const char* who) const;
 
   friend bool operator==(const EPConfig&, const EPConfig&) = default;
 };
@@ -82,8 +76,8 @@ struct EPDispatchOptions {
 
   /// @throws InvalidArgument for a dropped_id that is neither, an alignment < 1, a payload with
   ///   scales unless scale_group divides hidden, or when a rank could get 2^31 rows or more; `who`
-  ///   begins the text, with the names of `called` for fields of the config.
-  void check(const EPConfig& config, const char* who, const FieldNames& called = {}) const;
+  ///   begins the text.
+  void check(const EPConfig& config, const char* who) const;
 
   friend bool operator==(const EPDispatchOptions&, const EPDispatchOptions&) = default;
 };

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "waybill/core/host_tensor.h"
-#include "waybill/runtime/stream.h"
 #include "waybill/runtime/world.h"
 #include "waybill/schedule/sequence_part.h"
 
@@ -18,7 +17,7 @@ class UploadedPlan;
 class PlanHandle;
 
 namespace detail {
-class DispatcherState;
+/// The tables of a plan, for tests and the programs of the library; empty ones for an empty handle.
 [[nodiscard]] const SequencePlan& compiled_plan(const PlanHandle& handle) noexcept;
 }  // namespace detail
 
@@ -28,8 +27,8 @@ struct SequenceDispatcherOptions {
   /// serves what crosses. Host worlds ignore it.
   int num_sms = 16;
   SequencePlanOptions plan = {};
-  /// GPU worlds: rows that stay on their rank go by copy engine, beside the kernel, where there are
-  /// many in long pieces. A graph that holds such copies cannot replay another plan.
+  /// GPU worlds: rows that stay on their rank go by copy engine while the kernel runs, where there
+  /// are many in long pieces. A graph that holds such copies cannot replay another plan.
   bool local_by_copy_engine = true;
   /// A plan whose window is larger is refused. All ranks say the same.
   std::int64_t max_window_bytes = std::numeric_limits<std::int64_t>::max();
@@ -46,7 +45,7 @@ class PlanHandle {
   ~PlanHandle();
 
   [[nodiscard]] SequenceOperation operation() const noexcept;
-  /// Of all parts, in order.
+  /// The formats of all parts, in order.
   [[nodiscard]] std::span<const TensorFormat> tensors() const noexcept;
   /// [tensors] rows of this rank's tensor.
   [[nodiscard]] std::span<const std::int64_t> own_rows() const noexcept;
@@ -63,7 +62,7 @@ class PlanHandle {
   [[nodiscard]] const PlanLimits& limits() const noexcept;
 
  private:
-  friend class detail::DispatcherState;
+  friend class SequenceDispatcher;
   friend const SequencePlan& detail::compiled_plan(const PlanHandle& handle) noexcept;
   std::unique_ptr<SequencePlan> plan_;
   std::unique_ptr<UploadedPlan> uploaded_;
@@ -78,11 +77,11 @@ class PlanHandle {
 /// Every rank has two windows, which alternate. The tensors that dispatch returns lie in a window:
 /// they may be read until this rank's next call has begun on the stream, and be the input of that
 /// call. Who needs them longer copies them, or uses another dispatcher for what comes in between.
-/// A fast rank may be one call ahead of a slow one; there is no barrier.
+/// A fast rank may be in the call after that of a slow one; there is no barrier.
 ///
 /// Windows grow when a plan needs more, at the first call with that plan: to the next power of two
 /// (above 256 MiB, the next multiple of that) of the largest need of all ranks, at least 1 MiB.
-/// That call waits for all ranks and for the stream. reserve() does it ahead of time. They never
+/// That call waits for all ranks and for the stream. reserve() does it before. They never
 /// shrink; outgrown ones are kept until the next growth or close(), as freeing device memory waits
 /// for the device and so may happen only where all ranks wait for each other anyway.
 ///
@@ -161,14 +160,15 @@ class SequenceDispatcher {
 
   [[nodiscard]] std::int64_t window_bytes() const noexcept;
 
-  /// What keeps the windows' memory alive. Whoever keeps views past close() or the next growth,
-  /// although nothing arrives there any more, holds this beside them. On GPUs let go of it only
+  /// Owners of the windows' memory. Whoever keeps views past close() or the next growth, although
+  /// nothing arrives there any more, holds these too. On GPUs let go of it only
   /// where all ranks wait for each other, or with the world.
   [[nodiscard]] std::vector<std::shared_ptr<void>> window_memory() const;
   [[nodiscard]] const SequenceDispatcherOptions& options() const noexcept;
 
  private:
-  std::unique_ptr<detail::DispatcherState> state_;  ///< null: moved from
+  struct State;
+  std::unique_ptr<State> state_;  ///< null: moved from
 };
 
 }  // namespace waybill

@@ -14,6 +14,12 @@ namespace waybill {
 class Executor;
 class Transport;
 
+/// A queue of device work: a cudaStream_t in GPU worlds (null: the default stream). Worlds in host
+/// memory have none.
+struct Stream {
+  void* handle = nullptr;
+};
+
 /// A rank of a world: who the ranks are, how they reach each other and what does their work. A
 /// handle: copies are the same rank, and it ends with the last of them; dispatchers and layers hold
 /// one. A rank serves one thread at a time.

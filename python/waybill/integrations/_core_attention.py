@@ -12,9 +12,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 
+from .._errors import said_by, shown
 from .._graphs import outside_graphs
-from .._said_by import said_by
-from .._wrong_call import shown
 from ..errors import Error, InvalidArgument, Unsupported
 from ..torch import ContextParallelAttention
 from ..torch.batch_plan import Piece, RankPieces, piece_table

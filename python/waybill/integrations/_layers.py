@@ -7,7 +7,7 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from .._said_by import said_by
+from .._errors import said_by
 from ..errors import InvalidArgument
 from ..torch.moe import EPAll2AllLayer
 from ..torch.moe.tensors import world_of

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Dict, List, Mapping, Optional, Tuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .._errors import said_by
 from .._process_group import group_of
-from .._said_by import said_by
 from ..errors import Error, InvalidArgument
 from ..torch import BatchPlan, ContextParallelAttention, World
 from ..torch._piece_exchange import PieceExchange

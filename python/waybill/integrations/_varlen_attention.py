@@ -8,8 +8,8 @@ from typing import Any, Callable, ClassVar, Dict, Optional
 import torch
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 
+from .._errors import said_by
 from .._graphs import outside_graphs
-from .._said_by import said_by
 from ..errors import InvalidArgument, Unsupported
 from ..torch.batch_plan import RankPieces
 from ._shared_attention import Pieces, SharedRanks, pieces_of

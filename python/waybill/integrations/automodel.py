@@ -19,7 +19,7 @@ from nemo_automodel.components.distributed.context_parallel.sharder import (
     ShardLayout,
 )
 
-from .._wrong_call import shown
+from .._errors import shown
 from ..errors import InvalidArgument, Unsupported
 from ..torch.batch_plan import Piece
 from .transformers import SharedAttention

@@ -12,8 +12,8 @@ import torch
 from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
+from .._errors import said_by
 from .._graphs import outside_graphs
-from .._said_by import said_by
 from ..errors import InvalidArgument, Unsupported
 from ._core_attention import SharedSeqParams, WaybillCoreAttention, share_sequences
 from ._layers import shared_layer

@@ -20,8 +20,8 @@ from torchtitan.models.common.token_dispatcher import (
     LocalTokenDispatcher,
 )
 
+from .._errors import said_by
 from .._graphs import outside_graphs
-from .._said_by import said_by
 from ..torch.moe import EPAllToAllLayoutDesc
 from ._layers import shared_layer
 from ._varlen_attention import SharedDocuments, WaybillAttention, share_documents

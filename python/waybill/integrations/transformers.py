@@ -17,9 +17,8 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from .._errors import said_by, shown
 from .._graphs import outside_graphs
-from .._said_by import said_by
-from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
 from ..torch import BatchPlan, BatchPlanner, ContextParallelAttention
 from ..torch.batch_plan import RankPieces

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, List, Optional, Sequence, Tuple
 
 from .. import _core
-from .._arrays import AnyArray, choice, int64
+from .._arrays import AnyArray
+from .._errors import said_by
 from ..errors import InvalidArgument
 from .arrays import ids, per_rank
 from .config import EPConfig
@@ -21,9 +22,8 @@ def choices_of(
     if not isinstance(config, EPConfig):
         raise InvalidArgument(f"{who}: config is a {type(config).__name__}, expected an EPConfig")
     compiled = config._compiled()
-    dropped = None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
-    choice(payload, f"{who}: payload", *_core.ep_payload_names)
-    options = _core.ep_dispatch_options(compiled, dropped, "grouped", 1, payload, who, {})
+    with said_by(who):
+        options = _core.ep_dispatch_options(compiled, dropped_id, "grouped", 1, payload)
     entries = per_rank(exp_indices, f"{who}: exp_indices", config.world_size)
     arrays = [ids(v, config.topk, f"{who}: exp_indices[{r}]") for r, v in enumerate(entries)]
     return compiled, options, arrays

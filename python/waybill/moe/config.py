@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import _core
 from .._arrays import int64, library_dtype_of
-from .._wrong_call import shown
+from .._errors import said_by, shown
 from ..errors import InvalidArgument
 
 
@@ -56,7 +56,7 @@ class EPConfig:
     offset_dtype: Any = "int32"  #: Triton-distributed's field; tables are int32, nothing else
 
     def __post_init__(self) -> None:
-        sizes, _ = self._checked("EPConfig", {})
+        sizes, _ = self._checked()
         self.__dict__.update(sizes)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -69,15 +69,16 @@ class EPConfig:
 
     @classmethod
     def _of_words(cls, who: str, called: Mapping[str, str], *given: Any) -> tuple[EPConfig, Any]:
-        """Of all fields in their order; what a caller gets who calls some of them otherwise."""
+        """_in_use with all fields in their order; ``called`` has the caller's names of some."""
         config = cls.__new__(cls)
         config.__dict__.update(zip((field.name for field in fields(cls)), given))
-        return config._in_use_by(who, called)
+        with said_by(who, words=called):
+            return config._for_use()
 
-    def _in_use_by(self, who: str, called: Mapping[str, str]) -> tuple[EPConfig, Any]:
+    def _for_use(self) -> tuple[EPConfig, Any]:
         """A copy that cannot be changed any more, and the compiled one."""
         config = copy(self)
-        sizes, compiled = self._checked(who, called)
+        sizes, compiled = self._checked()
         config.__dict__.update(sizes, _in_use=True)
         return config, compiled
 
@@ -107,22 +108,16 @@ class EPConfig:
         return named_dtype(self.weight_dtype, "EPConfig: weight_dtype")
 
     def _compiled(self) -> Any:
-        return self._checked("EPConfig", {})[1]  # it may have been changed
+        return self._checked()[1]  # it may have been changed
 
-    def _checked(self, who: str, called: Mapping[str, str]) -> tuple[dict[str, int], Any]:
-        """Its sizes as plain integers, and the compiled one, which looks at their ranges.
-
-        :param called: what the caller calls a field, where that is another name
-        :raises InvalidArgument: in the caller's words
-        """
-        names = {
-            field.name: f"{who}: {called.get(field.name, field.name)}" for field in fields(self)
-        }
-        sizes = {field: int64(getattr(self, field), names[field]) for field in _SIZES}
+    def _checked(self) -> tuple[dict[str, int], Any]:
+        """Its sizes as plain integers, and the compiled one, which looks at their ranges."""
+        sizes = {field: int64(getattr(self, field), f"EPConfig: {field}") for field in _SIZES}
         token, weight, offset = (
-            named_dtype(getattr(self, field), names[field])
+            named_dtype(getattr(self, field), f"EPConfig: {field}")
             for field in ("token_dtype", "weight_dtype", "offset_dtype")
         )
         if offset != "int32":
-            raise InvalidArgument(f"{names['offset_dtype']} = {offset}, expected int32")
-        return sizes, _core.ep_config([*sizes.values()], token, weight, who, dict(called))
+            raise InvalidArgument(f"EPConfig: offset_dtype = {offset}, expected int32")
+        with said_by("EPConfig"):
+            return sizes, _core.ep_config(**sizes, token_dtype=token, weight_dtype=weight)

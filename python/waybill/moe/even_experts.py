@@ -201,7 +201,7 @@ def plan_expert_placement(
     if max_moves is not None and max_moves < 0:
         raise InvalidArgument(f"{who}: max_moves = {max_moves}, expected >= 0")
     lying = [] if present is None else index_array(present, f"{who}: present").ravel().tolist()
-    fields = _core.plan_expert_placement(table.astype(np.float64), lying, options)
+    fields = _core.plan_expert_placement(table.astype(np.float64), lying, **options)
     shape = [table.shape[0], num_ranks, -1]
     return ExpertPlacement(
         slots=fields["slots"].reshape(shape)

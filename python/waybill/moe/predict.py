@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, List, Optional, Sequence
 
 from .. import _core
-from .._arrays import IntArray, choice, int64, numbers
-from .._renamed import renamed
+from .._arrays import IntArray, numbers
+from .._errors import renamed, said_by
 from ..errors import InvalidArgument
 from ..links import LinkSpeeds, check_speed
 from .choices import choices_of
@@ -78,16 +78,12 @@ def predict(
     :raises InvalidArgument: naming argument and rank
     """
     who = "predict"
-    choice(path, f"{who}: path", "waiting", "pipelined")
     speeds = {
-        "nvlink": nvlink_bytes_per_second,
-        "network": network_bytes_per_second,
-        "block": block_bytes_per_second,
+        "nvlink_bytes_per_second": nvlink_bytes_per_second,
+        "network_bytes_per_second": network_bytes_per_second,
+        "block_bytes_per_second": block_bytes_per_second,
     }
-    given = {
-        name: check_speed(speed, f"{who}: {name}_bytes_per_second")
-        for name, speed in speeds.items()
-    }
+    given = {name: check_speed(speed, f"{who}: {name}") for name, speed in speeds.items()}
     costs = numbers(
         who, message_seconds=message_seconds, phase_seconds=phase_seconds,
         network_message_seconds=network_message_seconds,
@@ -99,6 +95,7 @@ def predict(
             raise InvalidArgument(f"{who}: {name} = {cost:g}, expected 0 to {_MOST_COST:g}")
     given.update(costs)
     compiled, options, arrays = choices_of(config, exp_indices, dropped_id, payload, who)
-    sms = int64(num_sms, f"{who}: num_sms")
-    calls = _core.predict_experts(compiled, options, arrays, given, sms, path)
+    with said_by(who):
+        costed = _core.expert_cost_options(**given, num_sms=num_sms, path=path)
+    calls = _core.predict_experts(compiled, options, arrays, costed)
     return [ExpertCallPrediction(**call) for call in calls]

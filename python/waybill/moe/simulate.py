@@ -8,8 +8,9 @@ from typing import Any, Dict, List, Optional, Sequence
 import numpy as np
 
 from .. import _core
-from .._arrays import AnyArray, IntArray, flag, int64, sequence
+from .._arrays import AnyArray, IntArray, flag, sequence
 from .._copies import OfThisProcess
+from .._errors import said_by
 from ..errors import InvalidArgument
 from . import arrays
 from .arrays import as_float, as_float8, ids, payloads, per_rank
@@ -128,11 +129,10 @@ def simulate_dispatch(
     who = "simulate_dispatch"
     if not isinstance(config, EPConfig):
         raise InvalidArgument(f"{who}: config is a {type(config).__name__}, expected an EPConfig")
-    config, compiled = config._in_use_by("EPConfig", {})
+    config, compiled = config._for_use()
     world, hidden, topk = config.world_size, config.hidden, config.topk
-    dropped = None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
-    alignment = int64(expert_alignment, f"{who}: expert_alignment")
-    options = _core.ep_dispatch_options(compiled, dropped, rows, alignment, payload, who, {})
+    with said_by(who):
+        options = _core.ep_dispatch_options(compiled, dropped_id, rows, expert_alignment, payload)
     scaled = payload == "scaled"
     token_dtype = "float8_e4m3fn" if scaled else config.token_dtype_name
     if scaled:

@@ -7,7 +7,7 @@ from typing import Any, List, Optional, Sequence, Tuple
 from .. import _core
 from .._arrays import IntArray
 from .._copies import OfThisProcess
-from .._renamed import renamed
+from .._errors import renamed
 from ..errors import InvalidArgument
 from ..links import LinkSpeeds, check_speed
 from .choices import choices_of

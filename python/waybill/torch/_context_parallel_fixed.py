@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from .._arrays import int64, number
-from .._wrong_call import shown
+from .._errors import shown
 from ..errors import InvalidArgument
 from ..routing import compute_metadata
 from ..sparse import SparseMetadata

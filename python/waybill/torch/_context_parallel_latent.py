@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Tuple
 
 import torch
 
-from .._wrong_call import shown
+from .._errors import shown
 from ..errors import InvalidArgument
 from ._autocast import Autocast
 from .kernels import AttentionShape

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Optional, Tuple, TypeVar, cast
 
 import torch
 
-from .._said_by import said_by
-from .._wrong_call import shown
+from .._errors import said_by, shown
 from ..errors import Disagreement, InvalidArgument, TransportError
 from ._autocast import Autocast
 from ._context_parallel_latent import Latent, Project, Projector

@@ -12,8 +12,8 @@ import torch
 from .._agreement import agree
 from .._arrays import IntArray
 from .._dispatcher import PlanHandle
+from .._errors import said_by
 from .._graphs import outside_graphs
-from .._said_by import said_by
 from ..errors import Disagreement, Error, InvalidArgument, Timeout, TransportError
 from ..routing import compute_metadata
 from ..world import World

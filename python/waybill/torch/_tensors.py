@@ -14,7 +14,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from .._arrays import AnyArray, as_numpy
-from .._wrong_call import shown
+from .._errors import shown
 from ..errors import InvalidArgument, Unsupported
 from ._first_order import refuse_tangent
 

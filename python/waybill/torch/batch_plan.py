@@ -12,8 +12,7 @@ import torch
 from .. import _core
 from .._arrays import IntArray, choice, int64, number, sequence
 from .._copies import Unchanging, WrittenOnce
-from .._said_by import said_by
-from .._wrong_call import shown
+from .._errors import reworded, said_by, shown
 from ..attention_costs import AttentionCosts, planned
 from ..errors import InvalidArgument
 from ..links import LinkSpeeds
@@ -119,7 +118,7 @@ class BatchPlanner(WrittenOnce, Unchanging):
             "tails": True, **LinkSpeeds().rates, **planned(costs, who),
         }  # fmt: skip
         with said_by(who):
-            _core.check_planner_options(self._options, who)
+            _core.check_planner_options(_core.planner_options(**self._options), who)
 
     def plan(self, pieces: Sequence[Any]) -> BatchPlan:
         """The plan of what the ranks hold: one entry per rank, as
@@ -137,9 +136,10 @@ class BatchPlanner(WrittenOnce, Unchanging):
         tables = [piece_table(held, rank, who) for rank, held in enumerate(pieces)]
         flat = np.concatenate(tables).ravel().tolist() if tables else []
         try:
-            plan = _core.plan_pieces([len(table) for table in tables], flat, self._options)
+            options = _core.planner_options(**self._options)
+            plan = _core.plan_pieces([len(table) for table in tables], flat, options)
         except InvalidArgument as error:
-            raise type(error)(str(error).replace("plan_pieces", who, 1)) from None
+            raise reworded(error, who) from None
         return BatchPlan._make(self, tables, QkvPlan._wrap(plan))
 
     def facts(self) -> dict[str, Any]:

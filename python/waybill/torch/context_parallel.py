@@ -15,8 +15,8 @@ from torch import nn
 from .._agreement import agree
 from .._arrays import flag, int64
 from .._copies import OfThisProcess
+from .._errors import said_by
 from .._graphs import outside_graphs
-from .._said_by import said_by
 from ..attention_costs import AttentionCosts
 from ..errors import Error, InvalidArgument, TransportError, Unsupported
 from ..world import World

@@ -8,9 +8,9 @@ import torch
 
 from .._arrays import library_dtype
 from .._dispatcher import Dispatcher, PlanHandle, Rows, TensorFormat
+from .._errors import shown
 from .._graphs import outside_graphs
 from .._tensor_checks import row_layout, row_shape
-from .._wrong_call import shown
 from ..errors import InvalidArgument, Unsupported
 from ..world import World
 from ._tensors import (

@@ -10,6 +10,7 @@ import torch
 from torch import distributed as _distributed
 
 from .._arrays import choice, int64
+from .._process_group import store_of_ranks
 from ..errors import InvalidArgument
 from ..world import num_gpus, seconds_of
 
@@ -39,8 +40,9 @@ def initialize_distributed(
     :param device: "cpu"; "cuda" for the GPU of the rank on its host; None is "cuda" where Waybill
         was built with CUDA and there are GPUs, else "cpu"
     :param timeout_s: of the group; None is torch's
-    :raises InvalidArgument: naming the variable that is missing or wrong, or the option that the
-        group which is there has otherwise, and where a host has more ranks than GPUs
+    :raises InvalidArgument: naming the variable that is missing or wrong, also on all processes
+        where two have the same rank, or the option that the group which is there has otherwise, and
+        where a host has more ranks than GPUs; Timeout naming a rank that did not come
     """
     who = "initialize_distributed"
     if timeout_s is not None:
@@ -50,7 +52,7 @@ def initialize_distributed(
     device = choice(
         str(device) if isinstance(device, torch.device) else device, f"{who}: device", "cpu", "cuda"
     )
-    rank, world_size, local_rank = _launched(who)
+    names, rank, world_size, local_rank = _launched(who)
     if distributed.is_initialized():
         _require_same(backend, timeout_s, who)
     if device == "cuda":
@@ -63,8 +65,9 @@ def initialize_distributed(
         torch.cuda.set_device(local_rank)
     if not distributed.is_initialized():
         options: dict[str, Any] = {"rank": rank, "world_size": world_size}
+        limit = None
         if timeout_s is not None:
-            options["timeout"] = datetime.timedelta(seconds=seconds_of(timeout_s, who))
+            limit = options["timeout"] = datetime.timedelta(seconds=seconds_of(timeout_s, who))
         if world_size == 1 and "MASTER_ADDR" not in os.environ:
             options["store"] = distributed.HashStore()
         elif "MASTER_ADDR" not in os.environ:
@@ -73,6 +76,7 @@ def initialize_distributed(
             )
         else:
             os.environ.setdefault("MASTER_PORT", "29500")
+            options["store"] = store_of_ranks(names, rank, world_size, limit, who)
         if backend is None:
             backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         distributed.init_process_group(backend, **options)
@@ -103,8 +107,8 @@ def _require_same(backend: Optional[str], timeout_s: Optional[float], who: str) 
         )
 
 
-def _launched(who: str) -> Tuple[int, int, int]:
-    """Rank, number of ranks, rank on the host."""
+def _launched(who: str) -> Tuple[Tuple[str, ...], int, int, int]:
+    """The variables' names, rank, number of ranks, rank on the host."""
     for names in _LAUNCHERS:
         if names[0] in os.environ:
             rank, world_size = _number(names[0], who), _number(names[1], who)
@@ -112,8 +116,9 @@ def _launched(who: str) -> Tuple[int, int, int]:
                 raise InvalidArgument(
                     f"{who}: {names[0]} = {rank} with {names[1]} = {world_size}, expected less"
                 )
-            return rank, world_size, _number(names[2], who) if names[2] in os.environ else 0
-    return 0, 1, 0
+            local_rank = _number(names[2], who) if names[2] in os.environ else 0
+            return names, rank, world_size, local_rank
+    return _LAUNCHERS[0], 0, 1, 0
 
 
 def _number(name: str, who: str) -> int:

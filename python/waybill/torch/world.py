@@ -8,8 +8,8 @@ from typing import Any, Optional, TypeVar
 import torch
 
 from .. import world
+from .._errors import shown
 from .._graphs import outside_graphs
-from .._wrong_call import shown
 from ..errors import InvalidArgument
 from ..world import World
 

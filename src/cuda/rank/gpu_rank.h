@@ -16,7 +16,7 @@
 #include "waybill/core/topology.h"
 #include "waybill/core/wait.h"
 #include "waybill/cuda/gpu_world.h"
-#include "waybill/runtime/stream.h"
+#include "waybill/runtime/world.h"
 
 namespace waybill::cuda {
 

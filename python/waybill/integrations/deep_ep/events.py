@@ -8,7 +8,7 @@ from typing import Any, Dict, Optional, Tuple, TypeVar, Union
 import torch
 
 from ..._arrays import flag
-from ..._wrong_call import shown
+from ..._errors import shown
 from ...errors import InvalidArgument
 
 __all__ = ["EventHandle", "EventOverlap", "Queue", "handle_of"]

@@ -7,7 +7,7 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from ..._wrong_call import shown
+from ..._errors import shown
 from ...errors import Disagreement, InvalidArgument
 from ...world import World
 from .arguments import check_table, payload_of

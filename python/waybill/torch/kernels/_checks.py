@@ -6,7 +6,7 @@ from typing import Any, Optional, Tuple
 
 import torch
 
-from ..._wrong_call import shown
+from ..._errors import shown
 from ...errors import InvalidArgument
 from ._seam import AttentionKernel, AttentionShape, Gradients, Sequences
 

@@ -7,8 +7,8 @@ from typing import Any, List, Optional, Tuple
 
 import torch
 
+from ..._errors import said_by
 from ..._graphs import outside_graphs
-from ..._said_by import said_by
 from .._first_order import first_order
 from .._tensors import meet_mark, save_mark
 

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable
-from typing import Any, List, Optional, Sequence, Tuple, TypeVar, cast
+from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 
 from ..._arrays import flag, int64
 from ..._graphs import outside_graphs
 from ..._unwinding import Unwinding
-from ...errors import Disagreement, InvalidArgument
+from ...errors import InvalidArgument
 from .._tensors import stream_given, stream_of
 from .layout import LayerLayout
 from .tensors import given, shown
-
-_Call = TypeVar("_Call", bound=Callable[..., Any])
-
-
-def names_rank(call: _Call) -> _Call:
-    """What is wrong with this rank's arguments says which rank that is."""
-
-    @functools.wraps(call)
-    def named(self: Any, *args: Any, **options: Any) -> Any:
-        try:
-            return call(self, *args, **options)
-        except Disagreement:  # names the ranks
-            raise
-        except InvalidArgument as error:
-            error.args = (f"{error}, on rank {self.rank}",)
-            raise
-
-    return cast(_Call, named)
 
 
 class LayerCalls(torch.nn.Module):

@@ -8,7 +8,7 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 
 from ..._arrays import choice
-from ..._wrong_call import shown
+from ..._errors import shown
 from ...errors import InvalidArgument, WrongType
 from ...moe.config import EPConfig
 from ...world import World

@@ -44,7 +44,7 @@ class DispatchCombineContext(OfThisProcess):
             raise InvalidArgument(
                 f"{who}: ep_config is a {type(ep_config).__name__}, expected an EPConfig"
             )
-        ep_config, compiled = ep_config._in_use_by("EPConfig", {})
+        ep_config, compiled = ep_config._for_use()
         rank = world_of(world, ep_config.local_world_size, None, who, "world")
         self = cls.__new__(cls)
         self.ep_config = ep_config

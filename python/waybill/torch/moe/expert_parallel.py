@@ -10,8 +10,8 @@ import torch
 from ..._agreement import agree_on
 from ..._arrays import flag, int64
 from ..._copies import OfThisProcess
+from ..._errors import said_by
 from ..._graphs import outside_graphs
-from ..._said_by import said_by
 from ...errors import InvalidArgument, TransportError
 from .._operations import has_operations
 from . import operations as ops

@@ -11,13 +11,14 @@ from ... import _core
 from ..._agreement import agreed_world
 from ..._arrays import choice, flag, int64
 from ..._copies import OfThisProcess
+from ..._errors import on_rank, said_by
 from ..._graphs import outside_graphs
 from ..._unwinding import Unwinding
 from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc, EPConfig
 from .._tensors import require_moved, stream_of
 from .autograd import Combine, Dispatch
-from .calls import LayerCalls, checked_layout, names_rank
+from .calls import LayerCalls, checked_layout
 from .presets import number_of_rows, room_of, suggested_sms
 from .tensors import (
     as_autocast,
@@ -138,9 +139,8 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
                 "expert_alignment": int64(expert_alignment, f"{who}: expert_alignment"),
             }  # those that the layer of the weights' gradients has, too
             choice(payload, f"{who}: payload", *_core.ep_payload_names)
-            options = _core.ep_dispatch_options(
-                compiled, *self._options.values(), payload, who, called
-            )
+            with said_by(who, words=called):
+                options = _core.ep_dispatch_options(compiled, **self._options, payload=payload)
             fixed = number_of_rows(
                 fixed_rows, who, world_size=self.world_size, max_tokens=self.max_tokens, rows=rows,
                 topk=self.topk, num_experts=self.num_tot_experts, expert_alignment=expert_alignment,
@@ -164,10 +164,11 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         self.payload, self.rows, self.fixed_rows = payload, rows, fixed
         given_id = self._options["dropped_id"]
         self.dropped_id: int = self.num_tot_experts if given_id is None else given_id
-        self._layer: Any = _core.ExpertLayer(
-            self.world._world, compiled, options, self.num_sm, self.enable_local_combine, factor,
-            fixed or 0, most, self.combine_way == "push",
-        )  # fmt: skip
+        sizes = (factor, fixed or 0, most)
+        made = _core.layer_options(
+            options, self.num_sm, self.enable_local_combine, *sizes, self.combine_way == "push"
+        )
+        self._layer: Any = _core.ExpertLayer(self.world._world, compiled, made)
         self._lock = threading.RLock()
         self._unwinding = Unwinding()
         self._lent = []
@@ -192,7 +193,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         return self.world if self._group is None else self._group()
 
     @outside_graphs
-    @names_rank
+    @on_rank
     def dispatch(
         self,
         input: torch.Tensor,
@@ -249,7 +250,7 @@ class EPAll2AllLayer(OfThisProcess, LayerCalls):
         return received, layout._weights, layout
 
     @outside_graphs
-    @names_rank
+    @on_rank
     def combine(
         self,
         input: torch.Tensor,

@@ -15,7 +15,7 @@ from typing import Any, Dict, Optional, Tuple
 import numpy as np
 import torch
 
-from ..._said_by import said_by
+from ..._errors import said_by
 from ...errors import InvalidArgument
 from .._first_order import first_order
 from .._operations import operation

@@ -10,7 +10,7 @@ import torch
 
 from ..._agreement import agree
 from ..._arrays import library_dtype
-from ..._wrong_call import shown as shown_value
+from ..._errors import shown as shown_value
 from ...errors import InvalidArgument
 from ...world import World, seconds_of
 from .._tensors import dtype_name, require_memory, shown_memory

@@ -1,34 +1,106 @@
+#include "errors.h"
+
 #include <Python.h>
+#include <nanobind/stl/string.h>
 #include <structmember.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <exception>
+#include <string>
 #include <string_view>
+#include <typeinfo>
+#include <utility>
 
 #include "bindings.h"
-
-// A function of the compiled part, with one thing more: what nanobind says of arguments that fit no
-// signature becomes an error of ours. A call that goes well costs a few nanoseconds more. All calls
-// of Python are of its limited API of 3.12, so that one wheel serves all later versions.
+#include "waybill/cuda/gpu_world.h"
 
 namespace waybill::python {
 namespace {
 
 namespace nb = nanobind;
+using namespace nb::literals;
 
+/// Python's classes by the names of the library's, and "wrong_call", which makes an error from
+/// nanobind's text, the arguments and those by name. They live as long as the interpreter.
+nb::dict& error_types() {
+  static auto* types = new nb::dict;  // never destroyed: the interpreter may be gone by then
+  return *types;
+}
+
+void raise(const char* name, const char* text) {
+  PyErr_SetString(nb::object(error_types()[name]).ptr(), text);
+}
+
+/// With what was missed as attributes.
+void raise_timeout(const Timeout& error) {
+  const TimeoutInfo& missed = error.missed();
+  const nb::object made = nb::object(error_types()["Timeout"])(nb::str(error.what()));
+  made.attr("operation") = missed.operation;
+  made.attr("what") = missed.what;
+  made.attr("rank") = missed.rank;
+  made.attr("peer") = missed.peer;
+  made.attr("wanted") = missed.wanted;
+  made.attr("seen") = missed.seen;
+  made.attr("seconds") = missed.seconds;
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+}
+
+/// Raises as `name` if that is the error's type.
+template <class Type>
+bool raise_if(const std::exception& error, const char* name) {
+  if (dynamic_cast<const Type*>(&error) == nullptr) return false;
+  raise(name, error.what());
+  return true;
+}
+
+/// Derived types come before their bases.
+void translate(const std::exception_ptr& thrown, void* /*payload*/) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const PythonInterrupt& e) {
+    e.restore();
+  } catch (const PythonRaised& e) {
+    e.restore();
+  } catch (const Timeout& e) {
+    raise_timeout(e);
+  } catch (const Error& e) {
+    (void)(raise_if<Disagreement>(e, "Disagreement") ||
+           raise_if<InvalidArgument>(e, "InvalidArgument") ||
+           raise_if<Unsupported>(e, "Unsupported") || raise_if<IoError>(e, "IoError") ||
+           raise_if<PeerFailed>(e, "PeerFailed") || raise_if<Interrupted>(e, "Interrupted") ||
+           raise_if<TransportError>(e, "TransportError") || raise_if<CudaError>(e, "CudaError") ||
+           raise_if<InternalError>(e, "InternalError") || raise_if<Error>(e, "Error"));
+  } catch (const std::bad_cast&) {  // nanobind's, for a value inside a list or a dict
+    raise("WrongType", "a value among the arguments has another type or size than expected");
+  }
+}
+
+bool is_a(const nb::python_error& raised, const char* name) {
+  return error_types().contains(name) && raised.matches(nb::object(error_types()[name]));
+}
+
+/// The package's Timeouts have what was missed; others may be without.
+Timeout timeout_of(const nb::handle& error) {
+  return Timeout({.operation = nb::cast<std::string>(error.attr("operation")),
+                  .what = nb::cast<std::string>(error.attr("what")),
+                  .rank = nb::cast<std::int32_t>(error.attr("rank")),
+                  .peer = nb::cast<std::int32_t>(error.attr("peer")),
+                  .wanted = nb::cast<std::uint64_t>(error.attr("wanted")),
+                  .seen = nb::cast<std::uint64_t>(error.attr("seen")),
+                  .seconds = nb::cast<double>(error.attr("seconds"))});
+}
+
+// A function of the compiled part, with one thing more: an error of ours takes the place of what
+// nanobind says of arguments that fit no signature. A call that goes well costs a few nanoseconds
+// more. All calls of Python are of its limited API of 3.12, so that one wheel serves all later
+// versions.
 struct Guarded {
   PyObject_HEAD vectorcallfunc call;
-  PyObject* function;  ///< of nanobind
+  PyObject* function;  ///< one of nanobind's
 };
 
 Guarded* guarded(PyObject* self) { return reinterpret_cast<Guarded*>(self); }
-
-/// Makes the error from (function, text, positional arguments, arguments by name); lives as long as
-/// the interpreter.
-nb::object& error_maker() {
-  static auto* maker = new nb::object;  // never destroyed: the interpreter may be gone by then
-  return *maker;
-}
 
 /// The error that is set becomes ours where it says that arguments fit no signature.
 void explain(PyObject* function, PyObject* const* arguments, std::size_t count, PyObject* names) {
@@ -37,7 +109,7 @@ void explain(PyObject* function, PyObject* const* arguments, std::size_t count, 
   const bool fits_none =
       std::string_view(text.c_str()).find("(): incompatible function arguments.") !=
       std::string_view::npos;
-  if (!fits_none || !error_maker().is_valid()) {
+  if (!fits_none || !error_types().contains("wrong_call")) {
     error.restore();
     return;
   }
@@ -47,7 +119,7 @@ void explain(PyObject* function, PyObject* const* arguments, std::size_t count, 
   const std::size_t num_names = names == nullptr ? 0 : nb::len(nb::handle(names));
   for (std::size_t i = 0; i < num_names; ++i)
     by_name[nb::handle(names)[i]] = nb::handle(arguments[count + i]);
-  const nb::object made = error_maker()(nb::handle(function), text, given, by_name);
+  const nb::object made = nb::object(error_types()["wrong_call"])(text, given, by_name);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
 }
 
@@ -75,8 +147,10 @@ PyObject* bind(PyObject* self, PyObject* instance, PyObject* /*type*/) {
   return made;
 }
 
-/// Name, signature and text are those of the function.
+/// Name, signature and text are those of the function, which is `__wrapped__`.
 PyObject* attribute(PyObject* self, PyObject* name) {
+  if (PyUnicode_CompareWithASCIIString(name, "__wrapped__") == 0)
+    return Py_NewRef(guarded(self)->function);
   return PyObject_GetAttr(guarded(self)->function, name);
 }
 
@@ -152,8 +226,30 @@ void guard_members(nb::handle owner) {
 
 }  // namespace
 
+void throw_interrupt(nb::python_error raised) {
+  const std::string text = concat("interrupted by ", nb::type_name(raised.type()).c_str());
+  throw PythonInterrupt(text, std::move(raised));
+}
+
+void throw_raised(nb::python_error raised) {
+  if (raised.matches(PyExc_KeyboardInterrupt)) throw_interrupt(std::move(raised));
+  const std::string text = nb::str(raised.value()).c_str();
+  if (is_a(raised, "Timeout") && !raised.value().attr("operation").is_none()) {
+    throw timeout_of(raised.value());
+  }
+  if (is_a(raised, "PeerFailed")) throw PeerFailed(text);
+  if (is_a(raised, "TransportError")) throw TransportError(text);
+  const std::string type = nb::type_name(raised.type()).c_str();
+  throw PythonRaised(concat(type, ": ", text), std::move(raised));
+}
+
+void bind_errors(nb::module_& m) {
+  m.def(
+      "set_error_types", [](const nb::dict& types) { error_types().update(types); }, "types"_a);
+  nb::register_exception_translator(translate);
+}
+
 void guard_functions(nb::module_& m) {
-  m.def("set_error_maker", [](const nb::object& maker) { error_maker() = maker; });
   guard_members(m);
   for (const auto item : nb::list(nb::object(m.attr("__dict__")).attr("items")())) {
     if (nb::isinstance<nb::type_object>(item[1])) guard_members(item[1]);
