@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <vector>
 
+#include "support/packed_plan.h"
 #include "waybill/core/random.h"
 #include "waybill/json/length_distribution_json.h"
-#include "waybill/routing/document_plan.h"
-#include "waybill/routing/length_distribution.h"
+#include "waybill/routing/generators.h"
 
 namespace waybill::bench {
 namespace {
@@ -31,10 +31,10 @@ void spread(QkvPlan& plan) {
 QkvPlan spread_plan(std::int32_t world_size, std::int64_t num_shards, KvLayout kv_layout) {
   const std::vector<std::int64_t> documents = sample_documents(
       builtin_length_distributions().front(), world_size * tokens_per_rank, /*seed=*/1);
-  DocumentPlanOptions options{.world_size = world_size,
-                              .tokens_per_rank = tokens_per_rank,
-                              .shard_tokens = 1,
-                              .kv_layout = kv_layout};
+  test::PackedPlanOptions options{.world_size = world_size,
+                                  .tokens_per_rank = tokens_per_rank,
+                                  .shard_tokens = 1,
+                                  .kv_layout = kv_layout};
   std::int64_t low = 1;
   std::int64_t high = tokens_per_rank;
   while (low < high) {  // the longest shards that still give enough of them
@@ -44,7 +44,7 @@ QkvPlan spread_plan(std::int32_t world_size, std::int64_t num_shards, KvLayout k
     (count >= num_shards ? low : high) = count >= num_shards ? middle : middle - 1;
   }
   options.shard_tokens = low;
-  QkvPlan plan = plan_documents(documents, options);
+  QkvPlan plan = test::packed_plan(documents, options);
   spread(plan);
   return plan;
 }
@@ -56,10 +56,10 @@ QkvPlan long_document_plan(std::int32_t world_size, std::int64_t num_shards,
   const std::vector<std::int64_t> documents(
       static_cast<std::size_t>(num_shards / shards_per_document),
       shard_tokens * shards_per_document);
-  QkvPlan plan = plan_documents(documents, {.world_size = world_size,
-                                            .tokens_per_rank = tokens_per_rank,
-                                            .shard_tokens = shard_tokens,
-                                            .kv_layout = kv_layout});
+  QkvPlan plan = test::packed_plan(documents, {.world_size = world_size,
+                                               .tokens_per_rank = tokens_per_rank,
+                                               .shard_tokens = shard_tokens,
+                                               .kv_layout = kv_layout});
   spread(plan);
   return plan;
 }

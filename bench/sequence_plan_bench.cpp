@@ -6,9 +6,9 @@
 
 #include "plans.h"
 #include "schedule/sequence_plan.h"
+#include "support/packed_plan.h"
 #include "waybill/json/length_distribution_json.h"
-#include "waybill/routing/document_plan.h"
-#include "waybill/routing/length_distribution.h"
+#include "waybill/routing/generators.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill::bench {
@@ -19,11 +19,11 @@ constexpr TensorFormat key_rows{DType::bfloat16, 8 * 128};
 
 /// Documents of a list, 64K tokens per rank.
 QkvRouting routing_of_documents(std::int32_t world_size, const std::string& lengths) {
-  DocumentPlanOptions options;
+  test::PackedPlanOptions options;
   options.world_size = world_size;
   const auto docs = sample_documents(length_distribution(lengths),
                                      world_size * options.tokens_per_rank, /*seed=*/1);
-  return compute_qkv_routing(plan_documents(docs, options));
+  return compute_qkv_routing(test::packed_plan(docs, options));
 }
 
 void compile(benchmark::State& state, const QkvRouting& routing, bool chunks) {

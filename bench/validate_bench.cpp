@@ -4,8 +4,8 @@
 
 #include <vector>
 
+#include "support/packed_plan.h"
 #include "waybill/core/random.h"
-#include "waybill/routing/document_plan.h"
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/routing/validate.h"
 
@@ -16,7 +16,7 @@ using waybill::KvLayout;
 /// About `num_shards` shards of 4096 tokens on `world_size` ranks. Most documents are short, most
 /// tokens are in long ones.
 waybill::QkvPlan make_plan(std::int64_t world_size, std::int64_t num_shards, KvLayout layout) {
-  waybill::DocumentPlanOptions options;
+  waybill::test::PackedPlanOptions options;
   options.world_size = static_cast<std::int32_t>(world_size);
   options.shard_tokens = 4096;
   options.tokens_per_rank = num_shards * options.shard_tokens / world_size;
@@ -29,7 +29,7 @@ waybill::QkvPlan make_plan(std::int64_t world_size, std::int64_t num_shards, KvL
     documents.push_back(std::min(left, 1 + random.below(longest)));
     left -= documents.back();
   }
-  return waybill::plan_documents(documents, options);
+  return waybill::test::packed_plan(documents, options);
 }
 
 void set_counters(benchmark::State& state, const waybill::QkvPlan& plan,

@@ -65,6 +65,9 @@ FOLDERS = {
     )
 }
 
+# The folders within a folder, the same; each takes what lies above it, which takes nothing of them.
+INNER_FOLDERS = {"src/cuda/experts": ("nodes", "executor")}
+
 # What programs include: all other public headers come with them.
 FOR_USERS = ("waybill/plan.h", "waybill/sequence.h", "waybill/experts.h")
 
@@ -121,12 +124,15 @@ def check_quoted(path, name):
         order = FOLDERS[module]
         # A folder within a folder, experts/nodes, takes what lies above it.
         above = other == mine and len(target) < len(path.parts)
+        inner = INNER_FOLDERS.get(path.parent.parent.as_posix(), ())
+        if other == mine and path.parent.name in inner and not above:
+            mine, other, order = path.parent.name, target[3], inner
         if not above:
             allowed = other in order and mine in order and order.index(other) < order.index(mine)
             if not allowed:
                 return f'"{name}": {module}/{mine} may not include {other or name}'
         return None if (ROOT / path.parent / name).is_file() else f'"{name}" does not exist'
-    # A private header of src, "transport/tcp_frames.h": of the own module, of one that may be
+    # A private header of src, "transport/bootstrap/tcp/handshake.h": of the own module, of one that may be
     # included, or of any for tests.
     if (ROOT / "src" / name).is_file() and ".." not in name and name.split("/")[0] in modules():
         target = name.split("/")[0]
@@ -134,7 +140,10 @@ def check_quoted(path, name):
             allowed = ", ".join(sorted(modules()[module])) or "only std"
             return f'"{name}": {module} may include {allowed}'
         return None
-    of_tests = [ROOT / "tests"] if path.parts[0] == "tests" else []
+    inner = INNER_FOLDERS.get(path.parent.as_posix(), ())
+    if name.split("/")[0] in inner:
+        return f'"{name}": {path.parent.name} may not include {name.split("/")[0]}'
+    of_tests = [ROOT / "tests"] if path.parts[0] in ("tests", "bench") else []
     bases = [ROOT / path.parent, *of_tests]
     if ".." in name or not any((base / name).is_file() for base in bases):
         return f'"{name}" is not a file beside this one'

@@ -14,7 +14,7 @@
 # The data of the tests are looked for above the programs, then in this folder; WAYBILL_TEST_DATA
 # names the folder tests where they lie elsewhere.
 #
-# With WAYBILL_TEST_DELAYS=SEED streams come late, at random (tests/cuda/late_streams.cu): another
+# With WAYBILL_TEST=late_streams=SEED streams come late, at random (tests/cuda/late_streams.cu): another
 # seed, other delays.
 #
 # Tests of worlds over NVSHMEM are there when the programs were built with -DWAYBILL_NVSHMEM=ON.

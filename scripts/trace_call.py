@@ -62,7 +62,7 @@ def sequences(world):
     import waybill
     import waybill.torch as wt
 
-    routing = waybill.plan_documents([30, 20, 14], 2, 32, 8).to_routing()
+    routing = waybill.plan([30, 20, 14], 2, 32, block_tokens=8).to_routing()
     dispatcher = wt.SequenceDispatcher(world)
     plan = dispatcher.plan_dispatch((routing.fwd_q, wt.TensorFormat(torch.float32, (4,))))
     rows = torch.ones(32, 4)

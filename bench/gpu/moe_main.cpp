@@ -10,8 +10,8 @@
 #include <mutex>
 #include <string_view>
 
-#include "cuda/experts/combine_calls.h"
-#include "cuda/link_probe.h"
+#include "core/test_hooks.h"
+#include "cuda/self_test/self_test.h"
 #include "moe_rank.h"
 #include "waybill/cuda/gpu_world.h"
 
@@ -253,11 +253,12 @@ void dispatch_lines(Table& table, const MoeWorkload& workload, bool graph,
 struct CombineWay {
   const char* name;
   bool pulls;
-  bool forgoes_bulk_copies;
+  bool pushes_words;
 
   void use(MoeRank& rank) const {
     rank.use_slabs(!pulls);
-    cuda::push_tuning().forgoes_bulk_copies = forgoes_bulk_copies;
+    static constexpr detail::TestHooks words{.push_words = 1};
+    (void)detail::replace_test_hooks(pushes_words ? &words : nullptr);
   }
 };
 

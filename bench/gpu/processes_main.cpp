@@ -9,10 +9,10 @@
 #include <memory>
 #include <string_view>
 
-#include "cuda/link_probe.h"
+#include "cuda/self_test/self_test.h"
 #include "measure.h"
 #include "waybill/cuda/gpu_world.h"
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 #include "workload.h"
 
 namespace waybill::bench {

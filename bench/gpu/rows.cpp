@@ -7,7 +7,7 @@
 
 #include "core/number.h"
 #include "core/to_size.h"
-#include "routing/for_each_entry.h"
+#include "routing/homes.h"
 #include "waybill/core/error.h"
 
 namespace waybill::bench {

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/link_probe.h"
+#include "cuda/self_test/self_test.h"
 #include "measure.h"
 #include "waybill/cuda/gpu_world.h"
 #include "workload.h"

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 
+#include "support/packed_plan.h"
 #include "waybill/core/error.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/planner/planner.h"
-#include "waybill/routing/document_plan.h"
-#include "waybill/routing/length_distribution.h"
+#include "waybill/routing/generators.h"
 
 namespace waybill::bench {
 
@@ -70,13 +70,13 @@ Workload uniform(std::int32_t world_size, std::int64_t bytes_a_rank, std::int64_
 
 Workload documents(std::int32_t world_size, const std::string& lengths,
                    SequenceOperation operation) {
-  DocumentPlanOptions options;
+  test::PackedPlanOptions options;
   options.world_size = world_size;
   const auto docs = sample_documents(length_distribution(lengths),
                                      world_size * options.tokens_per_rank, /*seed=*/1);
   Workload workload;
   workload.operation = operation;
-  workload.routing = compute_qkv_routing(plan_documents(docs, options));
+  workload.routing = compute_qkv_routing(test::packed_plan(docs, options));
   workload.kv.hidden = 8 * 128;
   if (operation == SequenceOperation::dispatch) workload.q.hidden = 32 * 128;
   workload.name = concat(lengths, operation == SequenceOperation::dispatch ? ", Q K V" : ", dK dV");

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "waybill/routing/length_distribution.h"
+#include "waybill/routing/generators.h"
 
 namespace waybill::bench {
 

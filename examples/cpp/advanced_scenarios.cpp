@@ -16,14 +16,15 @@
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/random.h"
 #include "waybill/json/length_distribution_json.h"
+#include "waybill/planner/planner.h"
 #include "waybill/report/plan_summary.h"
-#include "waybill/routing/document_plan.h"
 #include "waybill/routing/generators.h"
+#include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/routing/validate.h"
 #include "waybill/simulate/check.h"
-#include "waybill/simulate/dispatch.h"
 #include "waybill/simulate/kv_gradient.h"
+#include "waybill/simulate/orchestrate.h"
 
 namespace {
 
@@ -110,9 +111,8 @@ void head_tail_balance() {
 QkvPlan real_plan(KvLayout layout) {
   const std::vector<std::int64_t> lengths =
       sample_documents(length_distribution("wlbllm"), 8 * 32768, /*seed=*/11);
-  return plan_documents(
-      lengths,
-      {.world_size = 8, .tokens_per_rank = 32768, .shard_tokens = 2048, .kv_layout = layout});
+  return plan_attention(lengths, {.world_size = 8, .tokens_per_rank = 32768, .kv_layout = layout})
+      .plan;
 }
 
 void documents_across_ranks() {
@@ -159,9 +159,9 @@ void kv_once_a_rank() {
   const std::vector<std::int64_t> lengths = {200000, 40000, 22144};
   std::int64_t wire_bytes[2];
   for (const KvLayout layout : {KvLayout::per_query, KvLayout::per_rank}) {
-    const QkvPlan plan = plan_documents(
-        lengths,
-        {.world_size = 8, .tokens_per_rank = 32768, .shard_tokens = 2048, .kv_layout = layout});
+    const QkvPlan plan =
+        plan_attention(lengths, {.world_size = 8, .tokens_per_rank = 32768, .kv_layout = layout})
+            .plan;
     const PlanSummary summary = summarize(plan, compute_qkv_routing(plan), row_bytes);
     std::cout << "  " << to_string(layout) << ": " << (summary.wire_bytes >> 20)
               << " MiB on the wire, KV stored " << std::fixed << std::setprecision(2)

@@ -26,8 +26,7 @@
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 #include "waybill/runtime/world.h"
-#include "waybill/transport/agree.h"
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 #ifdef WAYBILL_EXAMPLE_CUDA
 #include "waybill/cuda/gpu_world.h"
 #endif

@@ -9,17 +9,13 @@
 #include "waybill/experts/dispatch_combine_context.h"
 #include "waybill/experts/ep_all2all_layer.h"
 #include "waybill/moe/ep_config.h"
-#include "waybill/moe/ep_layout.h"
 #include "waybill/moe/expert_routing.h"
 #include "waybill/moe/quantize.h"
 #include "waybill/moe/simulate.h"
 #include "waybill/planner/expert_balance.h"
 #include "waybill/report/expert_summary.h"
 #include "waybill/runtime/world.h"
-#include "waybill/transport/agree.h"
 #include "waybill/transport/bootstrap.h"
-#include "waybill/transport/bootstraps.h"
-#include "waybill/transport/launch_environment.h"
 #include "waybill/version.h"
 
 #if __has_include("waybill/cuda/gpu_world.h")

@@ -8,10 +8,7 @@
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 #include "waybill/runtime/world.h"
-#include "waybill/transport/agree.h"
 #include "waybill/transport/bootstrap.h"
-#include "waybill/transport/bootstraps.h"
-#include "waybill/transport/launch_environment.h"
 #include "waybill/version.h"
 
 #if __has_include("waybill/cuda/gpu_world.h")

@@ -14,7 +14,7 @@
 #include "bindings.h"
 #include "metadata_fields.h"
 #include "waybill/json/plan_json.h"
-#include "waybill/routing/e2e_metadata.h"
+#include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/validate.h"
 
 namespace waybill::python {

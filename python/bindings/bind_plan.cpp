@@ -18,7 +18,7 @@
 #include "waybill/json/plan_json.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/plan_summary.h"
-#include "waybill/routing/document_plan.h"
+#include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/routing/varlen_routing.h"
 
@@ -237,14 +237,6 @@ void bind_plan(nb::module_& m) {
   plan.def("summary_text", &summary_text, "q_row_bytes"_a, "kv_row_bytes"_a, "gb_per_s"_a,
            "unicode"_a);
   plan.def("report_page", &report_page, "q_row_bytes"_a, "kv_row_bytes"_a, "gb_per_s"_a, "title"_a);
-  m.def("plan_documents", [](const std::vector<std::int64_t>& lengths, std::int32_t world_size,
-                             std::int64_t tokens_per_rank, std::int64_t shard_tokens,
-                             std::string_view kv_layout, std::string_view mask) {
-    const DocumentPlanOptions options{world_size, tokens_per_rank, shard_tokens,
-                                      kv_layout_from_name("plan_documents", kv_layout),
-                                      mask_from_name("plan_documents", mask)};
-    return unlocked([&] { return plan_documents(lengths, options); });
-  });
   m.def(
       "plan_from_json",
       [](std::string_view text, std::string_view origin) {

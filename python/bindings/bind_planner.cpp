@@ -20,7 +20,6 @@
 #include "waybill/core/error.h"
 #include "waybill/cost_model/compare_plans.h"
 #include "waybill/json/plan_json.h"
-#include "waybill/planner/plan_pieces.h"
 #include "waybill/planner/planner.h"
 #include "waybill/planner/static_plans.h"
 #include "waybill/report/html_report.h"

@@ -17,10 +17,8 @@
 #include "waybill/core/error.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/routing/compute_metadata.h"
-#include "waybill/routing/compute_metadata_kv.h"
 #include "waybill/routing/generators.h"
 #include "waybill/routing/index_ops.h"
-#include "waybill/routing/mlp_layout.h"
 
 namespace waybill::python {
 

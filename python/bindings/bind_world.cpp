@@ -14,11 +14,10 @@
 #include "bindings.h"
 #include "errors.h"
 #include "rank_world.h"
-#include "transport/settings.h"
+#include "transport/transport.h"
 #include "waybill/core/error.h"
 #include "waybill/json/link_speeds_json.h"
-#include "waybill/transport/agree.h"
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 #ifdef WAYBILL_PYTHON_CUDA
 #include "waybill/cuda/gpu_world.h"
 #endif

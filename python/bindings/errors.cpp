@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "bindings.h"
-#include "waybill/cuda/cuda_error.h"
+#include "waybill/cuda/gpu_world.h"
 
 namespace waybill::python {
 namespace {

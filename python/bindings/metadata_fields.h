@@ -4,11 +4,9 @@
 
 #include <optional>
 
-#include "waybill/routing/attention_layout.h"
 #include "waybill/routing/compute_metadata.h"
-#include "waybill/routing/e2e_metadata.h"
+#include "waybill/routing/generators.h"
 #include "waybill/routing/metadata.h"
-#include "waybill/routing/raw_dispatch.h"
 #include "waybill/routing/validate.h"
 
 namespace waybill::python {

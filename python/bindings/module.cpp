@@ -2,6 +2,7 @@
 
 #include "bindings.h"
 #include "core/number.h"
+#include "core/test_hooks.h"
 #include "waybill/json/file.h"
 
 NB_MODULE(_core, m) {
@@ -19,6 +20,7 @@ NB_MODULE(_core, m) {
   m.attr("max_file_bytes") = waybill::max_file_bytes;
   m.attr("max_stream_bytes") = waybill::max_stream_bytes;
   waybill::python::bind_errors(m);
+  m.def("late_streams", [] { return waybill::detail::test_hooks().late_streams; });
   waybill::python::bind_interrupts(m);
   waybill::python::bind_metadata(m);
   waybill::python::bind_routing(m);

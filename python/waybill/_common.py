@@ -19,7 +19,7 @@ from .errors import (
     WrongType,
 )
 from .metadata import AttnLayout, PackedSeqParams, QkvMetadata, RankKvLayout, RawQkvDispatch
-from .planner import AttentionPlan, RelayHop, plan, plan_documents
+from .planner import AttentionPlan, RelayHop, plan
 from .plans import Finding, QkvPlan, QkvRouting, RankAttention, SparseMetadata, validate
 from .routing import length_distributions, sample_documents
 from .sequence_dispatcher import PlanHandle, TensorFormat
@@ -88,7 +88,6 @@ __all__ = [
     "num_gpus",
     "per_document_plan",
     "plan",
-    "plan_documents",
     "predict_step",
     "read_links",
     "sample_documents",

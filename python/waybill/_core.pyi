@@ -18,6 +18,7 @@ max_file_bytes: int
 max_stream_bytes: int
 
 def set_error_types(types: dict[str, Any]) -> None: ...
+def late_streams() -> int: ...
 
 max_timeout_s: float
 
@@ -223,9 +224,6 @@ class Plan:
         self, q_row_bytes: int, kv_row_bytes: int, gb_per_s: float, title: str
     ) -> str: ...
 
-def plan_documents(
-    arg0: Sequence[int], arg1: int, arg2: int, arg3: int, arg4: str, arg5: str, /
-) -> Plan: ...
 def plan_from_json(text: str, origin: str) -> Plan: ...
 
 class SparseMetadata:
@@ -692,6 +690,7 @@ def layer_options(
     capacity: int,
     fixed_rows: int,
     max_per_expert: int,
+    push_combine: bool,
 ) -> LayerOptions: ...
 
 class ExpertLayer:

@@ -24,9 +24,9 @@ from ._lifetime import Unchanging, forwarded
 from .costs import AttentionCosts, LinkSpeeds, check_speeds, planned
 from .errors import InvalidArgument
 from .metadata import QkvMetadata
-from .plans import KV_LAYOUTS, MASKS, Finding, QkvPlan, QkvRouting, validate
+from .plans import MASKS, Finding, QkvPlan, QkvRouting, validate
 
-__all__ = ["AttentionPlan", "RelayHop", "plan", "plan_documents"]
+__all__ = ["AttentionPlan", "RelayHop", "plan"]
 
 
 class RelayHop(NamedTuple):
@@ -281,29 +281,6 @@ def in_words(text: str) -> str:
     """An error of the planner in the words of Python's arguments."""
     none = 'expected None with mask = "full"'
     return flat_names(text).replace("expected 0: the mask is full", none)
-
-
-def plan_documents(
-    doc_lengths: Sequence[int],
-    world_size: int,
-    tokens_per_rank: int = 65536,
-    shard_tokens: int = 4096,
-    kv_layout: str = "per_rank",
-    mask: str = "causal",
-) -> QkvPlan:
-    """A plain plan for comparison: equal shards of at most ``shard_tokens``, most work first; each
-    stays at home while that is within the mean work, else goes to the rank with the least.
-    """
-    return QkvPlan._wrap(
-        _core.plan_documents(
-            flat_list(doc_lengths, "plan_documents: doc_lengths"),
-            _world(world_size, "plan_documents"),
-            int64(tokens_per_rank, "plan_documents: tokens_per_rank"),
-            int64(shard_tokens, "plan_documents: shard_tokens"),
-            choice(kv_layout, "plan_documents: kv_layout", *KV_LAYOUTS),
-            _mask(mask, "plan_documents"),
-        )
-    )
 
 
 def _mask(value: Any, who: str) -> str:

@@ -7,7 +7,7 @@
 
 #ifdef WAYBILL_CLI_CUDA
 #include "cuda/gpu_report.h"
-#include "cuda/link_probe.h"
+#include "cuda/self_test/self_test.h"
 #endif
 
 namespace waybill::cli {

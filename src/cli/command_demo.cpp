@@ -13,7 +13,7 @@
 #ifdef WAYBILL_CLI_CUDA
 #include <array>
 
-#include "cuda/gpu_self_test.h"
+#include "cuda/self_test/self_test.h"
 #include "waybill/core/wait.h"
 #include "waybill/cuda/gpu_world.h"
 #endif

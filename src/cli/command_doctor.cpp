@@ -16,12 +16,12 @@
 #include "json/text.h"
 #include "program.h"
 #include "report/format.h"
-#include "transport/peer_memory.h"
-#include "waybill/transport/agree.h"
+#include "transport/peer_transport.h"
+#include "waybill/transport/bootstrap.h"
 
 #ifdef WAYBILL_CLI_CUDA
 #include "cuda/gpu_report.h"
-#include "cuda/link_probe.h"
+#include "cuda/self_test/self_test.h"
 #endif
 
 namespace waybill::cli {

@@ -10,7 +10,7 @@
 #include "program.h"
 #include "report/format.h"
 #include "waybill/json/length_distribution_json.h"
-#include "waybill/routing/length_distribution.h"
+#include "waybill/routing/generators.h"
 
 namespace waybill::cli {
 namespace {

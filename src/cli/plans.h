@@ -14,7 +14,7 @@
 #include "waybill/planner/attention_plan.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/step_report.h"
-#include "waybill/routing/e2e_metadata.h"
+#include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/metadata.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"

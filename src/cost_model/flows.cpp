@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <tuple>
 
-#include "planner/once_per_node.h"
-#include "waybill/routing/document_plan.h"
+#include "planner/node_routes.h"
+#include "waybill/routing/qkv_plan.h"
 
 namespace waybill::detail {
 namespace {

@@ -7,7 +7,7 @@
 #include <unordered_map>
 
 #include "flows.h"
-#include "planner/relay_checks.h"
+#include "planner/node_routes.h"
 #include "routing/homes.h"
 #include "waybill/core/error.h"
 

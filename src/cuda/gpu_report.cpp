@@ -2,10 +2,10 @@
 
 #include <cuda_runtime_api.h>
 
-#include "nccl/nccl_library.h"
-#include "nvshmem/nvshmem_library.h"
-#include "rank/cuda_check.h"
+#include "nccl/nccl_communicator.h"
+#include "nvshmem/nvshmem_api.h"
 #include "rank/device_limits.h"
+#include "rank/gpu_rank.h"
 
 namespace waybill {
 namespace {

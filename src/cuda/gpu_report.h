@@ -6,7 +6,7 @@
 
 namespace waybill {
 
-/// What a GPU of this host is, as this process sees it.
+/// Describes a GPU of this host as this process sees it.
 struct GpuFacts {
   int device = 0;
   std::string name;
@@ -14,13 +14,13 @@ struct GpuFacts {
   int minor = 0;
   std::int64_t memory_bytes = 0;
   int num_sms = 0;
-  int shared_bytes = 0;      ///< that a block may have
+  int shared_bytes = 0;      ///< a block may have so much
   bool bulk_copies = false;  ///< rows move by them, not by loads and stores of threads
   bool ipc = false;          ///< its memory can be shared between processes
   std::string trouble;       ///< why this build cannot use it; empty: it can
 };
 
-/// What is there for worlds of GPUs.
+/// Describes the parts that worlds of GPUs need.
 struct GpuReport {
   std::string runtime;  ///< CUDA of this build, "13.0"
   std::string driver;   ///< the newest CUDA that the driver knows; empty: there is none

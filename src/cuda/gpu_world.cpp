@@ -5,14 +5,12 @@
 #include <utility>
 #include <vector>
 
-#include "device/arrive_params.h"
+#include "device/params.h"
 #include "rank/gpu_rank.h"
 #include "sequence/executor.h"
 #include "transport/gpu_place.h"
-#include "transport/gpu_process_transport.h"
-#include "transport/gpu_thread_transport.h"
-#include "transport/nvshmem_transport.h"
-#include "waybill/transport/agree.h"
+#include "transport/gpu_transport.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill {
 
@@ -68,9 +66,9 @@ World make_world(const char* who, const std::shared_ptr<Bootstrap>& bootstrap, i
 World make_gpu_thread_world(std::shared_ptr<Bootstrap> bootstrap, int device,
                             std::int32_t ranks_per_node) {
   return make_world("make_gpu_thread_world", bootstrap, device, ranks_per_node,
-                    [&](auto meeting, auto gpu, const auto& places) {
-                      const int share = cuda::ranks_on_gpu_of(places, meeting->rank());
-                      return cuda::make_gpu_thread_transport(std::move(meeting), ranks_per_node,
+                    [&](auto shared, auto gpu, const auto& places) {
+                      const int share = cuda::ranks_on_gpu_of(places, shared->rank());
+                      return cuda::make_gpu_thread_transport(std::move(shared), ranks_per_node,
                                                              std::move(gpu), share);
                     });
 }
@@ -78,8 +76,8 @@ World make_gpu_thread_world(std::shared_ptr<Bootstrap> bootstrap, int device,
 World make_gpu_process_world(std::shared_ptr<Bootstrap> bootstrap, int device,
                              std::int32_t ranks_per_node, NetworkBackend backend) {
   return make_world("make_gpu_process_world", bootstrap, device, ranks_per_node,
-                    [&](auto meeting, auto gpu, const auto& places) {
-                      return cuda::make_gpu_process_transport(std::move(meeting), ranks_per_node,
+                    [&](auto shared, auto gpu, const auto& places) {
+                      return cuda::make_gpu_process_transport(std::move(shared), ranks_per_node,
                                                               std::move(gpu), places, backend);
                     });
 }
@@ -87,8 +85,8 @@ World make_gpu_process_world(std::shared_ptr<Bootstrap> bootstrap, int device,
 World make_nvshmem_world(std::shared_ptr<Bootstrap> bootstrap, int device,
                          std::int32_t ranks_per_node) {
   return make_world("make_nvshmem_world", bootstrap, device, ranks_per_node,
-                    [&](auto meeting, auto gpu, const auto& places) {
-                      return cuda::make_nvshmem_transport(std::move(meeting), ranks_per_node,
+                    [&](auto shared, auto gpu, const auto& places) {
+                      return cuda::make_nvshmem_transport(std::move(shared), ranks_per_node,
                                                           std::move(gpu), places);
                     });
 }

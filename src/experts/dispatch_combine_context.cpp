@@ -3,50 +3,107 @@
 #include <limits>
 #include <utility>
 
+#include "agreement.h"
 #include "core/memory_layout.h"
-#include "expert_checks.h"
-#include "experts/expert_memory.h"
-#include "layer_agreement.h"
+#include "experts/expert_executor.h"
 #include "waybill/core/error.h"
+#include "waybill/experts/ep_all2all_layer.h"
+#include "waybill/moe/expert_routing.h"
 
 namespace waybill {
 
 namespace {
 
 constexpr const char* context_name = "DispatchCombineContext";
+constexpr std::int64_t int_bytes = sizeof(std::int32_t);
+constexpr std::int64_t max_rows = std::numeric_limits<std::int32_t>::max();
+
+/// Refuses sums in float64 on GPUs, which have none. @throws Unsupported
+void check_dtypes(const World& world, const EPConfig& config, const char* who) {
+  if (dynamic_cast<ExpertExecutorFactory*>(&world.executor()) == nullptr) return;
+  for (const auto& [name, dtype] :
+       {std::pair{"token_dtype", config.token_dtype}, {"weight_dtype", config.weight_dtype}}) {
+    if (dtype != DType::float64) continue;
+    throw Unsupported(concat(who, ": ", name, " = float64 on GPUs, expected bfloat16, float16 or ",
+                             "float32: float64 is for ranks in host memory"));
+  }
+}
+
+/// The checks of a layer's options that do not concern rows.
+void check_options(const EPLayerOptions& options, const char* who) {
+  require(options.num_sms >= 1, who, ": num_sms = ", options.num_sms, ", expected >= 1");
+  require(options.fixed_rows >= 0, who, ": fixed_rows = ", options.fixed_rows, ", expected >= 0");
+  require(options.max_per_expert >= 0, who, ": max_per_expert = ", options.max_per_expert,
+          ", expected >= 0");
+}
+
+/// The first rows of windows that may grow.
+std::int64_t rows_of(const EPConfig& config, std::int64_t capacity_factor, const char* who) {
+  const std::int64_t unit = config.max_tokens * config.topk;
+  require(1 <= capacity_factor && capacity_factor <= max_rows / unit, who,
+          ": capacity = ", capacity_factor, ", expected 1..", max_rows / unit);
+  return unit * capacity_factor;
+}
 
 }  // namespace
+
+ExpertWindowLayout expert_window_layout(const EPConfig& config, const EPDispatchOptions& options,
+                                        std::int64_t capacity_rows) {
+  const bool compact = options.rows == EPRows::compact;
+  const std::int64_t weights = compact ? config.topk : 1;
+  detail::MemoryLayout parts;
+  ExpertWindowLayout layout;
+  layout.rows = parts.take(capacity_rows * payload_row_bytes(config, options));
+  layout.tags = parts.take(capacity_rows * static_cast<std::int64_t>(sizeof(RowTag)));
+  layout.scales = parts.take(capacity_rows * scale_row_bytes(config, options));
+  layout.weights = parts.take(capacity_rows * weights * dtype_bytes(config.weight_dtype));
+  layout.topk = parts.take(compact ? capacity_rows * config.topk * int_bytes : 0);
+  layout.total = parts.total();
+  layout.row_bytes = payload_row_bytes(config, options);
+  layout.scale_bytes = scale_row_bytes(config, options);
+  layout.weight_bytes = dtype_bytes(config.weight_dtype);
+  layout.weights_per_row = weights;
+  return layout;
+}
+
+ExpertWorkspaceLayout expert_workspace_layout(const EPConfig& config,
+                                              const EPDispatchOptions& options) {
+  detail::MemoryLayout parts;
+  ExpertWorkspaceLayout layout;
+  for (std::int64_t& counts : layout.counts) {
+    counts = parts.take(config.world_size * num_counts(config) * int_bytes);
+  }
+  // On one node nothing is forwarded, and every part below is empty.
+  const std::int64_t nodes = config.is_intra_node() ? 0 : config.num_nodes();
+  const std::int64_t tokens = nodes * config.max_tokens;
+  layout.forward_rows = parts.take(tokens * payload_row_bytes(config, options));
+  layout.forward_scales = parts.take(tokens * scale_row_bytes(config, options));
+  layout.forward_weights = parts.take(tokens * config.topk * dtype_bytes(config.weight_dtype));
+  layout.forward_ids = parts.take(tokens * config.topk * int_bytes);
+  layout.partial_sums = parts.take(tokens * config.hidden * dtype_bytes(config.token_dtype));
+  layout.sums = parts.take(tokens * config.hidden * dtype_bytes(config.token_dtype));
+  layout.total = parts.total();
+  return layout;
+}
 
 DispatchCombineContext DispatchCombineContext::create(const World& world, const EPConfig& config,
                                                       std::int64_t capacity_factor,
                                                       const EPDispatchOptions& options) {
-  const Setting mine[] = {{"capacity", concat(capacity_factor)}};
-  return make(world, config, options, context_name, mine,
-              [&] { return rows_of(config, capacity_factor, context_name); });
+  return make(world, config, {.dispatch = options, .capacity_factor = capacity_factor},
+              context_name);
 }
 
 DispatchCombineContext DispatchCombineContext::with_rows(const World& world, const EPConfig& config,
                                                          const EPDispatchOptions& options,
                                                          std::int64_t rows) {
-  const Setting mine[] = {{"rows of the windows", concat(rows)}};
-  return make(world, config, options, context_name, mine, [&] { return rows; });
-}
-
-std::int64_t DispatchCombineContext::rows_of(const EPConfig& config, std::int64_t capacity_factor,
-                                             const char* who) {
-  const std::int64_t unit = config.max_tokens * config.topk;
-  const std::int64_t most = std::numeric_limits<std::int32_t>::max() / unit;
-  require(1 <= capacity_factor && capacity_factor <= most, who, ": capacity = ", capacity_factor,
-          ", expected 1..", most);
-  return unit * capacity_factor;
+  return make(world, config, {.dispatch = options, .fixed_rows = rows}, context_name, rows);
 }
 
 DispatchCombineContext DispatchCombineContext::make(const World& world, const EPConfig& config,
-                                                    const EPDispatchOptions& options,
-                                                    const char* who, std::span<const Setting> more,
-                                                    const std::function<std::int64_t()>& num_rows,
-                                                    std::int64_t slots) {
+                                                    const EPLayerOptions& layer, const char* who,
+                                                    std::optional<std::int64_t> given_rows) {
   std::int64_t rows = 0;
+  const EPDispatchOptions& options = layer.dispatch;
   agree_on_settings(world.transport(), who, [&] {
     config.check(who);
     options.check(config, who);
@@ -57,13 +114,13 @@ DispatchCombineContext DispatchCombineContext::make(const World& world, const EP
             world.topology().ranks_per_node, ", as the world has");
     require(config.rank == to_int(world.rank()), who, ": rank = ", config.rank, ", expected ",
             world.rank(), ", as in the world");
-    detail::check_dtypes_of_engine(world, config, who);
-    rows = num_rows();
-    require(1 <= rows && rows <= std::numeric_limits<std::int32_t>::max(), who, ": rows = ", rows,
-            ", expected 1..", std::numeric_limits<std::int32_t>::max());
-    std::vector<Setting> mine = detail::layer_settings(config, options);
-    mine.insert(mine.end(), more.begin(), more.end());
-    return mine;
+    check_dtypes(world, config, who);
+    if (!given_rows) check_options(layer, who);
+    rows = given_rows             ? *given_rows
+           : layer.fixed_rows > 0 ? layer.fixed_rows
+                                  : rows_of(config, layer.capacity_factor, who);
+    require(1 <= rows && rows <= max_rows, who, ": rows = ", rows, ", expected 1..", max_rows);
+    return detail::layer_settings(config, layer);
   });
   DispatchCombineContext context(world, config, options);
   Transport& transport = world.transport();
@@ -72,7 +129,9 @@ DispatchCombineContext DispatchCombineContext::make(const World& world, const EP
   memory.workspace_layout = expert_workspace_layout(config, options);
   memory.workspace = transport.allocate(memory.workspace_layout.total, "workspace" + memory.name);
   context.allocate_windows(rows);
-  context.allocate_slabs(slots);
+  const bool once = layer.enable_local_combine || options.rows == EPRows::compact;
+  if (layer.push_combine && config.is_intra_node())
+    context.allocate_slabs(slab_slots(config, once));
   memory.signals = transport.allocate_signals(
       with_fingerprints(num_layer_signals(config.world_size), config.world_size),
       "signals" + memory.name);
@@ -102,14 +161,10 @@ bool DispatchCombineContext::finalized() const noexcept {
 DispatchCombineContext::~DispatchCombineContext() {
   if (memory_ == nullptr) return;
   Transport& transport = world_.transport();
-  for (SymmetricBuffer& window : memory_->dispatch_windows) {
-    transport.defer_release(std::move(window.memory));
+  for (auto& pair : {std::span(memory_->dispatch_windows), std::span(memory_->combine_windows),
+                     std::span(memory_->receive_slabs)}) {
+    for (SymmetricBuffer& buffer : pair) transport.defer_release(std::move(buffer.memory));
   }
-  for (SymmetricBuffer& window : memory_->combine_windows) {
-    transport.defer_release(std::move(window.memory));
-  }
-  for (SymmetricBuffer& slab : memory_->receive_slabs)
-    transport.defer_release(std::move(slab.memory));
   for (SymmetricBuffer& window : memory_->retired)
     transport.defer_release(std::move(window.memory));
   transport.defer_release(std::move(memory_->workspace.memory));
@@ -139,9 +194,7 @@ void DispatchCombineContext::allocate_windows(std::int64_t rows) {
   memory.capacity_rows = rows;
 }
 
-/// On one node, where ranks push.
 void DispatchCombineContext::allocate_slabs(std::int64_t slots) {
-  if (slots == 0 || !config_.is_intra_node()) return;
   memory_->slab_slots = slots;
   const std::int64_t rows = config_.max_tokens * slots;
   for (SymmetricBuffer& slab : memory_->receive_slabs) {
@@ -205,50 +258,42 @@ TensorView DispatchCombineContext::combine_rows(std::uint32_t parity, std::int64
   return {memory_->combine_windows[parity].local, config_.token_dtype, {rows, config_.hidden}};
 }
 
-struct BarrierAllContext::State {
-  State(const World& of, bool intra_node)
-      : world(of),
-        is_intra_node(intra_node),
-        signals(of.transport().allocate_signals(of.topology().ranks_per_node, "barrier_all")) {}
-  State(const State&) = delete;
-  State& operator=(const State&) = delete;
-  ~State() { world.transport().defer_release(std::move(signals.memory)); }
-
-  World world;
-  bool is_intra_node;
-  SignalPad signals;
-  std::uint64_t epoch = 0;
-};
-
 BarrierAllContext::BarrierAllContext(const World& world, bool is_intra_node)
-    : state_(std::make_unique<State>(world, is_intra_node)) {}
+    : world_(world),
+      is_intra_node_(is_intra_node),
+      signals_(new SignalPad(world.transport().allocate_signals(world.topology().ranks_per_node,
+                                                                "barrier_all")),
+               [of = world](SignalPad* pad) {
+                 of.transport().defer_release(std::move(pad->memory));
+                 delete pad;
+               }) {}
+
 BarrierAllContext::BarrierAllContext(BarrierAllContext&&) noexcept = default;
 BarrierAllContext& BarrierAllContext::operator=(BarrierAllContext&&) noexcept = default;
 BarrierAllContext::~BarrierAllContext() = default;
 
 void BarrierAllContext::barrier_all(const char* operation) {
-  State& state = *state_;
-  if (state.signals.local == nullptr) throw TransportError(concat(operation, ": it was finalized"));
-  Transport& transport = state.world.transport();
-  if (!state.is_intra_node) {
+  if (signals_->local == nullptr) throw TransportError(concat(operation, ": it was finalized"));
+  Transport& transport = world_.transport();
+  if (!is_intra_node_) {
     transport.barrier(operation);
     return;
   }
-  ++state.epoch;
-  const std::int32_t count = state.world.topology().ranks_per_node;
-  const std::int32_t local = to_int(state.world.rank()) % count;
-  const std::int32_t first = to_int(state.world.rank()) - local;
+  ++epoch_;
+  const std::int32_t count = world_.topology().ranks_per_node;
+  const std::int32_t local = to_int(world_.rank()) % count;
+  const std::int32_t first = to_int(world_.rank()) - local;
   for (std::int32_t k = 1; k < count; ++k) {
-    transport.signal(Rank{first + (local + k) % count}, {&state.signals, local}, state.epoch);
+    transport.signal(Rank{first + (local + k) % count}, {signals_.get(), local}, epoch_);
   }
   for (std::int32_t k = 1; k < count; ++k) {
     const std::int32_t peer = (local + k) % count;
-    (void)transport.wait({&state.signals, peer}, state.epoch, Rank{first + peer}, operation);
+    (void)transport.wait({signals_.get(), peer}, epoch_, Rank{first + peer}, operation);
   }
 }
 
 void BarrierAllContext::finalize() {
-  if (state_->signals.local != nullptr) state_->world.transport().release(state_->signals);
+  if (signals_->local != nullptr) world_.transport().release(*signals_);
 }
 
 }  // namespace waybill

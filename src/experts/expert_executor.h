@@ -14,10 +14,10 @@ namespace waybill {
 
 class World;
 
-/// What a dispatch decided: the row of every topk slot, and all that follows from it. Dispatches by
-/// the same routing share it, and nothing changes it any more once the one that made it is done; so
-/// a layout gives the same whatever comes later. Tags of rows belong to it, as they say where a row
-/// comes from and not what it holds.
+/// The result of routing: the row of every topk slot, and all tables that follow from it.
+/// Dispatches by the same routing share it. Once the dispatch that made it is done, it never
+/// changes, so a layout gives the same results whatever comes later. Tags of rows belong to it,
+/// because they say where a row comes from, not its contents.
 class ExpertRouting {
  public:
   ExpertRouting() = default;
@@ -25,7 +25,7 @@ class ExpertRouting {
   ExpertRouting& operator=(const ExpertRouting&) = delete;
   virtual ~ExpertRouting() = default;
 
-  /// All tables but the weights. What the views hold is there when the dispatch is done on its
+  /// All tables but the weights. Their contents are complete when the dispatch is done on its
   /// stream.
   [[nodiscard]] virtual ExpertTableViews views() const = 0;
 
@@ -35,13 +35,13 @@ class ExpertRouting {
   /// The same if the host has them already; else empty. Waits for nothing.
   [[nodiscard]] virtual std::span<const std::int32_t> known_counts() const = 0;
 
-  /// Behind the caller's own work with the views on a stream: when the routing is gone, its memory
-  /// is used again after that. Calls of the layer need no such word. From any thread.
+  /// Tells the routing that the caller has queued work with the views on a stream. Its memory is
+  /// then reused only after that work. Calls of the layer need not do so. Any thread may call it.
   virtual void note_use(const Stream& /*stream*/) const {}
 };
 
-/// One dispatch: the routing that it made or was given, and what it carried itself. Belongs to the
-/// layer that made it; many may be alive.
+/// One dispatch: the routing that it made or was given, and the weights that it carried. It belongs
+/// to the layer that made it; many may be alive.
 class ExpertTables {
  public:
   ExpertTables() = default;
@@ -51,7 +51,7 @@ class ExpertTables {
 
   [[nodiscard]] virtual const ExpertRouting& routing() const = 0;
 
-  /// Of this dispatch's tokens, as ExpertTableViews says; not given without weights.
+  /// Weights of this dispatch's tokens, as ExpertTableViews says; not given without weights.
   [[nodiscard]] virtual ConstTensorView weights() const = 0;
 
   [[nodiscard]] ExpertTableViews views() const {
@@ -68,30 +68,14 @@ class ExpertTables {
 struct ExpertCall {
   const char* operation = "";  ///< in errors
   const ExpertMemory* memory = nullptr;
-  std::uint64_t epoch = 0;   ///< this call's; may be behind what a graph replays
-  std::uint32_t parity = 0;  ///< of this dispatch among dispatches, of this combine among combines
+  std::uint64_t epoch = 0;   ///< number of this call; replays of graphs may have come further
+  std::uint32_t parity = 0;  ///< this dispatch among dispatches, this combine among combines
   int num_sms = 0;
   const Stream* stream = nullptr;
-  CallFingerprint fingerprint = {};  ///< what this rank means by it; ranks compare theirs
+  CallFingerprint fingerprint = {};  ///< ranks compare theirs
   bool may_grow = false;  ///< windows may: the host has waited for the counts of its dispatches
-  std::int64_t max_per_expert = 0;  ///< of dispatches: see EPLayerOptions
-  bool sums_locally = false;  ///< of dispatches: weighted sums may be local, see EPCombineOptions
-};
-
-/// Ranks [first, first + count) wait for each other, without anything that moves.
-struct ExpertBarrier {
-  const SignalPad* signals = nullptr;
-  std::int64_t first_slot = 0;  ///< rank r of the world raises slot first_slot + r
-  std::int32_t first = 0;
-  std::int32_t count = 0;
-  std::uint64_t epoch = 0;  ///< of those with this first_slot; may be behind what a graph replays
-  Stream stream = {};
-};
-
-/// The parities of a layer's next dispatch and of its next combine.
-struct ExpertParities {
-  std::uint32_t dispatch = 0;
-  std::uint32_t combine = 0;
+  std::int64_t max_per_expert = 0;  ///< for dispatches, see EPLayerOptions
+  bool sums_locally = false;  ///< for dispatches: weighted sums may be local, see EPCombineOptions
 };
 
 /// Does the work of one layer on a world's kind of memory.
@@ -110,10 +94,11 @@ class ExpertExecutor {
   ExpertExecutor& operator=(const ExpertExecutor&) = delete;
   virtual ~ExpertExecutor() = default;
 
-  /// Before a call when those that have run may not be at these turns, as a graph holds an odd
-  /// number of dispatches or combines: runs an empty call if so. On several nodes it does nothing,
-  /// and the call reports the fault.
-  virtual void realign(const ExpertCall& /*call*/, ExpertParities /*next*/) {}
+  /// Runs an empty call if the calls that have run are not at these parities, as a graph holds an
+  /// odd number of dispatches or combines. On several nodes it does nothing, and the call reports
+  /// the fault.
+  virtual void realign(const ExpertCall& /*call*/, std::uint32_t /*next_dispatch*/,
+                       std::uint32_t /*next_combine*/) {}
 
   /// First half of a dispatch: enters the call with this rank's counts; when all have, places rows
   /// and fills the tables. GPU worlds queue it and return.
@@ -121,13 +106,13 @@ class ExpertExecutor {
   [[nodiscard]] virtual std::shared_ptr<ExpertTables> route(const ExpertCall& call,
                                                             const ExpertDispatchInput& input) = 0;
 
-  /// Without counting, by the routing of an earlier dispatch, which stays as it is: enters the
-  /// call, and takes the weights where there are any.
+  /// The same by the routing of an earlier dispatch, which stays as it is: enters the call, counts
+  /// nothing, and takes the weights if there are any.
   [[nodiscard]] virtual std::shared_ptr<ExpertTables> enter(const ExpertCall& call,
                                                             const ExpertDispatchInput& input,
                                                             const ExpertTables& earlier) = 0;
 
-  /// Second half, once for what route or enter gave: rows, tags, scales and weights into the
+  /// Second half, once per result of route or enter: rows, tags, scales and weights into the
   /// windows of parity `call.parity`. Rows past the capacity are not written; those that fit are
   /// right, all ranks note the overflow, and combine makes the sums of tokens with rows that did
   /// not fit NaN.
@@ -139,16 +124,20 @@ class ExpertExecutor {
   virtual void combine(const ExpertCall& call, const ExpertCombineInput& input,
                        const ExpertTables& tables) = 0;
 
-  /// On this rank alone, of rows that have arrived.
+  /// On this rank alone, for rows that have arrived.
   virtual void weigh_gradients(const ExpertGradientInput& input, const ExpertTables& tables,
                                const Stream& stream) = 0;
   virtual void copy_rows(const ConstTensorView& from, const TensorView& to,
                          const ExpertTables& tables, const Stream& stream) = 0;
 
-  /// GPU worlds queue it, behind what is on the stream, and return; where ranks do not have each
-  /// other's signals mapped (several nodes over NVSHMEM or NCCL) the host waits.
+  /// Lets the ranks of the node, or of the world, wait for each other. Rank r raises slot r of the
+  /// signals for the node, slot W + r for the world, to `epoch`, the number of such barriers;
+  /// replays of graphs may have come further. GPU worlds queue it on the stream and return; where
+  /// ranks do not have each other's signals mapped (several nodes over NVSHMEM or NCCL) the host
+  /// waits.
   /// @throws Timeout; Unsupported in a graph where the host would wait
-  virtual void barrier(const ExpertBarrier& call) = 0;
+  virtual void barrier(const SignalPad& signals, bool of_world, std::uint64_t epoch,
+                       const Stream& stream) = 0;
 
   /// The dispatch since the last call of this that needed the most rows, where the capacity was
   /// less. Waits for nothing.
@@ -163,14 +152,14 @@ class ExpertExecutorFactory {
   ExpertExecutorFactory& operator=(const ExpertExecutorFactory&) = delete;
   virtual ~ExpertExecutorFactory() = default;
 
-  /// @param memory stays where it is while the result lives; what it holds changes when the windows
+  /// @param memory stays where it is while the result lives; its contents change when the windows
   ///   grow
   [[nodiscard]] virtual std::unique_ptr<ExpertExecutor> make_expert_executor(
       const EPConfig& config, const EPDispatchOptions& options, const ExpertMemory& memory) = 0;
 };
 
-/// What does the work of one layer on this world: what its executor makes, else that of worlds in
-/// host memory. World and memory outlive the result.
+/// Makes the executor of one layer on this world: its own kind, if the world's executor is a
+/// factory, else that of host memory. World and memory outlive the result.
 [[nodiscard]] std::unique_ptr<ExpertExecutor> make_expert_executor(const World& world,
                                                                    const EPConfig& config,
                                                                    const EPDispatchOptions& options,

@@ -6,27 +6,31 @@
 
 #include "experts/row_tag.h"
 #include "runtime/executor.h"
-#include "transport/symmetric_memory.h"
+#include "transport/transport.h"
 #include "waybill/moe/ep_config.h"
 
 namespace waybill {
 
-/// Byte offsets in a dispatch window: what a rank receives, `capacity_rows` rows of it.
+/// Byte offsets in a dispatch window, in which a rank receives up to `capacity_rows` rows.
 struct ExpertWindowLayout {
-  std::int64_t rows = 0;    ///< [capacity_rows, row_bytes]
-  std::int64_t tags = 0;    ///< [capacity_rows] RowTag
-  std::int64_t scales = 0;  ///< [capacity_rows, num_scales] float32
-  std::int64_t weights =
-      0;                  ///< [capacity_rows], of compact rows [capacity_rows, topk], weight_dtype
+  std::int64_t rows = 0;     ///< [capacity_rows, row_bytes]
+  std::int64_t tags = 0;     ///< [capacity_rows] RowTag
+  std::int64_t scales = 0;   ///< [capacity_rows, num_scales] float32
+  std::int64_t weights = 0;  ///< [capacity_rows, weights_per_row] weight_dtype
   std::int64_t topk = 0;  ///< compact rows: [capacity_rows, topk] int32 local expert, -1: not here
   std::int64_t total = 0;
+
+  std::int64_t row_bytes = 0;
+  std::int64_t scale_bytes = 0;      ///< all scales of a row
+  std::int64_t weight_bytes = 0;     ///< one weight
+  std::int64_t weights_per_row = 1;  ///< topk for compact rows
 };
 [[nodiscard]] ExpertWindowLayout expert_window_layout(const EPConfig& config,
                                                       const EPDispatchOptions& options,
                                                       std::int64_t capacity_rows);
 
-/// Byte offsets in the workspace: what ranks tell each other, of fixed size. M = max_tokens, N
-/// nodes. What is kept by source node is written by the rank of the same local index there.
+/// Byte offsets in the workspace, through which ranks exchange data of fixed size. M = max_tokens,
+/// N nodes. An entry by source node is written by the rank with the same local index there.
 struct ExpertWorkspaceLayout {
   std::int64_t counts[2] = {};  ///< [W, num_counts] int32, by parity of the dispatch
   // Several nodes only:
@@ -41,22 +45,23 @@ struct ExpertWorkspaceLayout {
 [[nodiscard]] ExpertWorkspaceLayout expert_workspace_layout(const EPConfig& config,
                                                             const EPDispatchOptions& options);
 
-/// Rows that ranks may push for one token: one of each rank that it goes to, where that makes its
-/// rows one (`once`), else one of each topk slot.
+/// Rows that ranks may push for one token: one from each of its ranks if they sum its rows
+/// (`once`), else one for each topk slot.
 [[nodiscard]] constexpr std::int64_t slab_slots(const EPConfig& config, bool once) {
   return once && config.world_size < config.topk ? config.world_size : config.topk;
 }
 
-/// The place of one of them in the home's slab. @param topk_slot the first of the token on the rank
+/// The place of such a row in the slab of the token's rank.
+/// @param topk_slot the first of the token on the rank that pushes
 [[nodiscard]] constexpr std::int64_t slab_row(const EPConfig& config, bool once, std::int32_t rank,
                                               std::int64_t token, std::int64_t topk_slot) {
   const bool by_rank = once && config.world_size < config.topk;
   return token * slab_slots(config, once) + (by_rank ? rank : topk_slot);
 }
 
-/// Signals of a layer, W slots each; slot kind * W + r is raised by rank r to the number of the
-/// call. Behind them are num_executor_slots for the executor's own counters, and what ranks tell of
-/// their calls: with_fingerprints(num_layer_signals(W), W) in all.
+/// Signals of a layer, W slots each: rank r raises slot kind * W + r to the number of the call.
+/// After them come num_executor_slots counters of the executor and the fingerprints of calls:
+/// with_fingerprints(num_layer_signals(W), W) slots in all.
 enum class ExpertSignal : std::uint8_t {
   entered,    ///< this call has begun: counts are on the workspace, or expert outputs in the window
   forwarded,  ///< several nodes: tokens, ids and weights for this rank to forward have arrived
@@ -66,21 +71,20 @@ enum class ExpertSignal : std::uint8_t {
 };
 inline constexpr std::int64_t num_expert_signals = 5;
 
-/// Counters of a layer's signals ahead of what ranks tell of their calls (with_fingerprints).
+/// Signals before the fingerprints (with_fingerprints).
 [[nodiscard]] constexpr std::int64_t num_layer_signals(std::int32_t world_size) {
   return num_expert_signals * world_size + num_executor_slots;
 }
 
 /// The symmetric memory of a layer. Windows alternate; the workspace and the signals stay.
 struct ExpertMemory {
-  std::string name;                ///< " of layer 3": no other object's memory is taken for this
+  std::string name;  ///< " of layer 3": distinguishes the memory of this layer from all other
   std::int64_t capacity_rows = 0;  ///< rows of each window
   ExpertWindowLayout window;
   ExpertWorkspaceLayout workspace_layout;
   SymmetricBuffer dispatch_windows[2];  ///< by parity of the dispatch
   SymmetricBuffer combine_windows[2];   ///< by parity of the combine: [capacity_rows, hidden]
-  /// Rows of a token in a receive slab; 0: there are none, and combine pulls.
-  std::int64_t slab_slots = 0;
+  std::int64_t slab_slots = 0;       ///< rows of a token in a receive slab; 0: no slabs, pull only
   SymmetricBuffer receive_slabs[2];  ///< by parity of the combine: [M, slab_slots, hidden]
   SymmetricBuffer workspace;
   SignalPad signals;

@@ -1,6 +1,14 @@
 #pragma once
 
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <vector>
+
 #include "json/text.h"
+#include "waybill/core/index_array.h"
+#include "waybill/routing/compute_metadata.h"
+#include "waybill/routing/metadata.h"
 #include "waybill/routing/qkv_plan.h"
 
 namespace waybill::detail {

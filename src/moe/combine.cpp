@@ -1,15 +1,11 @@
 #include <algorithm>
 
-#include "core/to_size.h"
 #include "input_checks.h"
 #include "moe/row_accumulator.h"
 #include "waybill/core/error.h"
 #include "waybill/moe/simulate.h"
 
 namespace waybill {
-
-using detail::to_size;
-
 namespace {
 
 constexpr const char* in_combine = "simulate_expert_combine";
@@ -28,7 +24,7 @@ void check_arguments(const ExpertDispatch& dispatch,
   const EPConfig& config = dispatch.config;
   const auto check_list = [&](std::span<const ConstTensorView> list, const char* name,
                               const std::vector<std::int32_t>& rows) {
-    require(list.size() == to_size(config.world_size), in_combine, ": ", name, " has ", list.size(),
+    require(std::ssize(list) == config.world_size, in_combine, ": ", name, " has ", list.size(),
             " entries, expected one for each of ", config.world_size, " ranks");
     for (std::size_t r = 0; r < list.size(); ++r) {
       detail::check_matrix(list[r], rows[r], config.hidden, config.token_dtype, in_combine, name,
@@ -58,7 +54,7 @@ class Combiner {
         total_(config_.hidden, config_.token_dtype),
         share_(config_.hidden, config_.token_dtype) {}
 
-  void sum_token(std::size_t src, std::int64_t token,
+  void sum_token(std::int32_t src, std::int64_t token,
                  std::span<const std::span<const ConstTensorView>> biases, std::byte* out) {
     total_.reset();
     for (const auto& bias : biases) total_.add(row_of(bias[src], token));
@@ -86,11 +82,11 @@ class Combiner {
 
   /// The token's rows, those of a group together: groups in the order in which they are summed,
   /// topk slots ascending in each.
-  void collect(std::size_t src, std::int64_t token) {
+  void collect(std::int32_t src, std::int64_t token) {
     rows_.clear();
     std::int32_t num_ranks = 0;
     for (std::int64_t k = 0; k < config_.topk; ++k) {
-      const std::size_t entry = token * config_.topk + k;
+      const std::int64_t entry = token * config_.topk + k;
       const std::int32_t rank = config_.rank_of_expert(dispatch_.ids[src][entry]);
       if (rank == config_.world_size) continue;
       const bool seen = std::find(ranks_, ranks_ + num_ranks, rank) != ranks_ + num_ranks;
@@ -100,8 +96,8 @@ class Combiner {
       TokenRow row{by_node_ ? rank / config_.local_world_size : static_cast<std::int32_t>(order),
                    row_of(outputs_[rank], dispatch_.dst_row[src][entry])};
       if (weighted_) {
-        row.weight = weight_at(dispatch_.source_weights[src].bytes().data(),
-                               static_cast<std::int64_t>(entry), config_.weight_dtype);
+        row.weight =
+            weight_at(dispatch_.source_weights[src].bytes().data(), entry, config_.weight_dtype);
       }
       rows_.push_back(row);
     }
@@ -142,7 +138,7 @@ std::vector<HostTensor> simulate_expert_combine(
   const std::int64_t row_bytes = config.hidden * dtype_bytes(config.token_dtype);
   Combiner combiner(dispatch, expert_outputs, options);
   std::vector<HostTensor> results;
-  for (std::size_t src = 0; src < to_size(config.world_size); ++src) {
+  for (std::int32_t src = 0; src < config.world_size; ++src) {
     const std::int64_t tokens = dispatch.rows.num_input_tokens[src];
     HostTensor& result = results.emplace_back(config.token_dtype, Shape{tokens, config.hidden});
     for (std::int64_t token = 0; token < tokens; ++token) {

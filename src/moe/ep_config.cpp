@@ -3,16 +3,17 @@
 #include <limits>
 
 #include "core/number.h"
+#include "moe/option_names.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
 namespace {
 
 constexpr std::int64_t growth_rows = 1024;
-constexpr std::int64_t max_of_32_bits = std::numeric_limits<std::int32_t>::max();
+constexpr std::int64_t max_int32 = std::numeric_limits<std::int32_t>::max();
 
 /// Repeated experts are allowed, so all topk slots of all ranks may meet on one rank.
-std::int64_t most_grouped_rows(const EPConfig& config, const EPDispatchOptions& options) {
+std::int64_t max_grouped_rows(const EPConfig& config, const EPDispatchOptions& options) {
   return config.world_size * config.max_tokens * config.topk +
          config.num_experts_per_rank() * (options.expert_alignment - 1);
 }
@@ -25,8 +26,8 @@ void EPConfig::check(const char* who) const {
     require(first <= value && value <= last, who, ": ", field, " = ", value, ", expected ", first,
             "..", last);
   };
-  check_range("max_tokens", max_tokens, 1, max_of_32_bits);
-  check_range("hidden", hidden, 1, max_of_32_bits);
+  check_range("max_tokens", max_tokens, 1, max_int32);
+  check_range("hidden", hidden, 1, max_int32);
   check_range("topk", topk, 1, max_topk);
   check_range("world_size", world_size, 1, max_world_size);
   check_range("rank", rank, 0, world_size - 1);
@@ -45,24 +46,24 @@ void EPDispatchOptions::check(const EPConfig& config, const char* who) const {
   require(!dropped_id || *dropped_id == -1 || *dropped_id == config.num_experts, who,
           ": dropped_id = ", dropped_id.value_or(0),
           ", expected -1 or num_experts = ", config.num_experts);
-  require(1 <= expert_alignment && expert_alignment <= max_of_32_bits, who,
-          ": expert_alignment = ", expert_alignment, ", expected 1..", max_of_32_bits);
+  require(1 <= expert_alignment && expert_alignment <= max_int32, who,
+          ": expert_alignment = ", expert_alignment, ", expected 1..", max_int32);
   require(payload == EPPayload::plain || config.hidden % scale_group == 0, who,
           ": hidden = ", config.hidden, ", expected a multiple of ", scale_group,
           " for a payload with scales");
   require(payload != EPPayload::quantized || config.token_dtype != DType::float64, who,
           ": token_dtype = float64, expected bfloat16, float16 or float32 for a quantized payload");
   // Compact rows have places in the grouped order, too.
-  const std::int64_t grouped = most_grouped_rows(config, *this);
-  require(grouped <= max_of_32_bits, who, ": a rank could ",
+  const std::int64_t grouped = max_grouped_rows(config, *this);
+  require(grouped <= max_int32, who, ": a rank could ",
           rows == EPRows::grouped ? "receive " : "have compact rows for ", grouped,
-          rows == EPRows::grouped ? " rows" : " topk slots", ", expected at most ", max_of_32_bits,
+          rows == EPRows::grouped ? " rows" : " topk slots", ", expected at most ", max_int32,
           ": max_tokens, topk or expert_alignment are too large");
 }
 
 std::int64_t most_recv_rows(const EPConfig& config, const EPDispatchOptions& options) {
   if (options.rows == EPRows::compact) return config.world_size * config.max_tokens;
-  return most_grouped_rows(config, options);
+  return max_grouped_rows(config, options);
 }
 
 std::int64_t grown_output_rows(std::int64_t rows, std::int64_t largest) {

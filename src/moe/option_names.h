@@ -2,6 +2,8 @@
 
 #include <array>
 #include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -10,7 +12,7 @@
 
 namespace waybill::detail {
 
-// What the options of a dispatch are called in Python and where ranks compare them.
+// Names of the options of a dispatch, in Python and in errors.
 inline constexpr std::array<std::string_view, 2> row_names{"grouped", "compact"};
 inline constexpr std::array<std::string_view, 3> payload_names{"plain", "quantized", "scaled"};
 

@@ -4,17 +4,18 @@
 #include <cstring>
 
 #include "core/number.h"
-#include "core/to_size.h"
 #include "waybill/core/error.h"
 #include "waybill/moe/ep_config.h"
 
 namespace waybill {
-
-using detail::to_size;
-
 namespace {
 
-bool can_quantize(DType dtype) { return detail::is_summed(dtype) && dtype != DType::float64; }
+void check_sizes(const char* who, DType dtype, std::size_t elements, std::size_t scales) {
+  require(detail::is_summed(dtype) && dtype != DType::float64, who, ": dtype = ", dtype,
+          ", expected float32, float16 or bfloat16");
+  require(elements == scales * scale_group, who, ": ", elements, " elements for ", scales,
+          " scales, expected ", scale_group, " for each");
+}
 
 float element_at(const void* row, std::size_t idx, DType dtype) {
   float element = 0;
@@ -27,7 +28,7 @@ float element_at(const void* row, std::size_t idx, DType dtype) {
 
 float largest_of(const void* row, std::size_t first, DType dtype) {
   float largest = 0;
-  for (std::size_t i = 0; i < to_size(scale_group); ++i) {
+  for (std::int64_t i = 0; i < scale_group; ++i) {
     const float size = std::fabs(element_at(row, first + i, dtype));
     if (!(size <= largest)) largest = size;  // also when it is NaN
     if (std::isnan(largest)) break;
@@ -39,10 +40,7 @@ float largest_of(const void* row, std::size_t first, DType dtype) {
 
 void quantize_row(const void* row, DType dtype, std::span<std::uint8_t> elements,
                   std::span<float> scales) {
-  require(can_quantize(dtype), "quantize_row: dtype = ", dtype,
-          ", expected float32, float16 or bfloat16");
-  require(elements.size() == scales.size() * scale_group, "quantize_row: ", elements.size(),
-          " elements for ", scales.size(), " scales, expected ", scale_group, " for each");
+  check_sizes("quantize_row", dtype, elements.size(), scales.size());
   for (std::size_t g = 0; g < scales.size(); ++g) {
     const std::size_t first = g * scale_group;
     const float scale = largest_of(row, first, dtype) * (1.0F / 448.0F);
@@ -56,10 +54,7 @@ void quantize_row(const void* row, DType dtype, std::span<std::uint8_t> elements
 
 void dequantize_row(std::span<const std::uint8_t> elements, std::span<const float> scales,
                     void* row, DType dtype) {
-  require(can_quantize(dtype), "dequantize_row: dtype = ", dtype,
-          ", expected float32, float16 or bfloat16");
-  require(elements.size() == scales.size() * scale_group, "dequantize_row: ", elements.size(),
-          " elements for ", scales.size(), " scales, expected ", scale_group, " for each");
+  check_sizes("dequantize_row", dtype, elements.size(), scales.size());
   for (std::size_t i = 0; i < elements.size(); ++i) {
     const float value = float8_e4m3fn_to_float(elements[i]) * scales[i / scale_group];
     detail::for_number(dtype, [&]<class Number>(Number) {

@@ -8,7 +8,6 @@
 #include "waybill/core/error.h"
 
 namespace waybill {
-
 namespace {
 
 /// Calls visit(i, element as float32; as float64 where that is the dtype) for each element of a
@@ -19,6 +18,17 @@ void visit_row(const std::byte* row, DType dtype, std::size_t count, Visit&& vis
     const auto* const elements = reinterpret_cast<const typename Number::Stored*>(row);
     for (std::size_t i = 0; i < count; ++i) visit(i, Number::load(elements[i]));
   });
+}
+
+/// Adds term(element as the type of the sums) for each element of a row.
+template <class Sums, class Term>
+void add_terms(const std::byte* row, DType dtype, Sums& all, Term&& term) {
+  std::visit(
+      [&]<class Sum>(std::vector<Sum>& sums) {
+        visit_row(row, dtype, sums.size(),
+                  [&](std::size_t i, auto value) { sums[i] += term(static_cast<Sum>(value)); });
+      },
+      all);
 }
 
 }  // namespace
@@ -38,22 +48,12 @@ void RowAccumulator::reset() {
 }
 
 void RowAccumulator::add(const std::byte* row) {
-  std::visit(
-      [&]<class Sum>(std::vector<Sum>& sums) {
-        visit_row(row, dtype_, sums.size(),
-                  [&](std::size_t i, auto value) { sums[i] += static_cast<Sum>(value); });
-      },
-      sums_);
+  add_terms(row, dtype_, sums_, [](auto value) { return value; });
 }
 
 void RowAccumulator::add_weighted(const std::byte* row, double weight) {
-  std::visit(
-      [&]<class Sum>(std::vector<Sum>& sums) {
-        const auto factor = static_cast<Sum>(weight);
-        visit_row(row, dtype_, sums.size(),
-                  [&](std::size_t i, auto value) { sums[i] += static_cast<Sum>(value) * factor; });
-      },
-      sums_);
+  add_terms(row, dtype_, sums_,
+            [weight](auto value) { return value * static_cast<decltype(value)>(weight); });
 }
 
 void RowAccumulator::add_rounded(const RowAccumulator& other) {

@@ -9,8 +9,8 @@
 
 namespace waybill {
 
-/// Sums rows as combine does, in float32, those of float64 in float64: from +0, every product and
-/// every sum rounded, nothing fused. One object a thread.
+/// Sums rows as combine does, in float32, or in float64 for float64 rows: from +0, every product
+/// and every sum rounded, nothing fused. One object per thread.
 class RowAccumulator {
  public:
   /// @param dtype float32, float16, bfloat16 or float64: of the rows and of what is written

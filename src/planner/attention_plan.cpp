@@ -1,15 +1,33 @@
 #include "waybill/planner/attention_plan.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <numeric>
 #include <ostream>
 #include <sstream>
 
 #include "planner/node_routes.h"
 #include "waybill/core/error.h"
+#include "waybill/planner/relay.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
+namespace {
+
+constexpr std::string_view names[] = {"direct", "once_per_node", "relay"};
+
+}  // namespace
+
+std::string_view to_string(TransferMode transfer) { return names[static_cast<int>(transfer)]; }
+
+std::optional<TransferMode> transfer_from_name(std::string_view name) {
+  for (const TransferMode transfer :
+       {TransferMode::direct, TransferMode::once_per_node, TransferMode::relay}) {
+    if (name == to_string(transfer)) return transfer;
+  }
+  return std::nullopt;
+}
+
 namespace {
 
 double mean_of(const std::vector<std::int64_t>& values) {
@@ -51,13 +69,7 @@ std::vector<LinkBytes> AttentionPlan::links_of(TransferMode transfer) const {
   if (!full_nodes || topology.num_nodes() < 2) return links;
   const QkvRouting routing = compute_qkv_routing(plan);
   auto sums = route_over_nodes(routing.fwd_kv, topology, options.model.kv_row_bytes()).links;
-  const auto q = direct_links(routing.fwd_q, topology, options.model.q_row_bytes());
-  for (std::size_t r = 0; r < sums.size(); ++r) {
-    sums[r].nvlink_in += q[r].nvlink_in;
-    sums[r].nvlink_out += q[r].nvlink_out;
-    sums[r].network_in += q[r].network_in;
-    sums[r].network_out += q[r].network_out;
-  }
+  detail::add_links(sums, direct_links(routing.fwd_q, topology, options.model.q_row_bytes()));
   return sums;
 }
 

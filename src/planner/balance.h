@@ -1,15 +1,85 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <span>
 #include <vector>
 
-#include "capacity.h"
 #include "home_layout.h"
-#include "receiver_pool.h"
 #include "slab.h"
 #include "waybill/planner/planner_options.h"
+#include "waybill/routing/qkv_plan.h"
 
 namespace waybill::detail {
+
+/// Counts the rows of Q and KV in the buffers of each rank while queries move, never too low.
+/// Without a limit it does nothing.
+class Capacity {
+ public:
+  void reset(const HomeLayout& home, const SlabCosts& costs, std::int64_t limit);
+
+  [[nodiscard]] bool limited() const { return limit_ > 0; }
+  [[nodiscard]] bool exceeded(std::int32_t rank) const;
+  [[nodiscard]] std::int64_t needed(std::int32_t rank) const;
+  [[nodiscard]] std::int64_t limit() const { return limit_; }
+
+  /// The part of `slab`, from its end, for which `rank` has room; empty where there is none.
+  [[nodiscard]] Slab fitting(std::int32_t rank, std::int32_t doc, Slab slab) const;
+
+  /// Rows of KV for which some rank has room.
+  [[nodiscard]] std::int64_t max_kv_room() const;
+
+  void give(std::int32_t rank, std::int32_t doc, Slab slab);
+  void take(std::int32_t rank, Slab slab);  ///< queries leave; KV is counted on
+  void take_piece(std::int32_t piece);      ///< a whole piece leaves its home, and its KV
+
+ private:
+  [[nodiscard]] Slab keys_of(Slab slab) const;
+  [[nodiscard]] std::int64_t new_kv_rows(std::int32_t rank, std::int32_t doc, Slab slab) const;
+
+  const HomeLayout* home_ = nullptr;
+  const SlabCosts* costs_ = nullptr;
+  std::int64_t limit_ = 0;
+  std::vector<std::int64_t> q_rows_;    ///< [W]
+  std::vector<std::int64_t> kv_rows_;   ///< [W]
+  std::vector<Slab> held_;              ///< [W] KV rows of the document that came last
+  std::vector<std::int32_t> held_doc_;  ///< [W] that document, or -1
+};
+
+/// Ranks by how much work they can still take, in buckets: all operations take constant time, and
+/// what they return depends only on the order of the calls.
+class ReceiverPool {
+ public:
+  /// Empties the pool; room is at most `max_room`.
+  void reset(std::int32_t world_size, std::int64_t max_room);
+
+  /// Adds a rank that is not in it, or changes its room.
+  void put(std::int32_t rank, std::int64_t room);
+  void remove(std::int32_t rank);
+  [[nodiscard]] bool contains(std::int32_t rank) const { return bucket_[rank] >= 0; }
+
+  /// The rank with the most room, or -1.
+  [[nodiscard]] std::int32_t roomiest() const;
+  /// The rank with the least room of at least `room`, else the one with the most, or -1.
+  [[nodiscard]] std::int32_t smallest_fit(std::int64_t room) const;
+  /// The next rank in the pool with about as much room or more; -1: none.
+  [[nodiscard]] std::int32_t roomier(std::int32_t rank) const;
+
+ private:
+  static constexpr std::int32_t num_buckets = 1024;
+
+  [[nodiscard]] std::int32_t bucket_of(std::int64_t room) const;
+  [[nodiscard]] std::int32_t bucket_at_least(std::int32_t bucket) const;  // or -1
+  [[nodiscard]] std::int32_t bucket_at_most(std::int32_t bucket) const;   // or -1
+
+  std::array<std::uint64_t, num_buckets / 64> used_{};
+  std::array<std::int32_t, num_buckets> first_{};
+  std::array<std::int32_t, num_buckets> last_{};
+  std::vector<std::int32_t> bucket_;  // [W] or -1
+  std::vector<std::int32_t> next_;    // [W]
+  std::vector<std::int32_t> prev_;    // [W]
+  double scale_ = 0;
+};
 
 /// Queries of a home piece, positions in the document, that another rank attends to.
 struct Move {
@@ -22,13 +92,13 @@ struct Move {
 struct Region {
   Slab slab;
   std::int32_t piece = 0;
-  std::int32_t before = -1;  ///< who attends to the piece's query before the slab; -1: none there
-  std::int32_t after = -1;   ///< to the one behind it
+  std::int32_t before = -1;  ///< rank of the piece's query before the slab; -1: none there
+  std::int32_t after = -1;   ///< rank of the query after it
 };
 
 /// The regions of one document, handed out from both ends.
 struct SlabBid {
-  std::int64_t end = 0;   ///< of the last region
+  std::int64_t end = 0;   ///< end of the last region
   std::int64_t work = 0;  ///< left
   std::int32_t doc = 0;
   std::int32_t first = 0;  ///< regions [first, last) are left
@@ -80,13 +150,11 @@ class Balancer {
   [[nodiscard]] std::int32_t rank_for_rest(const SlabBid& bid) const;
   bool give_end(SlabBid& bid, std::int32_t rank);
   void give(SlabBid& bid, std::int32_t region, Slab slab, std::int32_t rank, bool first);
-  [[nodiscard]] std::int64_t room(std::int32_t rank) const {
-    return limit_ - load_[static_cast<std::size_t>(rank)];
-  }
+  [[nodiscard]] std::int64_t room(std::int32_t rank) const { return limit_ - load_[rank]; }
   void move_load(Region& region, Slab slab, std::int32_t rank);
   [[nodiscard]] double bytes_in_after(const SlabBid& bid, std::int32_t rank) const;
   [[nodiscard]] std::int64_t work_of(std::int32_t piece) const {
-    return costs_.work(slab_of(home_->pieces[static_cast<std::size_t>(piece)]));
+    return costs_.work(slab_of(home_->pieces[piece]));
   }
 
   const HomeLayout* home_ = nullptr;
@@ -96,8 +164,8 @@ class Balancer {
   std::int32_t ranks_per_node_ = 0;
   double mean_ = 0;
   std::int64_t limit_ = 0;             ///< work that no rank shall exceed
-  std::int64_t crumb_ = 0;             ///< work that is not worth a move of its own
-  double slab_work_ = 0;               ///< what a rank with room takes, typically
+  std::int64_t negligible_ = 0;        ///< work that is not worth a move of its own
+  double slab_work_ = 0;               ///< typical work that a rank with room takes
   double mean_bytes_in_ = 0;           ///< expected
   std::vector<std::int64_t> load_;     ///< [W]
   std::vector<double> bytes_in_;       ///< [W] about
@@ -109,5 +177,10 @@ class Balancer {
   std::vector<std::int32_t> aside_;  ///< ranks that lack capacity for the bid at hand
   std::vector<Move> moves_;
 };
+
+/// Turns moves, ordered by piece and position, into shards. Neighbours with the same destination
+/// are one shard. With a window, keys are cut where the queries that travel begin to need them.
+void write_plan(const HomeLayout& home, std::span<const Move> moves, const PlannerOptions& options,
+                QkvPlan& plan);
 
 }  // namespace waybill::detail

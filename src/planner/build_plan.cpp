@@ -1,13 +1,15 @@
-#include "build_plan.h"
-
 #include <algorithm>
 #include <limits>
 #include <numeric>
+#include <utility>
 
+#include "balance.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
 namespace {
+
+using Cut = std::pair<std::int32_t, std::int64_t>;  ///< document, position
 
 // Calls run(piece, slab, dst) for the longest runs of queries of a piece with one destination.
 template <class Run>
@@ -31,27 +33,70 @@ void for_each_run(const HomeLayout& home, std::span<const Move> moves, Run&& run
   }
 }
 
-}  // namespace
-
-void PlanWriter::find_cuts(const HomeLayout& home, std::span<const Move> moves,
+/// With a window: where the keys of queries that travel begin, by document and position.
+std::vector<Cut> find_cuts(const HomeLayout& home, std::span<const Move> moves,
                            const PlannerOptions& options) {
-  cuts_.clear();
-  if (!options.mask.has_window()) return;
+  std::vector<Cut> cuts;
+  if (!options.mask.has_window()) return cuts;
   for_each_run(home, moves, [&](const HomePiece& piece, Slab slab, std::int32_t dst) {
     const std::int64_t key = options.mask.first_key(slab.begin);
     const std::int64_t cut = key / options.block_tokens * options.block_tokens;
-    if (cut > 0 && (dst != piece.rank || cut < piece.begin))
-      cuts_.push_back({.position = cut, .doc = piece.doc});
+    if (cut > 0 && (dst != piece.rank || cut < piece.begin)) cuts.emplace_back(piece.doc, cut);
   });
-  // Documents come in order already; positions of one document nearly so.
-  std::sort(cuts_.begin(), cuts_.end(), [](const Cut& a, const Cut& b) {
-    return a.doc != b.doc ? a.doc < b.doc : a.position < b.position;
-  });
+  std::sort(cuts.begin(), cuts.end());
+  return cuts;
 }
 
-void PlanWriter::write(const HomeLayout& home, std::span<const Move> moves,
-                       const PlannerOptions& options, QkvPlan& plan) {
-  find_cuts(home, moves, options);
+// Shards are numbered by document so far, where ranks hold the pieces in another order.
+void number_by_rank(const HomeLayout& home, QkvPlan& plan) {
+  std::vector<std::int64_t> piece_shards{0};
+  std::int64_t shard = 0;
+  for (const HomePiece& piece : home.pieces) {
+    for (std::int64_t rows = piece.end - piece.begin; rows > 0; ++shard)
+      rows -= plan.shard_len[shard];
+    piece_shards.push_back(shard);
+  }
+  const auto old_len = plan.shard_len;
+  const auto old_dst = plan.q_dst;
+  const auto old_begin = plan.kv_begin;
+  plan.rank_shard_offsets.assign(1, 0);
+  std::int32_t number = 0;
+  for (std::int32_t rank = 0; rank < home.world_size; ++rank) {
+    for (const std::int32_t piece : home.pieces_of(rank)) {
+      for (std::int64_t n = piece_shards[piece]; n < piece_shards[piece + 1]; ++n, ++number) {
+        plan.shard_len[number] = old_len[n];
+        plan.q_dst[number] = old_dst[n];
+        if (!old_begin.empty()) plan.kv_begin[number] = old_begin[n];
+        plan.doc_shards[n] = number;
+      }
+    }
+    plan.rank_shard_offsets.push_back(number);
+  }
+}
+
+void write_kv_begin(const AttentionMask& mask, QkvPlan& plan) {
+  plan.kv_begin.resize(plan.shard_len.size());
+  std::vector<std::int64_t> ends;
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+    const std::int64_t first = plan.doc_shard_offsets[d];
+    ends.clear();
+    std::int32_t begin = 0;
+    std::int64_t position = 0;
+    for (std::int64_t n = first; n < plan.doc_shard_offsets[d + 1]; ++n) {
+      const std::int64_t key = mask.first_key(position);
+      position += plan.shard_len[n];
+      ends.push_back(position);
+      while (ends[begin] <= key) ++begin;
+      plan.kv_begin[n] = begin;
+    }
+  }
+}
+
+}  // namespace
+
+void write_plan(const HomeLayout& home, std::span<const Move> moves, const PlannerOptions& options,
+                QkvPlan& plan) {
+  const std::vector<Cut> cuts = find_cuts(home, moves, options);
   plan.world_size = options.world_size;
   plan.kv_layout = options.kv_layout;
   plan.mask = options.mask.kind;
@@ -62,18 +107,16 @@ void PlanWriter::write(const HomeLayout& home, std::span<const Move> moves,
   plan.kv_begin.clear();
   std::int32_t rank = 0;
   std::int32_t doc = 0;
-  auto cut = cuts_.begin();
+  auto cut = cuts.begin();
   for_each_run(home, moves, [&](const HomePiece& piece, Slab slab, std::int32_t dst) {
     for (; doc < piece.doc; ++doc) plan.doc_shard_offsets.push_back(plan.num_shards());
     for (; rank < piece.rank; ++rank) plan.rank_shard_offsets.push_back(plan.num_shards());
-    while (cut != cuts_.end() &&
-           (cut->doc < piece.doc || (cut->doc == piece.doc && cut->position <= slab.begin)))
-      ++cut;
-    for (; cut != cuts_.end() && cut->doc == piece.doc && cut->position < slab.end; ++cut) {
-      if (cut->position == slab.begin) continue;
-      plan.shard_len.push_back(cut->position - slab.begin);
+    while (cut != cuts.end() && *cut <= Cut(piece.doc, slab.begin)) ++cut;
+    for (; cut != cuts.end() && *cut < Cut(piece.doc, slab.end); ++cut) {
+      if (cut->second == slab.begin) continue;
+      plan.shard_len.push_back(cut->second - slab.begin);
       plan.q_dst.push_back(dst);
-      slab.begin = cut->position;
+      slab.begin = cut->second;
     }
     plan.shard_len.push_back(slab.end - slab.begin);
     plan.q_dst.push_back(dst);
@@ -86,50 +129,6 @@ void PlanWriter::write(const HomeLayout& home, std::span<const Move> moves,
   std::iota(plan.doc_shards.begin(), plan.doc_shards.end(), 0);
   if (options.mask.has_window()) write_kv_begin(options.mask, plan);
   if (!std::is_sorted(home.by_rank.begin(), home.by_rank.end())) number_by_rank(home, plan);
-}
-
-// Shards are numbered by document so far, where ranks hold the pieces in another order.
-void PlanWriter::number_by_rank(const HomeLayout& home, QkvPlan& plan) {
-  piece_shards_.assign(1, 0);
-  std::int64_t shard = 0;
-  for (const HomePiece& piece : home.pieces) {
-    for (std::int64_t rows = piece.end - piece.begin; rows > 0; ++shard)
-      rows -= plan.shard_len[shard];
-    piece_shards_.push_back(shard);
-  }
-  const auto old_len = plan.shard_len;
-  const auto old_dst = plan.q_dst;
-  const auto old_begin = plan.kv_begin;
-  plan.rank_shard_offsets.assign(1, 0);
-  std::int32_t number = 0;
-  for (std::int32_t rank = 0; rank < home.world_size; ++rank) {
-    for (const std::int32_t piece : home.pieces_of(rank)) {
-      for (std::int64_t n = piece_shards_[piece]; n < piece_shards_[piece + 1]; ++n, ++number) {
-        plan.shard_len[number] = old_len[n];
-        plan.q_dst[number] = old_dst[n];
-        if (!old_begin.empty()) plan.kv_begin[number] = old_begin[n];
-        plan.doc_shards[n] = number;
-      }
-    }
-    plan.rank_shard_offsets.push_back(number);
-  }
-}
-
-void PlanWriter::write_kv_begin(const AttentionMask& mask, QkvPlan& plan) {
-  plan.kv_begin.resize(plan.shard_len.size());
-  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    const std::int64_t first = plan.doc_shard_offsets[d];
-    ends_.clear();
-    std::int32_t begin = 0;
-    std::int64_t position = 0;
-    for (std::int64_t n = first; n < plan.doc_shard_offsets[d + 1]; ++n) {
-      const std::int64_t key = mask.first_key(position);
-      position += plan.shard_len[n];
-      ends_.push_back(position);
-      while (ends_[begin] <= key) ++begin;
-      plan.kv_begin[n] = begin;
-    }
-  }
 }
 
 }  // namespace waybill::detail

@@ -8,17 +8,6 @@
 
 namespace waybill::detail {
 
-void FigureCounter::add_link(std::vector<LinkBytes>& links, std::int32_t src, std::int32_t dst,
-                             std::int64_t num_bytes) const {
-  if (nodes[src] == nodes[dst]) {
-    links[src].nvlink_out += num_bytes;
-    links[dst].nvlink_in += num_bytes;
-  } else {
-    links[src].network_out += num_bytes;
-    links[dst].network_in += num_bytes;
-  }
-}
-
 // KV rows of shards [first, last) go to `dst`. Of the runs between the ends it is only noted that
 // they are sent whole, so that this takes no time for each of them.
 void FigureCounter::add_rows(std::int32_t first, std::int32_t last, std::int32_t dst,
@@ -31,10 +20,10 @@ void FigureCounter::add_rows(std::int32_t first, std::int32_t last, std::int32_t
   plan.kv_tokens[dst] += rows(first, last);
   const auto doc_runs = std::span(runs).subspan(doc.first_run, doc.last_run - doc.first_run);
   const auto index = [&](auto it) { return static_cast<std::int32_t>(it - doc_runs.begin()); };
-  std::int32_t begin = index(std::ranges::upper_bound(doc_runs, first, {}, &HomeRun::last));
-  std::int32_t end = index(std::ranges::lower_bound(doc_runs, last, {}, &HomeRun::first));
+  std::int32_t begin = index(std::ranges::upper_bound(doc_runs, first, {}, &RankRange::last));
+  std::int32_t end = index(std::ranges::lower_bound(doc_runs, last, {}, &RankRange::first));
   const auto send_part = [&](std::int32_t i) {
-    const HomeRun& run = doc_runs[i];
+    const RankRange& run = doc_runs[i];
     if (run.rank == dst) return;
     add_link(plan.links, run.rank, dst,
              rows(std::max(run.first, first), std::min(run.last, last)) * row_bytes);
@@ -50,7 +39,7 @@ void FigureCounter::add_rows(std::int32_t first, std::int32_t last, std::int32_t
   const std::int32_t node_size = plan.options.hardware.ranks_per_node;
   const std::int64_t node_begin = std::int64_t{nodes[dst]} * node_size;
   const auto place = [&](std::int64_t rank) {
-    const auto rank_of = [](const HomeRun& run) { return std::int64_t{run.rank}; };
+    const auto rank_of = [](const RankRange& run) { return std::int64_t{run.rank}; };
     return std::clamp(index(std::ranges::lower_bound(doc_runs, rank, {}, rank_of)), begin, end);
   };
   const std::int32_t near = place(node_begin);
@@ -71,7 +60,7 @@ void FigureCounter::add_rows(std::int32_t first, std::int32_t last, std::int32_t
   send_whole(sent_far_, near_end, end, in.network_in);
 }
 
-// What add_rows noted.
+// Adds the bytes that add_rows noted.
 void FigureCounter::send_whole_runs(const KvDocument& doc, AttentionPlan& plan) const {
   const std::int64_t row_bytes = plan.options.model.kv_row_bytes();
   const std::int32_t doc_first = runs[doc.first_run].first;
@@ -80,7 +69,7 @@ void FigureCounter::send_whole_runs(const KvDocument& doc, AttentionPlan& plan) 
   for (std::int32_t i = doc.first_run; i < doc.last_run; ++i) {
     near += sent_near_[i - doc.first_run];
     far += sent_far_[i - doc.first_run];
-    const HomeRun& run = runs[i];
+    const RankRange& run = runs[i];
     const std::int64_t bytes =
         (position_[run.last - doc_first] - position_[run.first - doc_first]) * row_bytes;
     plan.links[run.rank].nvlink_out += near * bytes;
@@ -96,7 +85,7 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
   position_.assign(1, 0);
   const std::int64_t doc_len =
       std::accumulate(qkv.shard_len.begin() + first, qkv.shard_len.begin() + last, std::int64_t{0});
-  const auto key_end = [&](std::int64_t n) {  // of the shards that shard n needs
+  const auto key_end = [&](std::int64_t n) {  // after the last shard that shard n needs
     const std::int64_t end = qkv.mask == MaskKind::full ? last : n + 1;
     return static_cast<std::int32_t>(end);
   };
@@ -104,7 +93,7 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
     const auto shard = static_cast<std::int32_t>(n);
     while (n >= qkv.rank_shard_offsets[home_rank_ + 1]) ++home_rank_;
     if (n == first || runs.back().rank != home_rank_)
-      runs.push_back({.first = shard, .last = shard, .rank = home_rank_});
+      runs.push_back({.rank = home_rank_, .first = shard, .last = shard});
     runs.back().last = shard + 1;
     const std::int64_t begin = position_.back();
     position_.push_back(begin + qkv.shard_len[n]);
@@ -148,16 +137,16 @@ void FigureCounter::bound_bytes_in(const HomeLayout& home, AttentionPlan& plan) 
   const AttentionMask& mask = plan.options.mask;
   SlabCosts costs(plan.options, 0);
   costs.block_tokens = 1;
-  const std::int64_t most_work = *std::max_element(plan.work.begin(), plan.work.end());
+  const std::int64_t max_work = *std::max_element(plan.work.begin(), plan.work.end());
   std::int64_t rows = 0;
   for (std::size_t d = 0; d + 1 < home.doc_pieces.size(); ++d) {
     const std::int32_t first = home.doc_pieces[d];
     const std::int32_t last = home.doc_pieces[d + 1];
     const std::int64_t end = home.pieces[last - 1].end;
-    if (end <= rows || (last - first == 1 && mask.pairs(0, end, end) <= most_work)) continue;
+    if (end <= rows || (last - first == 1 && mask.pairs(0, end, end) <= max_work)) continue;
     const std::int64_t num_homes = std::min<std::int64_t>(last - first, home.world_size);
     std::int64_t homes_work = 0;
-    if (__builtin_mul_overflow(num_homes, most_work, &homes_work)) continue;
+    if (__builtin_mul_overflow(num_homes, max_work, &homes_work)) continue;
     const std::int64_t begin = costs.slab_down({0, end, end}, homes_work).begin;
     if (begin > 0) rows = std::max(rows, mask.is_full() ? end : begin - mask.first_key(begin - 1));
     const std::int64_t first_key = mask.first_key(end - 1);
@@ -209,12 +198,7 @@ void FigureCounter::count(const HomeLayout& home, AttentionPlan& plan) {
   plan.block_work =
       kernel_work(mask, plan.options.hardware,
                   std::max<std::int64_t>(0, longest - plan.options.block_tokens), longest, longest);
-  for (std::size_t r = 0; r < world_size; ++r) {
-    plan.links[r].nvlink_in += q_links[r].nvlink_in;
-    plan.links[r].nvlink_out += q_links[r].nvlink_out;
-    plan.links[r].network_in += q_links[r].network_in;
-    plan.links[r].network_out += q_links[r].network_out;
-  }
+  add_links(plan.links, q_links);
 }
 
 }  // namespace waybill::detail

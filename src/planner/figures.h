@@ -4,23 +4,17 @@
 #include <vector>
 
 #include "home_layout.h"
+#include "node_routes.h"
 #include "waybill/planner/attention_plan.h"
 
 namespace waybill::detail {
 
-/// KV shards [first, last) of the plan, all of one document, that a rank needs; some may be its
-/// own.
-struct KvNeed {
+/// Shards [first, last) of a document, or other things counted, and the rank that has or needs
+/// them.
+struct RankRange {
   std::int32_t rank = 0;
   std::int32_t first = 0;
   std::int32_t last = 0;
-};
-
-/// Consecutive shards of a document with one home.
-struct HomeRun {
-  std::int32_t first = 0;
-  std::int32_t last = 0;
-  std::int32_t rank = 0;
 };
 
 /// Documents of which rows of KV cross: who needs them and where they are.
@@ -31,15 +25,15 @@ struct KvDocument {
   std::int32_t last_run = 0;
 };
 
-/// Counts what a plan, as PlanWriter writes it, costs each rank. Keeps its memory.
+/// Counts what a plan, as write_plan writes it, costs each rank. Keeps its memory.
 class FigureCounter {
  public:
   /// Fills all figures of `plan` but the relay from its `options` and `plan`.
   void count(const HomeLayout& home, AttentionPlan& plan);
 
-  /// What crosses, for the relay.
-  std::vector<KvNeed> needs;
-  std::vector<HomeRun> runs;
+  /// The shards that cross, for the relay.
+  std::vector<RankRange> needs;  ///< KV shards of a document that a rank needs, own ones too
+  std::vector<RankRange> runs;   ///< consecutive shards of a document with one home
   std::vector<KvDocument> documents;
   std::vector<LinkBytes> q_links;   ///< [W] of Q alone
   std::vector<std::int32_t> nodes;  ///< [W]
@@ -51,14 +45,75 @@ class FigureCounter {
                 AttentionPlan& plan);
   void send_whole_runs(const KvDocument& doc, AttentionPlan& plan) const;
   void add_link(std::vector<LinkBytes>& links, std::int32_t src, std::int32_t dst,
-                std::int64_t num_bytes) const;
+                std::int64_t num_bytes) const {
+    add_bytes(links, nodes[src] == nodes[dst], src, dst, num_bytes);
+  }
 
   std::vector<std::int32_t> need_of_rank_;  // [W] into needs, -1
-  std::vector<std::int64_t> position_;      // of the shards of a document, and its end
+  std::vector<std::int64_t> position_;      // shards of a document, and its end
   // [runs of the document + 1] How often each is sent whole, less how often the one before is:
   std::vector<std::int32_t> sent_near_;  // inside its node
   std::vector<std::int32_t> sent_far_;   // to other nodes
   std::int32_t home_rank_ = 0;
+};
+
+/// Decides who forwards which rows of KV. Keeps its memory.
+///
+/// A shard, or a part of a large one, leaves home once at least. Those who have it serve those who
+/// do not in the order in which they got it, each as long as its bytes out stay within the cap: the
+/// largest bytes in of a rank. That keeps trees flat where there is room. Where nobody has room the
+/// cap grows. Over nodes the same is done among nodes first, then inside each node.
+class RelayPlanner {
+ public:
+  void plan(const FigureCounter& figures, AttentionPlan& plan);
+
+ private:
+  struct Holder {
+    std::int32_t rank = 0;
+    std::int32_t hop = -1;
+    std::int32_t stage = -1;
+  };
+  /// One kind of link, and who has the rows at hand, in the order in which they got them; those
+  /// before `front` have no room.
+  struct Tier {
+    bool network = false;
+    std::int64_t cap = 0;
+    std::vector<Holder> holders = {};
+    std::size_t front = 0;
+
+    void begin_with(Holder first) {
+      holders.assign(1, first);
+      front = 0;
+    }
+  };
+
+  void start(const FigureCounter& figures, AttentionPlan& plan);
+  void reserve_first_sends(const FigureCounter& figures, const KvDocument& doc);
+  void send_document(const FigureCounter& figures, const KvDocument& doc);
+  void send_shard(std::int32_t shard, std::int32_t home);
+  void send_part(const RelayHop& part, std::int32_t home);
+  void spread_in_node(const RelayHop& part, std::size_t first, std::size_t last, Holder root);
+  void order_by_room(std::vector<RankRange>& entries, std::int64_t num_rows, const Tier& tier);
+  [[nodiscard]] std::size_t lightest_holder(const Tier& tier) const;
+  Holder hop(const RelayHop& part, Tier& tier, std::int32_t dst);
+  [[nodiscard]] std::int64_t& bytes_out(std::int32_t rank, const Tier& tier) const;
+  [[nodiscard]] std::int32_t entry_of_node(std::size_t first, std::size_t last) const;
+  [[nodiscard]] std::size_t end_of_node(std::size_t first) const;
+
+  AttentionPlan* plan_ = nullptr;
+  const std::int32_t* nodes_ = nullptr;
+  std::int64_t row_bytes_ = 0;
+  std::int64_t part_rows_ = 0;
+  std::int64_t turn_ = 0;  ///< parts so far: who is served first goes round
+  Tier nvlink_;
+  Tier network_{.network = true};
+  std::vector<std::int32_t> receivers_;  ///< receivers of the shard at hand, by rank
+  std::vector<std::int32_t> in_node_;    ///< [shards of the document + 1] receivers near home
+  std::vector<std::int32_t> beyond_;     ///< the same in other nodes
+  std::vector<std::uint8_t> reserved_;   ///< [N] 1: on NVLink, 2: on the network
+  std::vector<RankRange> needs_;         ///< needs of the document at hand, by rank
+  std::vector<RankRange> entries_;
+  std::vector<RankRange> in_turn_;
 };
 
 }  // namespace waybill::detail

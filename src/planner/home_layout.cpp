@@ -2,14 +2,17 @@
 
 #include <algorithm>
 #include <numeric>
+#include <unordered_map>
 
 #include "waybill/core/error.h"
+#include "waybill/planner/planner.h"
 
 namespace waybill::detail {
 namespace {
 
 constexpr const char* in_plan_attention = "plan_attention";
-constexpr std::int64_t most_tokens = std::int64_t{1} << 40;
+constexpr const char* in_plan_pieces = "plan_pieces";
+constexpr std::int64_t max_tokens = std::int64_t{1} << 40;
 // The area of a mask over 2^31 tokens just fits int64.
 constexpr std::int64_t longest_document = std::int64_t{1} << 31;
 
@@ -35,7 +38,7 @@ std::int64_t checked_total(std::span<const std::int64_t> doc_lengths,
     require(is_length(doc_lengths[i]), in_plan_attention, ": doc_lengths[", i,
             "] = ", doc_lengths[i], ", expected 1..2^31 tokens");
     total += doc_lengths[i];
-    require(total <= most_tokens, in_plan_attention, ": doc_lengths up to document ", i, " sum to ",
+    require(total <= max_tokens, in_plan_attention, ": doc_lengths up to document ", i, " sum to ",
             total, " tokens, expected at most 2^40");
   }
   require(options.tokens_per_rank == 0 || total <= options.world_size * options.tokens_per_rank,
@@ -46,14 +49,60 @@ std::int64_t checked_total(std::span<const std::int64_t> doc_lengths,
 }
 
 // Bytes in of a rank are at most those of all rows; bytes out those of its rows to every rank.
-void check_bytes(const PlannerOptions& options, std::int64_t total, std::int64_t most_at_home) {
+void check_bytes(const PlannerOptions& options, std::int64_t total, std::int64_t max_at_home) {
   const auto q_row = static_cast<double>(options.model.q_row_bytes());
   const auto kv_row = static_cast<double>(options.model.kv_row_bytes());
   const double in = static_cast<double>(total) * (q_row + kv_row);
-  const double out = static_cast<double>(most_at_home) * (q_row + kv_row * options.world_size);
+  const double out = static_cast<double>(max_at_home) * (q_row + kv_row * options.world_size);
   require(std::max(in, out) < 9e18, in_plan_attention, ": ", total, " tokens with rows of ", q_row,
           " and ", kv_row, " bytes on ", options.world_size,
           " ranks, expected fewer bytes than 2^63");
+}
+
+void check_piece(const DocumentRange& given, std::size_t rank, std::size_t i) {
+  require(1 <= given.length && given.length <= longest_document, in_plan_pieces,
+          ": pieces of rank ", rank, ": [", i, "] has length ", given.length,
+          ", expected 1..2^31 tokens");
+  require(0 <= given.offset && given.offset <= longest_document - given.length, in_plan_pieces,
+          ": pieces of rank ", rank, ": [", i, "] has offset ", given.offset, " and length ",
+          given.length, ", expected tokens of a document of at most 2^31");
+}
+
+/// In the order of the ranks; documents are numbered as they appear.
+std::vector<HomePiece> list_pieces(std::span<const std::vector<DocumentRange>> rank_pieces,
+                                   std::vector<std::int64_t>& documents) {
+  std::vector<HomePiece> all;
+  std::unordered_map<std::int64_t, std::int32_t> numbers;
+  for (std::size_t r = 0; r < rank_pieces.size(); ++r) {
+    for (std::size_t i = 0; i < rank_pieces[r].size(); ++i) {
+      const DocumentRange& given = rank_pieces[r][i];
+      check_piece(given, r, i);
+      const auto [found, is_new] =
+          numbers.try_emplace(given.document, static_cast<std::int32_t>(documents.size()));
+      if (is_new) documents.push_back(given.document);
+      all.push_back({.begin = given.offset,
+                     .end = given.offset + given.length,
+                     .doc = found->second,
+                     .rank = static_cast<std::int32_t>(r)});
+    }
+  }
+  return all;
+}
+
+/// By document and position, each where the one before ends.
+void check_pieces(std::span<const HomePiece> all, std::span<const std::int64_t> documents) {
+  for (std::size_t k = 0; k < all.size(); ++k) {
+    const HomePiece& piece = all[k];
+    const bool is_first = k == 0 || all[k - 1].doc != piece.doc;
+    const std::int64_t expected = is_first ? 0 : all[k - 1].end;
+    const std::int64_t document = documents[piece.doc];
+    require(piece.begin <= expected, in_plan_pieces, ": document ", document, ": tokens ", expected,
+            "..", piece.begin - 1, " are held by no rank; the next piece, [", piece.begin, ", ",
+            piece.end, "), is of rank ", piece.rank);
+    require(piece.begin >= expected, in_plan_pieces, ": document ", document, ": token ",
+            piece.begin, " is held twice, by rank ", is_first ? 0 : all[k - 1].rank, " and rank ",
+            piece.rank);
+  }
 }
 
 }  // namespace
@@ -105,7 +154,7 @@ void lay_out(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
               "] = ", rank_doc_lengths[r][i], ", expected 1..2^31 tokens");
       tokens += rank_doc_lengths[r][i];
       total += rank_doc_lengths[r][i];
-      require(total <= most_tokens, in_plan_attention, ": doc_lengths up to rank ", r, " sum to ",
+      require(total <= max_tokens, in_plan_attention, ": doc_lengths up to rank ", r, " sum to ",
               total, " tokens, expected at most 2^40");
     }
     require(options.tokens_per_rank == 0 || tokens <= options.tokens_per_rank, in_plan_attention,
@@ -126,6 +175,38 @@ void lay_out(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
   }
   number_in_order(home);
   check_bytes(options, total, *std::max_element(home.tokens.begin(), home.tokens.end()));
+}
+
+void lay_out(std::span<const std::vector<DocumentRange>> rank_pieces, const PlannerOptions& options,
+             HomeLayout& home) {
+  require(std::ssize(rank_pieces) == options.world_size, in_plan_pieces, ": ", rank_pieces.size(),
+          " lists of pieces, expected one per rank (world_size ", options.world_size, ")");
+  std::vector<std::int64_t> documents;
+  const std::vector<HomePiece> given = list_pieces(rank_pieces, documents);
+  std::vector<std::int32_t> order(given.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::stable_sort(order, {},
+                           [&](std::int32_t i) { return std::pair(given[i].doc, given[i].begin); });
+  start(options, home);
+  home.by_rank.resize(given.size());
+  for (std::size_t k = 0; k < order.size(); ++k) {
+    home.pieces.push_back(given[order[k]]);
+    home.by_rank[order[k]] = static_cast<std::int32_t>(k);
+  }
+  check_pieces(home.pieces, documents);
+  for (const auto& pieces : rank_pieces)
+    home.rank_pieces.push_back(home.rank_pieces.back() + static_cast<std::int32_t>(pieces.size()));
+  std::int64_t total = 0;
+  for (std::size_t k = 0; k < home.pieces.size(); ++k) {
+    const HomePiece& piece = home.pieces[k];
+    home.tokens[piece.rank] += piece.end - piece.begin;
+    total += piece.end - piece.begin;
+    require(total <= max_tokens, in_plan_pieces, ": more than 2^40 tokens");
+    if (k + 1 < home.pieces.size() && home.pieces[k + 1].doc == piece.doc) continue;
+    for (std::size_t i = home.doc_pieces.back(); i <= k; ++i) home.pieces[i].doc_len = piece.end;
+    home.doc_pieces.push_back(static_cast<std::int32_t>(k + 1));
+  }
+  home.tokens_per_rank = std::max<std::int64_t>(1, std::ranges::max(home.tokens));
 }
 
 }  // namespace waybill::detail

@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "waybill/planner/plan_pieces.h"
+#include "waybill/planner/planner.h"
 #include "waybill/planner/planner_options.h"
 
 namespace waybill::detail {

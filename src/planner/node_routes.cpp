@@ -2,8 +2,7 @@
 
 #include <algorithm>
 
-#include "planner/once_per_node.h"
-#include "routing/for_each_entry.h"
+#include "routing/homes.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
@@ -16,87 +15,61 @@ void check(const char* who, const SparseMetadata& metadata, const Topology& topo
           topology.world_size);
 }
 
-class NodeRouter {
- public:
-  NodeRouter(const SparseMetadata& metadata, const Topology& topology, std::int64_t row_bytes,
-             bool once)
-      : metadata_(metadata), topology_(topology), row_bytes_(row_bytes), once_(once) {
-    schedule_.links.assign(topology.world_size, {});
-  }
-
-  RelaySchedule route() {
-    detail::for_each_entry(metadata_,
-                           [&](std::int32_t home, std::int64_t /*row*/, std::int64_t entry) {
-                             if (metadata_.seq_len[entry] > 0) add(home, entry);
-                           });
-    return std::move(schedule_);
-  }
-
- private:
-  [[nodiscard]] std::int32_t node(std::int32_t rank) const {
-    return rank / topology_.ranks_per_node;
-  }
-
-  void add(std::int32_t home, std::int64_t entry) {
-    receivers_.clear();
-    bool leaves_node = false;
-    for (auto c = metadata_.destination_begin(entry); c < metadata_.destination_end(entry); ++c) {
-      const std::int32_t dst = metadata_.dst_rank[c];
-      if (dst == home) continue;
-      receivers_.push_back(dst);
-      leaves_node = leaves_node || node(dst) != node(home);
-    }
-    if (!leaves_node) {
-      for (const std::int32_t dst : receivers_)
-        add_hop(schedule_.links, topology_, home, dst, metadata_.seq_len[entry] * row_bytes_);
-      return;
-    }
-    std::ranges::sort(receivers_);
-    receivers_.erase(std::unique(receivers_.begin(), receivers_.end()), receivers_.end());
-    // Farther nodes come in the order from the home's on, so that homes begin with different ones.
-    const auto farther = std::ranges::partition_point(
-        receivers_, [&](std::int32_t rank) { return node(rank) <= node(home); });
-    std::rotate(receivers_.begin(), farther, receivers_.end());
-    if (!once_) {
-      for (const std::int32_t dst : receivers_) hop(home, dst, entry, -1);
-      return;
-    }
-    std::int32_t feed = -1;
-    detail::route_once_per_node(topology_, home, receivers_, [&](const detail::NodeHop& way) {
-      const std::int32_t made = hop(way.src, way.dst, entry, way.is_forwarded ? feed : -1);
-      if (!way.is_forwarded) feed = made;
-    });
-  }
-
-  std::int32_t hop(std::int32_t src, std::int32_t dst, std::int64_t entry, std::int32_t after) {
-    const std::int64_t rows = metadata_.seq_len[entry];
-    const std::int32_t stage = after < 0 ? 0 : 1;
-    schedule_.hops.push_back({.src_rank = src,
-                              .dst_rank = dst,
-                              .shard = static_cast<std::int32_t>(entry),
-                              .stage = stage,
-                              .row_begin = 0,
-                              .num_rows = rows,
-                              .after = after});
-    schedule_.num_stages = std::max(schedule_.num_stages, stage + 1);
-    add_hop(schedule_.links, topology_, src, dst, rows * row_bytes_);
-    return static_cast<std::int32_t>(schedule_.hops.size()) - 1;
-  }
-
-  const SparseMetadata& metadata_;
-  const Topology topology_;
-  const std::int64_t row_bytes_;
-  const bool once_;
-  RelaySchedule schedule_;
-  std::vector<std::int32_t> receivers_;
-};
-
 }  // namespace
 
 RelaySchedule route_over_nodes(const SparseMetadata& metadata, const Topology& topology,
                                std::int64_t row_bytes, bool once) {
   check("route_over_nodes", metadata, topology);
-  return NodeRouter(metadata, topology, row_bytes, once).route();
+  RelaySchedule schedule;
+  schedule.links.assign(topology.world_size, {});
+  const auto node = [&](std::int32_t rank) { return rank / topology.ranks_per_node; };
+  const auto hop = [&](std::int32_t src, std::int32_t dst, std::int64_t entry, std::int32_t after) {
+    const std::int64_t rows = metadata.seq_len[entry];
+    const std::int32_t stage = after < 0 ? 0 : 1;
+    schedule.hops.push_back({.src_rank = src,
+                             .dst_rank = dst,
+                             .shard = static_cast<std::int32_t>(entry),
+                             .stage = stage,
+                             .row_begin = 0,
+                             .num_rows = rows,
+                             .after = after});
+    schedule.num_stages = std::max(schedule.num_stages, stage + 1);
+    add_hop(schedule.links, topology, src, dst, rows * row_bytes);
+    return static_cast<std::int32_t>(schedule.hops.size()) - 1;
+  };
+  std::vector<std::int32_t> receivers;
+  detail::for_each_entry(metadata, [&](std::int32_t home, std::int64_t, std::int64_t entry) {
+    if (metadata.seq_len[entry] == 0) return;
+    receivers.clear();
+    bool leaves_node = false;
+    for (auto c = metadata.destination_begin(entry); c < metadata.destination_end(entry); ++c) {
+      const std::int32_t dst = metadata.dst_rank[c];
+      if (dst == home) continue;
+      receivers.push_back(dst);
+      leaves_node = leaves_node || node(dst) != node(home);
+    }
+    if (!leaves_node) {
+      for (const std::int32_t dst : receivers)
+        add_hop(schedule.links, topology, home, dst, metadata.seq_len[entry] * row_bytes);
+      return;
+    }
+    std::ranges::sort(receivers);
+    receivers.erase(std::unique(receivers.begin(), receivers.end()), receivers.end());
+    // Farther nodes come in the order from the home's on, so that homes begin with different ones.
+    const auto farther = std::ranges::partition_point(
+        receivers, [&](std::int32_t rank) { return node(rank) <= node(home); });
+    std::rotate(receivers.begin(), farther, receivers.end());
+    std::int32_t feed = -1;
+    if (!once) {
+      for (const std::int32_t dst : receivers) hop(home, dst, entry, -1);
+      return;
+    }
+    detail::route_once_per_node(topology, home, receivers, [&](const detail::NodeHop& way) {
+      const std::int32_t made = hop(way.src, way.dst, entry, way.is_forwarded ? feed : -1);
+      if (!way.is_forwarded) feed = made;
+    });
+  });
+  return schedule;
 }
 
 std::vector<LinkBytes> direct_links(const SparseMetadata& metadata, const Topology& topology,
@@ -115,15 +88,8 @@ std::vector<LinkBytes> direct_links(const SparseMetadata& metadata, const Topolo
 
 void add_hop(std::span<LinkBytes> links, const Topology& topology, std::int32_t src_rank,
              std::int32_t dst_rank, std::int64_t num_bytes) {
-  LinkBytes& src = links[src_rank];
-  LinkBytes& dst = links[dst_rank];
-  if (topology.node(Rank{src_rank}) == topology.node(Rank{dst_rank})) {
-    src.nvlink_out += num_bytes;
-    dst.nvlink_in += num_bytes;
-  } else {
-    src.network_out += num_bytes;
-    dst.network_in += num_bytes;
-  }
+  const bool is_in_node = topology.node(Rank{src_rank}) == topology.node(Rank{dst_rank});
+  detail::add_bytes(links, is_in_node, src_rank, dst_rank, num_bytes);
 }
 
 double limit_seconds(std::span<const LinkBytes> links, double nvlink_bytes_per_second,
@@ -139,3 +105,28 @@ double limit_seconds(std::span<const LinkBytes> links, double nvlink_bytes_per_s
 }
 
 }  // namespace waybill
+
+namespace waybill::detail {
+
+const char* wrong_with_hop(std::span<const RelayHop> hops, std::size_t idx,
+                           const RelayedShards& shards) {
+  const RelayHop& hop = hops[idx];
+  const auto in = [](std::int64_t value, std::int64_t end) { return 0 <= value && value < end; };
+  if (!in(hop.shard, std::ssize(shards.num_rows))) return "a shard that there is";
+  const std::int32_t home = shards.home[hop.shard];
+  if (!in(hop.src_rank, shards.world_size) || !in(hop.dst_rank, shards.world_size) ||
+      hop.src_rank == hop.dst_rank || hop.dst_rank == home)
+    return "two ranks of the world, the second not the rows' home";
+  if (hop.num_rows <= 0 || hop.row_begin < 0 ||
+      hop.num_rows > shards.num_rows[hop.shard] - hop.row_begin)
+    return "rows of the shard";
+  if (hop.after < 0) return hop.src_rank == home ? nullptr : "a sender that is the rows' home";
+  if (hop.after >= static_cast<std::int64_t>(idx)) return "an earlier hop in `after`";
+  const RelayHop& feed = hops[hop.after];
+  if (feed.shard != hop.shard || feed.dst_rank != hop.src_rank || feed.row_begin > hop.row_begin ||
+      feed.row_begin + feed.num_rows < hop.row_begin + hop.num_rows)
+    return "a hop in `after` that brings these rows to the sender";
+  return nullptr;
+}
+
+}  // namespace waybill::detail

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -7,6 +9,84 @@
 #include "waybill/core/topology.h"
 #include "waybill/planner/relay.h"
 #include "waybill/routing/sparse_metadata.h"
+
+namespace waybill::detail {
+
+/// A hop of the rows of one shard that cross to each node once.
+struct NodeHop {
+  std::int32_t src = 0;
+  std::int32_t dst = 0;
+  bool is_forwarded = false;  ///< src got the rows from their home by the last hop that is not
+  bool forwards = false;      ///< dst hands them on inside its node
+};
+
+/// The rank of `node` with the local index of `rank`; the last node may have fewer ranks.
+[[nodiscard]] inline std::int32_t rank_on_node(const Topology& nodes, std::int32_t rank,
+                                               std::int32_t node) {
+  const std::int32_t first = node * nodes.ranks_per_node;
+  const std::int32_t size = std::min(nodes.ranks_per_node, nodes.world_size - first);
+  return first + rank % nodes.ranks_per_node % size;
+}
+
+/// The one way over nodes: calls visit(NodeHop) for every hop. To ranks of the home's node, and to
+/// a node of which one rank alone needs the rows, they go straight; to any other node once, to the
+/// rank with the home's local index, which forwards them.
+/// @param ranks who needs the rows; those of a node adjacent, ascending; a rank again for each copy
+template <class Visit>
+void route_once_per_node(const Topology& nodes, std::int32_t home,
+                         std::span<const std::int32_t> ranks, Visit&& visit) {
+  for (std::size_t first = 0; first < ranks.size();) {
+    const std::int32_t node = ranks[first] / nodes.ranks_per_node;
+    std::size_t last = first;
+    while (last < ranks.size() && ranks[last] / nodes.ranks_per_node == node) ++last;
+    const bool crosses = node != home / nodes.ranks_per_node;
+    std::int32_t from = home;
+    if (crosses) {
+      const bool several = ranks[first] != ranks[last - 1];
+      from = several ? rank_on_node(nodes, home, node) : ranks[first];
+      visit(NodeHop{.src = home, .dst = from, .forwards = several});
+    }
+    for (const std::int32_t rank : ranks.subspan(first, last - first)) {
+      if (rank != from) visit(NodeHop{.src = from, .dst = rank, .is_forwarded = crosses});
+    }
+    first = last;
+  }
+}
+
+/// Hops forward these: the shards of a plan, or the entries of metadata.
+struct RelayedShards {
+  std::int32_t world_size = 0;
+  std::span<const std::int64_t> num_rows;  ///< [N]
+  std::span<const std::int32_t> home;      ///< [N] rank
+};
+
+/// The one check of a hop of a relay schedule: ranks, shard and rows are in range, and whoever
+/// sends them has them. Hops before `idx` are right. What hops together bring, and their stages,
+/// are the caller's to compare.
+/// @return what the hop does not keep, to follow "expected"; null: nothing
+[[nodiscard]] const char* wrong_with_hop(std::span<const RelayHop> hops, std::size_t idx,
+                                         const RelayedShards& shards);
+
+/// Adds what rows cost the two ranks between which they travel, inside a node or between nodes.
+inline void add_bytes(std::span<LinkBytes> links, bool is_in_node, std::int32_t src,
+                      std::int32_t dst, std::int64_t num_bytes) {
+  std::int64_t& out = is_in_node ? links[src].nvlink_out : links[src].network_out;
+  std::int64_t& in = is_in_node ? links[dst].nvlink_in : links[dst].network_in;
+  out += num_bytes;
+  in += num_bytes;
+}
+
+/// Adds rank by rank.
+inline void add_links(std::span<LinkBytes> sums, std::span<const LinkBytes> links) {
+  for (std::size_t r = 0; r < sums.size(); ++r) {
+    sums[r].nvlink_in += links[r].nvlink_in;
+    sums[r].nvlink_out += links[r].nvlink_out;
+    sums[r].network_in += links[r].network_in;
+    sums[r].network_out += links[r].network_out;
+  }
+}
+
+}  // namespace waybill::detail
 
 namespace waybill {
 

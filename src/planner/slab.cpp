@@ -23,9 +23,10 @@ std::int64_t SlabCosts::grid(std::int64_t position, std::int64_t doc_len) const 
 
 Slab SlabCosts::slab_down(Slab slab, std::int64_t work_limit) const {
   if (work(slab) <= work_limit) return slab;
+  if (work_limit <= 0) return {slab.end, slab.end, slab.doc_len};
   // Keys of the first query go down with `begin`: from the area of a trapezoid, in doubles, then
   // put right on the grid.
-  // What every row takes beside its pairs is as if the document began so many rows earlier.
+  // The cost of a row besides its pairs counts as if the document began so many rows earlier.
   const auto area = static_cast<double>(std::max<std::int64_t>(0, work_limit - facts.shard_pairs));
   const auto e = static_cast<double>(slab.end);
   double begin = 0;

@@ -3,7 +3,6 @@
 #include <cstdint>
 
 #include "home_layout.h"
-#include "waybill/planner/attention_mask.h"
 #include "waybill/planner/planner_options.h"
 
 namespace waybill::detail {
@@ -20,7 +19,7 @@ struct Slab {
   return {piece.begin, piece.end, piece.doc_len};
 }
 
-/// What planning knows about work and bytes of slabs.
+/// Work and bytes of slabs.
 struct SlabCosts {
   AttentionMask mask;
   double q_row = 0;   ///< bytes

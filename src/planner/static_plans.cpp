@@ -37,11 +37,11 @@ void check_documents(std::span<const std::int64_t> doc_lengths, const StaticPlan
   require(1 <= options.degree && options.world_size % options.degree == 0, who,
           ": degree = ", options.degree,
           ", expected a divisor of world_size = ", options.world_size);
-  constexpr std::int64_t most_tokens = std::int64_t{1} << 40;
+  constexpr std::int64_t max_tokens = std::int64_t{1} << 40;
   require(
-      1 <= options.tokens_per_rank && options.tokens_per_rank <= most_tokens / options.world_size,
+      1 <= options.tokens_per_rank && options.tokens_per_rank <= max_tokens / options.world_size,
       who, ": tokens_per_rank = ", options.tokens_per_rank, ", expected 1..",
-      most_tokens / options.world_size);
+      max_tokens / options.world_size);
   const std::int64_t capacity = options.world_size * options.tokens_per_rank;
   std::int64_t sum = 0;
   for (std::size_t d = 0; d < doc_lengths.size(); ++d) {

@@ -1,77 +1,70 @@
 #include <algorithm>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
-#include "plan_findings.h"
+#include "planner/node_routes.h"
+#include "routing/homes.h"
+#include "routing/validate/findings.h"
 #include "waybill/core/error.h"
 #include "waybill/planner/attention_plan.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
-namespace detail {
+namespace {
 
-void PlanFindings::add(FindingKind kind, const char* field, std::int64_t rank, std::int64_t shard,
-                       const std::string& got, const std::string& expected) {
-  if (full()) return;
-  findings_.push_back({.kind = kind,
-                       .table = "attention_plan",
-                       .field = field,
-                       .rank = rank,
-                       .shard = shard,
-                       .got = got,
-                       .expected = expected});
-}
+using validation::Findings;
 
-void PlanFindings::compare(const char* field, std::int64_t rank, std::int64_t got,
-                           std::int64_t expected) {
+constexpr const char* table_name = "attention_plan";
+
+void compare(const char* field, std::int64_t rank, std::int64_t got, std::int64_t expected,
+             Findings& findings) {
   if (got != expected)
-    add(FindingKind::count, field, rank, -1, std::to_string(got), std::to_string(expected));
+    findings.add(FindingKind::count, table_name, field, {.rank = rank}, got, expected);
 }
 
-void PlanFindings::compare(const char* field, const std::vector<LinkBytes>& got,
-                           const std::vector<LinkBytes>& expected) {
-  for (std::size_t r = 0; r < expected.size() && !full(); ++r) {
-    const auto rank = static_cast<std::int64_t>(r);
-    const auto name = [&](const char* part) { return std::string(field) + part; };
-    compare(name(".nvlink_in").c_str(), rank, got[r].nvlink_in, expected[r].nvlink_in);
-    compare(name(".nvlink_out").c_str(), rank, got[r].nvlink_out, expected[r].nvlink_out);
-    compare(name(".network_in").c_str(), rank, got[r].network_in, expected[r].network_in);
-    compare(name(".network_out").c_str(), rank, got[r].network_out, expected[r].network_out);
+void compare_links(const std::string& field, const std::vector<LinkBytes>& got,
+                   const std::vector<LinkBytes>& expected, Findings& findings) {
+  for (std::size_t r = 0; r < expected.size() && !findings.full(); ++r) {
+    const auto part = [&](const char* name, std::int64_t LinkBytes::*bytes) {
+      compare((field + name).c_str(), static_cast<std::int64_t>(r), got[r].*bytes,
+              expected[r].*bytes, findings);
+    };
+    part(".nvlink_in", &LinkBytes::nvlink_in);
+    part(".nvlink_out", &LinkBytes::nvlink_out);
+    part(".network_in", &LinkBytes::network_in);
+    part(".network_out", &LinkBytes::network_out);
   }
 }
-
-namespace {
 
 // Numbers of an untrusted plan may be absurd; then they only have to differ.
-void add_wrapping(std::int64_t& sum, std::int64_t number) {
-  sum = static_cast<std::int64_t>(static_cast<std::uint64_t>(sum) +
-                                  static_cast<std::uint64_t>(number));
+std::int64_t add_wrapping(std::int64_t sum, std::int64_t number) {
+  return static_cast<std::int64_t>(static_cast<std::uint64_t>(sum) +
+                                   static_cast<std::uint64_t>(number));
 }
 
-}  // namespace
-
-void add_link_bytes(std::vector<LinkBytes>& links, std::int64_t src, std::int64_t dst,
-                    std::int64_t num_bytes, std::int64_t ranks_per_node) {
+// By other code than the planner's, which is what is checked.
+void count_rows(std::vector<LinkBytes>& links, std::int32_t src, std::int32_t dst,
+                std::int64_t num_bytes, std::int32_t ranks_per_node) {
   if (src == dst) return;
-  const bool near = src / ranks_per_node == dst / ranks_per_node;
-  LinkBytes& from = links[src];
-  LinkBytes& to = links[dst];
-  add_wrapping(near ? from.nvlink_out : from.network_out, num_bytes);
-  add_wrapping(near ? to.nvlink_in : to.network_in, num_bytes);
+  const bool is_near = src / ranks_per_node == dst / ranks_per_node;
+  const auto add = [&](std::int64_t& sum) { sum = add_wrapping(sum, num_bytes); };
+  add(is_near ? links[src].nvlink_out : links[src].network_out);
+  add(is_near ? links[dst].nvlink_in : links[dst].network_in);
 }
-
-namespace {
 
 // Adds what a forward table moves; `received`: rows that come, local ones included.
-void count_table(const SparseMetadata& table, std::int64_t row_bytes, std::int64_t ranks_per_node,
+void count_table(const SparseMetadata& table, std::int64_t row_bytes, std::int32_t ranks_per_node,
                  std::vector<LinkBytes>& links, std::vector<std::int64_t>& received) {
-  for (std::int64_t src = 0; src < table.world_size; ++src) {
-    for (std::int64_t n = table.rank_offsets[src]; n < table.rank_offsets[src + 1]; ++n) {
-      for (std::int64_t c = table.destination_begin(n); c < table.destination_end(n); ++c) {
-        const std::int64_t dst = table.dst_rank[c];
-        received[dst] += table.seq_len[n];
-        add_link_bytes(links, src, dst, table.seq_len[n] * row_bytes, ranks_per_node);
-      }
+  detail::for_each_entry(table, [&](std::int32_t src, std::int64_t, std::int64_t n) {
+    const std::int64_t rows = table.seq_len[n];
+    for (std::int64_t c = table.destination_begin(n); c < table.destination_end(n); ++c) {
+      const std::int32_t dst = table.dst_rank[c];
+      received[dst] += rows;
+      count_rows(links, src, dst, rows * row_bytes, ranks_per_node);
     }
-  }
+  });
 }
 
 // Work by the mask, query by query; long documents by whole shards of unchanging slope.
@@ -96,25 +89,24 @@ std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
               : growing * position + growing * (growing + 1) / 2 + (len - growing) * window;
       const HardwareFacts& facts = plan.options.hardware;
       std::int64_t& sum = work[qkv.q_dst[n]];
-      add_wrapping(sum, pairs);
-      add_wrapping(sum, facts.row_pairs * len + (len > 0 ? facts.shard_pairs : 0));
+      sum = add_wrapping(sum, pairs);
+      sum = add_wrapping(sum, facts.row_pairs * len + (len > 0 ? facts.shard_pairs : 0));
       position += len;
     }
   }
   return work;
 }
 
-bool check_sizes(const AttentionPlan& plan, PlanFindings& findings) {
+bool check_sizes(const AttentionPlan& plan, Findings& findings) {
   const auto world_size = static_cast<std::int64_t>(plan.plan.world_size);
   const auto size = [&](const char* field, std::int64_t got, std::int64_t expected) {
     if (got != expected)
-      findings.add(FindingKind::shape, field, -1, -1, std::to_string(got),
-                   concat(expected, " entries"));
+      findings.add(FindingKind::shape, table_name, field, {}, got, concat(expected, " entries"));
     return got == expected;
   };
   if (plan.options.mask.kind != plan.plan.mask) {
-    findings.add(FindingKind::plan, "options.mask", -1, -1,
-                 std::string(to_string(plan.options.mask.kind)),
+    findings.add(FindingKind::plan, table_name, "options.mask", {},
+                 to_string(plan.options.mask.kind),
                  concat(to_string(plan.plan.mask), ", as the plan"));
     return false;
   }
@@ -129,78 +121,190 @@ bool check_sizes(const AttentionPlan& plan, PlanFindings& findings) {
 }
 
 // Work and bytes of absurd sizes would not fit their types.
-bool check_totals(const AttentionPlan& plan, PlanFindings& findings) {
+bool check_totals(const AttentionPlan& plan, Findings& findings) {
   const QkvPlan& qkv = plan.plan;
-  double most_copies = 0;
+  double max_copies = 0;
   for (std::int64_t d = 0; d < qkv.num_documents(); ++d) {
     std::int64_t tokens = 0;
     for (std::int64_t i = qkv.doc_shard_offsets[d]; i < qkv.doc_shard_offsets[d + 1]; ++i)
       tokens += qkv.shard_len[qkv.doc_shards[i]];
-    most_copies += static_cast<double>(tokens) *
-                   static_cast<double>(qkv.doc_shard_offsets[d + 1] - qkv.doc_shard_offsets[d]);
+    max_copies += static_cast<double>(tokens) *
+                  static_cast<double>(qkv.doc_shard_offsets[d + 1] - qkv.doc_shard_offsets[d]);
     if (tokens <= (std::int64_t{1} << 31)) continue;
-    findings.add(FindingKind::count, "plan", -1, -1, concat(tokens, " tokens in document ", d),
-                 "at most 2^31");
+    findings.add(FindingKind::count, table_name, "plan", {},
+                 concat(tokens, " tokens in document ", d), "at most 2^31");
     return false;
   }
   const auto row_bytes =
       static_cast<double>(plan.options.model.q_row_bytes() + plan.options.model.kv_row_bytes());
-  if (most_copies * row_bytes < 9e18) return true;
-  findings.add(FindingKind::count, "links", -1, -1, "more bytes than 2^63 - 1", "fewer");
+  if (max_copies * row_bytes < 9e18) return true;
+  findings.add(FindingKind::count, table_name, "links", {}, "more bytes than 2^63 - 1", "fewer");
   return false;
 }
 
-bool check_options(const AttentionPlan& plan, PlanFindings& findings) {
+bool check_options(const AttentionPlan& plan, Findings& findings) {
   try {
     plan.options.check("options");
     return true;
   } catch (const InvalidArgument& error) {
-    findings.add(FindingKind::plan, "options", -1, -1, error.what(), "options that are possible");
+    findings.add(FindingKind::plan, table_name, "options", {}, error.what(),
+                 "options that are possible");
     return false;
   }
 }
 
+/// Rows of a shard that a hop brings to a rank.
+std::tuple<std::int32_t, std::int32_t, std::int64_t> place_of(const RelayHop& hop) {
+  return {hop.dst_rank, hop.shard, hop.row_begin};
+}
+
+std::int64_t end_of(const RelayHop& hop) { return hop.row_begin + hop.num_rows; }
+
+bool comes_before(const RelayHop& a, const RelayHop& b) { return place_of(a) < place_of(b); }
+
+// Whole shards that ranks need from others, each once.
+std::vector<RelayHop> needed_arrivals(const QkvPlan& plan, const SparseMetadata& kv) {
+  std::vector<RelayHop> needed;
+  detail::for_each_entry(kv, [&](std::int32_t src, std::int64_t, std::int64_t n) {
+    for (std::int64_t c = kv.destination_begin(n); c < kv.destination_end(n); ++c) {
+      if (kv.dst_rank[c] == src || plan.shard_len[n] == 0) continue;
+      needed.push_back({.dst_rank = kv.dst_rank[c],
+                        .shard = static_cast<std::int32_t>(n),
+                        .num_rows = plan.shard_len[n]});
+    }
+  });
+  std::sort(needed.begin(), needed.end(), comes_before);
+  const auto is_same = [](const RelayHop& a, const RelayHop& b) {
+    return place_of(a) == place_of(b);
+  };
+  needed.erase(std::unique(needed.begin(), needed.end(), is_same), needed.end());
+  return needed;
+}
+
+std::string hop_text(const RelayHop& hop, std::size_t idx) {
+  return concat("hop ", idx, ": ", hop.num_rows, " rows from ", hop.row_begin, ", from rank ",
+                hop.src_rank, " to ", hop.dst_rank);
+}
+
+// The rule that the hop breaks, its stage included; null: none.
+const char* wrong_with(const RelaySchedule& relay, std::size_t idx,
+                       const detail::RelayedShards& shards) {
+  if (const char* const expected = detail::wrong_with_hop(relay.hops, idx, shards)) return expected;
+  const RelayHop& hop = relay.hops[idx];
+  if (hop.after < 0) return hop.stage == 0 ? nullptr : "stage 0";
+  return hop.stage == std::int64_t{relay.hops[hop.after].stage} + 1
+             ? nullptr
+             : "one stage more than the hop before";
+}
+
+// Joins arrivals that continue each other; what overlaps or leaves gaps stays apart.
+void join(std::vector<RelayHop>& arrivals) {
+  std::sort(arrivals.begin(), arrivals.end(), comes_before);
+  std::size_t num = 0;
+  for (const RelayHop& arrival : arrivals) {
+    RelayHop* last = num > 0 ? &arrivals[num - 1] : nullptr;
+    if (last != nullptr && last->dst_rank == arrival.dst_rank && last->shard == arrival.shard &&
+        end_of(*last) == arrival.row_begin) {
+      last->num_rows += arrival.num_rows;
+    } else {
+      arrivals[num++] = arrival;
+    }
+  }
+  arrivals.resize(num);
+}
+
+void compare_arrivals(const std::vector<RelayHop>& got, const std::vector<RelayHop>& needed,
+                      Findings& findings) {
+  const auto text = [](const RelayHop& a) { return concat("rows ", a.row_begin, "..", end_of(a)); };
+  const auto add = [&](const RelayHop& at, const auto& found, const auto& expected) {
+    findings.add(FindingKind::coverage, table_name, "relay.hops",
+                 {.rank = at.dst_rank, .shard = at.shard}, found, expected);
+  };
+  std::size_t g = 0;
+  std::size_t n = 0;
+  while ((g < got.size() || n < needed.size()) && !findings.full()) {
+    const bool both = g < got.size() && n < needed.size();
+    const bool same_place = both && place_of(got[g]) == place_of(needed[n]);
+    if (same_place && end_of(got[g]) == end_of(needed[n])) {
+      ++g;
+      ++n;
+    } else if (n == needed.size() || (both && place_of(got[g]) <= place_of(needed[n]))) {
+      add(got[g], text(got[g]), "the whole shard once, where it is needed");
+      ++g;
+      if (same_place) ++n;
+    } else {
+      add(needed[n], "nothing", text(needed[n]));
+      ++n;
+    }
+  }
+}
+
+// Carries the relay schedule out, hop by hop.
+void check_relay(const AttentionPlan& plan, const QkvRouting& routing,
+                 const std::vector<LinkBytes>& q_links, Findings& findings) {
+  const RelaySchedule& relay = plan.relay;
+  const std::vector<std::int32_t> homes = detail::homes_of(plan.plan.rank_shard_offsets);
+  const detail::RelayedShards shards{plan.plan.world_size, plan.plan.shard_len, homes};
+  std::vector<LinkBytes> links = q_links;
+  std::vector<RelayHop> arrivals;
+  std::int64_t num_stages = 0;
+  for (std::size_t i = 0; i < relay.hops.size(); ++i) {
+    const RelayHop& hop = relay.hops[i];
+    if (const char* expected = wrong_with(relay, i, shards)) {
+      findings.add(FindingKind::order, table_name, "relay.hops",
+                   {.rank = hop.dst_rank, .shard = hop.shard}, hop_text(hop, i), expected);
+      if (findings.full()) return;
+      continue;
+    }
+    num_stages = std::max(num_stages, std::int64_t{hop.stage} + 1);
+    count_rows(links, hop.src_rank, hop.dst_rank, hop.num_rows * plan.options.model.kv_row_bytes(),
+               plan.options.hardware.ranks_per_node);
+    arrivals.push_back(hop);
+  }
+  join(arrivals);
+  compare_arrivals(arrivals, needed_arrivals(plan.plan, routing.fwd_kv), findings);
+  compare_links("relay.links", relay.links, links, findings);
+  compare("relay.num_stages", -1, relay.num_stages, num_stages, findings);
+}
+
 }  // namespace
-}  // namespace detail
 
 std::vector<Finding> validate(const AttentionPlan& plan, const ValidateOptions& options) {
   ValidateOptions limits = options;
   const std::int64_t capacity = plan.options.max_tokens_per_rank;
   if (capacity > 0 && limits.q_capacity < 0) limits.q_capacity = capacity;
   if (capacity > 0 && limits.kv_capacity < 0) limits.kv_capacity = capacity;
-  detail::PlanFindings findings(validate(plan.plan, limits),
-                                std::max<std::int64_t>(1, options.max_findings));
-  if (!findings.none() || !detail::check_options(plan, findings) ||
-      !detail::check_sizes(plan, findings) || !detail::check_totals(plan, findings))
-    return findings.take();
+  Findings findings(options.max_findings);
+  findings.append(validate(plan.plan, limits));
+  if (findings.count() > 0 || !check_options(plan, findings) || !check_sizes(plan, findings) ||
+      !check_totals(plan, findings))
+    return std::move(findings).take();
 
   const QkvRouting routing = compute_qkv_routing(plan.plan);
   findings.append(validate(plan.plan, routing, limits));
   const std::size_t world_size = plan.plan.world_size;
-  const std::int64_t ranks_per_node = plan.options.hardware.ranks_per_node;
+  const std::int32_t ranks_per_node = plan.options.hardware.ranks_per_node;
   std::vector<LinkBytes> q_links(world_size);
   std::vector<std::int64_t> q_rows(world_size);
   std::vector<std::int64_t> kv_rows(world_size);
-  detail::count_table(routing.fwd_q, plan.options.model.q_row_bytes(), ranks_per_node, q_links,
-                      q_rows);
+  count_table(routing.fwd_q, plan.options.model.q_row_bytes(), ranks_per_node, q_links, q_rows);
   std::vector<LinkBytes> links = q_links;
-  detail::count_table(routing.fwd_kv, plan.options.model.kv_row_bytes(), ranks_per_node, links,
-                      kv_rows);
-  const std::vector<std::int64_t> work = detail::count_work(plan);
+  count_table(routing.fwd_kv, plan.options.model.kv_row_bytes(), ranks_per_node, links, kv_rows);
+  const std::vector<std::int64_t> work = count_work(plan);
   for (std::size_t r = 0; r < world_size; ++r) {
     const auto rank = static_cast<std::int64_t>(r);
     std::int64_t home = 0;
     for (std::int64_t n = plan.plan.rank_shard_offsets[r]; n < plan.plan.rank_shard_offsets[r + 1];
          ++n)
       home += plan.plan.shard_len[n];
-    findings.compare("work", rank, plan.work[r], work[r]);
-    findings.compare("home_tokens", rank, plan.home_tokens[r], home);
-    findings.compare("attention_tokens", rank, plan.attention_tokens[r], q_rows[r]);
-    findings.compare("kv_tokens", rank, plan.kv_tokens[r], kv_rows[r]);
+    compare("work", rank, plan.work[r], work[r], findings);
+    compare("home_tokens", rank, plan.home_tokens[r], home, findings);
+    compare("attention_tokens", rank, plan.attention_tokens[r], q_rows[r], findings);
+    compare("kv_tokens", rank, plan.kv_tokens[r], kv_rows[r], findings);
   }
-  findings.compare("links", plan.links, links);
-  if (!plan.relay.empty()) detail::check_relay(plan, routing, q_links, findings);
-  return findings.take();
+  compare_links("links", plan.links, links, findings);
+  if (!plan.relay.empty()) check_relay(plan, routing, q_links, findings);
+  return std::move(findings).take();
 }
 
 }  // namespace waybill

@@ -7,7 +7,7 @@
 #include "report/plan_figures.h"
 #include "routing/homes.h"
 #include "waybill/core/error.h"
-#include "waybill/routing/document_plan.h"
+#include "waybill/routing/qkv_plan.h"
 
 namespace waybill::detail {
 

@@ -1,10 +1,9 @@
-#include "waybill/routing/attention_layout.h"
-
 #include <algorithm>
 #include <utility>
 
 #include "dense_checks.h"
 #include "waybill/core/error.h"
+#include "waybill/routing/compute_metadata.h"
 
 namespace waybill {
 namespace {
@@ -18,7 +17,7 @@ Lists received_by_rank(const IndexArray& values, const IndexArray& dispatch) {
   Lists lists(static_cast<std::size_t>(dispatch.dim(0)));
   for (std::size_t i = 0; i < dispatch.i64().size(); ++i) {
     const std::int64_t dst = dispatch.i64()[i];
-    if (dst >= 0) lists[static_cast<std::size_t>(dst)].push_back(values.i64()[i]);
+    if (dst >= 0) lists[dst].push_back(values.i64()[i]);
   }
   return lists;
 }
@@ -104,6 +103,25 @@ AttnLayout compute_attn_layout_seqlens(const IndexArray& seq_shard_len,
   layout.max_seqlen_kv = maxima(kv);
   layout.num_local_seqs_recv = counts(q);
   return layout;
+}
+
+PackedSeqParams mlp_layout_packed_params(const IndexArray& seq_lens) {
+  constexpr const char* who = "mlp_layout_packed_params";
+  require(seq_lens.ndim() == 1, who, ": seq_lens has shape ", to_string(seq_lens.shape()),
+          ", expected [n]");
+  const detail::Int64Table lens(who, "seq_lens", seq_lens);
+  detail::check_lengths(who, "seq_lens", *lens);
+  PackedSeqParams params;
+  params.cu_seqlens_q = IndexArray({lens->size() + 1});
+  std::int64_t end = 0;
+  for (std::int64_t i = 0; i < lens->size(); ++i) {
+    end += lens->flat_at(i);
+    params.cu_seqlens_q.i64()[i + 1] = end;
+    params.max_seqlen_q = std::max(params.max_seqlen_q, lens->flat_at(i));
+  }
+  params.cu_seqlens_kv = params.cu_seqlens_q;
+  params.max_seqlen_kv = params.max_seqlen_q;
+  return params;
 }
 
 }  // namespace waybill

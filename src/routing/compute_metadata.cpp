@@ -80,7 +80,7 @@ Job open_job(const IndexArray& seq_len, const IndexArray& dispatch, Undispatched
   require(job.num_copies <= (std::int64_t{1} << 20), in_compute_metadata, ": global_dispatch has ",
           job.num_copies, " copies, expected at most 2^20");
   for (std::int64_t i = 0; i < world_size; ++i) {
-    std::int64_t& rows = job.rank_rows[static_cast<std::size_t>(i)];
+    std::int64_t& rows = job.rank_rows[i];
     for (std::int64_t j = 0; j < num_shards; ++j) {
       job.shard_begin[job.shard(i, j)] = rows;
       rows += job.seq_len[job.shard(i, j)];
@@ -104,7 +104,7 @@ IndexArray count_entries_with_rows(const IndexArray& seq_len) {
   IndexArray result({seq_len.dim(0)});
   for (std::int64_t i = 0; i < seq_len.dim(0); ++i) {
     const auto first = seq_len.i64().begin() + i * per_rank;
-    result.i64()[static_cast<std::size_t>(i)] =
+    result.i64()[i] =
         std::count_if(first, first + per_rank, [](std::int64_t rows) { return rows > 0; });
   }
   return result;
@@ -120,13 +120,13 @@ Metadata forward_metadata(const Job& job, const IndexArray& seq_len, const Index
   const auto recv = fwd.num_recv_tokens.i64();
   std::vector<std::int64_t> filled(static_cast<std::size_t>(world));
   for_each_copy(job, [&](std::int64_t i, std::size_t shard, std::int64_t c, std::int64_t dst) {
-    std::int64_t& rows = filled[static_cast<std::size_t>(dst)];
+    std::int64_t& rows = filled[dst];
     offset[job.copy(shard, c)] = rows;
     rows += job.seq_len[shard];
-    recv[static_cast<std::size_t>(dst * (world + 1) + i)] += job.seq_len[shard];
+    recv[dst * (world + 1) + i] += job.seq_len[shard];
   });
   for (std::int64_t r = 0; r < world; ++r) {
-    recv[static_cast<std::size_t>(r * (world + 1) + world)] = filled[static_cast<std::size_t>(r)];
+    recv[r * (world + 1) + world] = filled[r];
   }
   fwd.num_seqs = count_entries_with_rows(seq_len);
   fwd.world_size = world;
@@ -137,17 +137,9 @@ Metadata forward_metadata(const Job& job, const IndexArray& seq_len, const Index
 std::vector<std::int64_t> count_received(const Job& job) {
   std::vector<std::int64_t> received(static_cast<std::size_t>(job.world_size));
   for (const std::int64_t dst : job.dispatch) {
-    if (dst >= 0) ++received[static_cast<std::size_t>(dst)];
+    if (dst >= 0) ++received[dst];
   }
   return received;
-}
-
-IndexArray used_copies(const IndexArray& dispatch) {
-  IndexArray mask(dispatch.shape(), DType::boolean);
-  std::transform(dispatch.i64().begin(), dispatch.i64().end(),
-                 static_cast<std::uint8_t*>(mask.data()),
-                 [](std::int64_t dst) -> std::uint8_t { return dst >= 0 ? 1 : 0; });
-  return mask;
 }
 
 Metadata reverse_metadata(const Job& job, const IndexArray& seq_len, const IndexArray& dispatch) {
@@ -164,20 +156,20 @@ Metadata reverse_metadata(const Job& job, const IndexArray& seq_len, const Index
   const auto recv = rev.num_recv_tokens.i64();  // [i][r] is what i had sent to r
   std::vector<std::int64_t> next(static_cast<std::size_t>(job.world_size));
   for_each_copy(job, [&](std::int64_t i, std::size_t shard, std::int64_t c, std::int64_t dst) {
-    const std::int64_t t = next[static_cast<std::size_t>(dst)]++;
+    const std::int64_t t = next[dst]++;
     const auto entry = static_cast<std::size_t>(dst * most + t);
     home[entry] = i;
-    offset[entry] = c * job.rank_rows[static_cast<std::size_t>(i)] + job.shard_begin[shard];
+    offset[entry] = c * job.rank_rows[i] + job.shard_begin[shard];
     rows[entry] = job.seq_len[shard];
     const std::int64_t row = i * (job.world_size + 1);
-    recv[static_cast<std::size_t>(row + dst)] += job.seq_len[shard];
-    recv[static_cast<std::size_t>(row + job.world_size)] += job.seq_len[shard];
+    recv[row + dst] += job.seq_len[shard];
+    recv[row + job.world_size] += job.seq_len[shard];
   });
   rev.num_seqs = count_entries_with_rows(rev.seq_len);
   rev.world_size = job.world_size;
   rev.num_total_recv_tokens = last_column(rev.num_recv_tokens);
   if (job.has_copies) {
-    rev.seq_recv_mask = used_copies(dispatch);
+    rev.seq_recv_mask = detail::used_copies(dispatch);
     rev.recv_seq_lens = seq_len;
   }
   return rev;

@@ -1,11 +1,10 @@
-#include "waybill/routing/compute_metadata_kv.h"
-
 #include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "dense_checks.h"
 #include "waybill/core/error.h"
+#include "waybill/routing/compute_metadata.h"
 
 namespace waybill {
 namespace {
@@ -137,7 +136,7 @@ struct Groups {
   std::vector<std::int64_t> first_row;   ///< [W * S]
   std::vector<std::int64_t> first_slot;  ///< [W * S]
   std::vector<std::int64_t> rank_slots;  ///< [W]
-  std::int64_t most_slots = 0;
+  std::int64_t max_slots = 0;
 };
 
 Groups place_groups(const KvJob& job) {
@@ -161,7 +160,7 @@ Groups place_groups(const KvJob& job) {
             job.place.size());
   }
   for (const std::int64_t slots : groups.rank_slots) {
-    groups.most_slots = std::max(groups.most_slots, slots);
+    groups.max_slots = std::max(groups.max_slots, slots);
   }
   return groups;
 }
@@ -169,13 +168,13 @@ Groups place_groups(const KvJob& job) {
 /// The copy that fills each slot of an attention rank, [W, R]; -1 none.
 /// @throws InvalidArgument when two copies fill one slot.
 std::vector<std::int64_t> fill_slots(const KvJob& job, const Groups& groups) {
-  std::vector<std::int64_t> slots(static_cast<std::size_t>(job.world_size * groups.most_slots), -1);
+  std::vector<std::int64_t> slots(static_cast<std::size_t>(job.world_size * groups.max_slots), -1);
   for (std::size_t at = 0; at < job.place.size(); ++at) {
     if (!job.used(at)) continue;
     const std::size_t q = job.query_of(at);
     const std::int64_t slot =
-        job.q_dst[q] * groups.most_slots + groups.first_slot[q] + job.place[at];
-    std::int64_t& filled_by = slots[static_cast<std::size_t>(slot)];
+        job.q_dst[q] * groups.max_slots + groups.first_slot[q] + job.place[at];
+    std::int64_t& filled_by = slots[slot];
     const auto copies = static_cast<std::size_t>(job.num_copies);
     require(filled_by < 0, in_metadata_kv, ": KV shards of ",
             job.name(static_cast<std::size_t>(std::max<std::int64_t>(filled_by, 0)) / copies),
@@ -193,8 +192,7 @@ void check_contexts(const KvJob& job, const Groups& groups,
     if (job.q_dst[q] < 0) continue;
     std::int64_t rows = 0;
     for (std::int64_t k = 0; k < job.q_shards[q]; ++k) {
-      const std::int64_t at = slots[static_cast<std::size_t>(job.q_dst[q] * groups.most_slots +
-                                                             groups.first_slot[q] + k)];
+      const std::int64_t at = slots[job.q_dst[q] * groups.max_slots + groups.first_slot[q] + k];
       require(at >= 0, in_metadata_kv, ": the query of ", job.name(q),
               " has q_to_num_kv_seq = ", job.q_shards[q],
               ", but no KV shard has kv_to_q_rank = ", k, " for it");
@@ -232,8 +230,8 @@ void count_rows(const KvJob& job, Metadata& fwd, Metadata& rev) {
     forward[cell(r, world)] += rows;
     reverse[cell(i, r)] += rows;
     reverse[cell(i, world)] += rows;
-    fwd.num_total_recv_tokens[static_cast<std::size_t>(r)] += rows;
-    rev.num_total_recv_tokens[static_cast<std::size_t>(i)] += rows;
+    fwd.num_total_recv_tokens[r] += rows;
+    rev.num_total_recv_tokens[i] += rows;
   }
 }
 
@@ -256,11 +254,11 @@ void fill_reverse(const KvJob& job, const Groups& groups, const std::vector<std:
   std::vector<std::int64_t> shard_begin(job.num_entries());
   std::vector<std::int64_t> rank_rows(static_cast<std::size_t>(job.world_size));
   for (std::size_t shard = 0; shard < job.num_entries(); ++shard) {
-    std::int64_t& rows = rank_rows[static_cast<std::size_t>(job.rank_of(shard))];
+    std::int64_t& rows = rank_rows[job.rank_of(shard)];
     shard_begin[shard] = rows;
     rows += job.seq_len[shard];
   }
-  const Shape shape{job.world_size, groups.most_slots};
+  const Shape shape{job.world_size, groups.max_slots};
   rev.dst_rank = IndexArray::full(shape, -1);
   rev.dst_offset = IndexArray(shape);
   rev.seq_len = IndexArray(shape);
@@ -272,16 +270,9 @@ void fill_reverse(const KvJob& job, const Groups& groups, const std::vector<std:
     const std::int64_t c = slots[slot] % job.num_copies;
     const auto shard = static_cast<std::size_t>(slots[slot] / job.num_copies);
     home[slot] = job.rank_of(shard);
-    offset[slot] = c * rank_rows[static_cast<std::size_t>(home[slot])] + shard_begin[shard];
+    offset[slot] = c * rank_rows[home[slot]] + shard_begin[shard];
     rows[slot] = job.seq_len[shard];
   }
-}
-
-IndexArray used_copies(const KvJob& job, const Shape& shape) {
-  IndexArray mask(shape, DType::boolean);
-  auto* const used = static_cast<std::uint8_t*>(mask.data());
-  for (std::size_t at = 0; at < job.place.size(); ++at) used[at] = job.used(at) ? 1 : 0;
-  return mask;
 }
 
 /// The inverse of `slots`: a copy's place in [W, R].
@@ -289,7 +280,7 @@ IndexArray global_seq_ids(const std::vector<std::int64_t>& slots, const Shape& s
   IndexArray ids = IndexArray::full(shape, -1);
   for (std::size_t slot = 0; slot < slots.size(); ++slot) {
     if (slots[slot] >= 0) {
-      ids.i64()[static_cast<std::size_t>(slots[slot])] = static_cast<std::int64_t>(slot);
+      ids.i64()[slots[slot]] = static_cast<std::int64_t>(slot);
     }
   }
   return ids;
@@ -317,11 +308,30 @@ KvMetadata compute_metadata_kv(const KvMapping& mapping, const IndexArray& seq_l
   result.fwd.world_size = job.world_size;
   result.rev.num_seqs = IndexArray({job.world_size}, groups.rank_slots);
   result.rev.world_size = job.world_size;
-  result.rev.seq_recv_mask = used_copies(job, copies_shape);
+  result.rev.seq_recv_mask = detail::used_copies(result.fwd.dst_rank);
   result.rev.recv_seq_lens = *tables.seq_len;
   if (return_intermediate) {
     result.kv_dst_global_seq_id = global_seq_ids(slots, copies_shape);
   }
+  return result;
+}
+
+E2eMetadata compute_e2e_metadata(const IndexArray& mlp_seq_len, const IndexArray& mlp_num_seqs,
+                                 const IndexArray& mlp_q_dispatch, const KvMapping& mapping,
+                                 bool return_intermediate) {
+  DispatchMetadata q = compute_metadata(mlp_seq_len, mlp_q_dispatch, return_intermediate);
+  KvMetadata kv =
+      compute_metadata_kv(mapping, mlp_seq_len, mlp_num_seqs, mlp_q_dispatch, return_intermediate);
+  E2eMetadata result;
+  result.attention = compute_attn_layout_seqlens(mlp_seq_len, mapping.q_to_num_kv_token,
+                                                 mlp_q_dispatch, /*leading_zero=*/true,
+                                                 /*shard_to_tuple=*/true);
+  result.fwd_q = std::move(q.fwd);
+  result.rev_q = std::move(q.rev);
+  result.fwd_kv = std::move(kv.fwd);
+  result.rev_kv = std::move(kv.rev);
+  result.q_intermediates = std::move(q.intermediates);
+  result.kv_dst_global_seq_id = std::move(kv.kv_dst_global_seq_id);
   return result;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "waybill/core/error.h"
 #include "waybill/core/index_array.h"
@@ -37,13 +38,9 @@ class Int64Table {
   const IndexArray& table_;
 };
 
-/// [W, S] of a matrix, with 1 <= W.
-struct WorldShape {
-  std::int64_t world_size;
-  std::int64_t num_shards;  ///< most on a rank
-};
-
-inline WorldShape check_world_matrix(const char* who, const char* name, const IndexArray& array) {
+/// [W, S] of a matrix, with 1 <= W; S is the largest number of shards on a rank.
+inline std::pair<std::int64_t, std::int64_t> check_world_matrix(const char* who, const char* name,
+                                                                const IndexArray& array) {
   require(array.ndim() == 2, who, ": ", name, " has shape ", to_string(array.shape()),
           ", expected [W, S]");
   require(1 <= array.dim(0) && array.dim(0) <= max_world_size, who, ": world_size = ", array.dim(0),
@@ -99,6 +96,15 @@ inline void check_lengths(const char* who, const char* name, const IndexArray& a
   if (good && total <= max_total_rows) return;
   check_range(who, name, array, 0, max_total_rows, "0..2^40 rows");
   throw_invalid(who, ": the sum of ", name, " exceeds 2^40 rows; no such buffer exists");
+}
+
+/// seq_recv_mask: which copies of a dispatch have a destination.
+inline IndexArray used_copies(const IndexArray& dst_rank) {
+  IndexArray mask(dst_rank.shape(), DType::boolean);
+  const auto ranks = dst_rank.i64();
+  std::transform(ranks.begin(), ranks.end(), static_cast<std::uint8_t*>(mask.data()),
+                 [](std::int64_t rank) -> std::uint8_t { return rank >= 0 ? 1 : 0; });
+  return mask;
 }
 
 }  // namespace waybill::detail

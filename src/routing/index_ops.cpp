@@ -36,9 +36,8 @@ IndexArray exclusive_cumsum(const IndexArray& array, std::int64_t dim) {
     for (std::int64_t k = 0; k + 1 < split.extent; ++k) {
       for (std::int64_t i = 0; i < split.inner; ++i) {
         const std::int64_t at = (o * split.extent + k) * split.inner + i;
-        std::int64_t& next = target[static_cast<std::size_t>(at + split.inner)];
-        const bool overflow =
-            __builtin_add_overflow(target[static_cast<std::size_t>(at)], source[at], &next);
+        std::int64_t& next = target[at + split.inner];
+        const bool overflow = __builtin_add_overflow(target[at], source[at], &next);
         require(!overflow, "exclusive_cumsum: the sum up to element ", at,
                 " does not fit int64 (value ", source[at], ")");
       }
@@ -89,7 +88,7 @@ IndexArray index_put_with_neg_padding_1d(const IndexArray& array, const IndexArr
   const auto target = result.i64();
   for (std::int64_t i = 0; i < index.size(); ++i) {
     if (places[i] >= 0) {
-      target[static_cast<std::size_t>(places[i])] = values[src.size() == 1 ? 0 : i];
+      target[places[i]] = values[src.size() == 1 ? 0 : i];
     }
   }
   return result;

@@ -103,7 +103,7 @@ class GroupBuilder {
   /// per_rank with windows: walking back, a query extends its rank's latest group when they touch,
   /// and begins a new one otherwise. Groups are then put into the order of group_prefixes.
   void group_windows(std::int64_t doc) {
-    std::vector<std::int32_t> first_met;  // of the rank of each group: its order among the ranks
+    std::vector<std::int32_t> first_met;  // by group: the order of its rank among the ranks
     std::int32_t num_ranks = 0;
     for (std::int32_t p = num_shards_ - 1; p >= 0; --p) {
       const std::int32_t shard = shards_[p];

@@ -3,8 +3,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "homes.h"
 #include "waybill/core/table_allocator.h"
 #include "waybill/routing/qkv_plan.h"
+#include "waybill/routing/sparse_metadata.h"
 
 namespace waybill::detail {
 
@@ -13,10 +15,10 @@ struct KvGroup {
   std::int32_t rank;       ///< attention rank
   std::int32_t first;      ///< position in the document
   std::int32_t last;       ///< position in the document, inclusive
-  std::int32_t doc_begin;  ///< of its document in doc_shards
+  std::int32_t doc_begin;  ///< its document in doc_shards
   std::int32_t number;     ///< among the groups of its document
   std::int64_t context;    ///< document rows before it
-  std::int64_t rows;       ///< of its shards together
+  std::int64_t rows;       ///< rows of its shards together
   std::int64_t to_row;     ///< from rows of the document to rows of the rank's KV buffer
 };
 
@@ -24,11 +26,11 @@ struct KvGroup {
 struct KvRun {
   std::int32_t begin;   ///< first shard, an index into doc_shards
   std::int32_t count;   ///< shards
-  std::int32_t number;  ///< of the group, among those of its document
+  std::int32_t number;  ///< place of the group among those of its document
   std::int32_t group;
 };
 
-/// What the shards and documents of a plan say about KV, ready to be written out.
+/// The KV groups of a plan, ready to be written out.
 struct KvGroups {
   UninitializedVector<KvGroup> groups;            ///< document by document
   UninitializedVector<std::int32_t> query_group;  ///< [N] by shard: group that its queries read
@@ -44,5 +46,24 @@ struct KvGroups {
 
 /// Forms the groups of a checked plan. Copies of a shard are numbered in the order of the groups.
 void form_kv_groups(const QkvPlan& plan, KvGroups& result);
+
+/// A shard as the KV tables see it.
+struct KvRow {
+  std::int64_t len;
+  std::int64_t end;      ///< document rows up to the shard, itself included
+  std::int64_t begin;    ///< first row at home
+  std::int64_t plane;    ///< rows of the home rank: copies lie that far apart
+  std::int32_t home;     ///< rank
+  std::int32_t run_end;  ///< first later shard with another home
+};
+
+/// The shards in document order, so that a group reads them in one run. [N]
+using KvRows = UninitializedVector<KvRow>;
+
+/// Writes the forward and the reverse metadata of KV, without the counts of the reverse. Every
+/// place is known beforehand, so the result does not depend on the number of threads. `rows` is
+/// memory to work in.
+void write_kv_tables(const QkvPlan& plan, const Homes& homes, const KvGroups& kv, int num_threads,
+                     KvRows& rows, SparseMetadata& fwd, SparseMetadata& rev);
 
 }  // namespace waybill::detail

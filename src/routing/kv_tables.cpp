@@ -1,10 +1,8 @@
-#include "kv_tables.h"
-
 #include <algorithm>
 
 #include "core/parallel_for.h"
-#include "core/to_size.h"
-#include "recv_counts.h"
+#include "homes.h"
+#include "kv_groups.h"
 
 namespace waybill::detail {
 namespace {
@@ -34,7 +32,7 @@ bool has_formula(const QkvPlan& plan) {
   return plan.kv_layout == KvLayout::per_query || plan.kv_begin.empty();
 }
 
-/// Forward, shard by shard: copy c of position p lies in the document's group c (one KV copy a
+/// Forward, shard by shard: copy c of position p lies in the document's group c (one KV copy per
 /// rank, or a full mask), or in that of its query p + c.
 void write_forward(const QkvPlan& plan, const KvGroups& kv, std::int64_t doc_begin,
                    std::int64_t doc_end, SparseMetadata& fwd) {
@@ -81,12 +79,12 @@ void number_copies(const QkvPlan& plan, const KvGroups& kv, SparseMetadata& fwd,
 }
 
 /// Runs are read in the order of ranks, their shards lie in the order of documents: the shards of
-/// a run are fetched this many runs ahead.
-constexpr std::size_t runs_ahead = 8;
+/// a run are fetched this many runs before.
+constexpr std::int64_t runs_before = 8;
 
-void fetch_ahead(const KvGroups& kv, const KvRows& rows, std::size_t run_idx) {
-  if (run_idx + runs_ahead >= kv.runs.size()) return;
-  __builtin_prefetch(&rows[kv.runs[run_idx + runs_ahead].begin]);
+void prefetch_run(const KvGroups& kv, const KvRows& rows, std::int64_t run_idx) {
+  if (run_idx + runs_before >= std::ssize(kv.runs)) return;
+  __builtin_prefetch(&rows[kv.runs[run_idx + runs_before].begin]);
 }
 
 /// Reverse of one run, from `entry` on. copy_of(i, entry) numbers the copy of its shard i.
@@ -112,9 +110,9 @@ void write_reverse(const QkvPlan& plan, const KvGroups& kv, const KvRows& rows,
   std::int64_t entry = rev.rank_offsets[begin];
   const bool formula = has_formula(plan);
   const std::int32_t* by_entry = numbers.data();
-  for (std::size_t i = kv.rank_runs[begin]; i < to_size(kv.rank_runs[end]); ++i) {
+  for (std::int64_t i = kv.rank_runs[begin]; i < kv.rank_runs[end]; ++i) {
     const KvRun run = kv.runs[i];
-    fetch_ahead(kv, rows, i);
+    prefetch_run(kv, rows, i);
     if (plan.kv_layout == KvLayout::per_query && plan.mask == MaskKind::causal) {
       // The run ends with the query itself, copy 0.
       const auto copy_of = [&](std::int64_t k, std::int64_t) { return run.count - 1 - k; };
@@ -134,9 +132,9 @@ void write_reverse(const QkvPlan& plan, const KvGroups& kv, const KvRows& rows,
 void count_received(const KvGroups& kv, const KvRows& rows, SparseMetadata& fwd) {
   RecvCounter counter(fwd.world_size, fwd.recv);
   for (std::size_t r = 0; r + 1 < kv.rank_runs.size(); ++r) {
-    for (std::size_t i = kv.rank_runs[r]; i < to_size(kv.rank_runs[r + 1]); ++i) {
+    for (std::int64_t i = kv.rank_runs[r]; i < kv.rank_runs[r + 1]; ++i) {
       const KvRun run = kv.runs[i];
-      fetch_ahead(kv, rows, i);
+      prefetch_run(kv, rows, i);
       const std::int32_t run_end = run.begin + run.count;
       std::int64_t counted = rows[run.begin].end - rows[run.begin].len;
       for (std::int32_t k = run.begin; k < run_end;) {

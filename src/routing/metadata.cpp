@@ -49,101 +49,66 @@ std::optional<IndexArray> converted(const std::optional<IndexArray>& array, DTyp
   return array ? std::optional(array->to(dtype, name)) : std::nullopt;
 }
 
-/// What does not fit, field by field, each as a text that names it, its shape and the expected one.
-class OddShapes {
- public:
-  explicit OddShapes(const Metadata& metadata) : m_(metadata) {}
-
-  [[nodiscard]] std::vector<std::string> find() {
-    if (m_.seq_len.ndim() != 1 && m_.seq_len.ndim() != 2) {
-      add("seq_len", m_.seq_len.shape(), "[W, S], or [n] in a slice");
-      return std::move(odd_);
-    }
-    Shape entries = m_.seq_len.shape();
-    if (m_.has_copies()) entries.push_back(m_.dst_rank.shape().back());
-    expect("dst_rank", m_.dst_rank, entries);
-    expect("dst_offset", m_.dst_offset, m_.dst_rank.shape());
-    if (m_.is_slice()) {
-      const IndexArray& counts = m_.num_recv_tokens;
-      if (counts.ndim() != 1) add("num_recv_tokens", counts.shape(), "[W + 1]");
-    } else {
-      check_world(m_.seq_len.dim(0));
-    }
-    return std::move(odd_);
-  }
-
- private:
-  void add(const char* field, const Shape& shape, const std::string& expected) {
-    odd_.push_back(concat(field, " has shape ", to_string(shape), ", expected ", expected));
-  }
-
-  void expect(const char* field, const IndexArray& array, const Shape& expected) {
+/// The fields that do not fit, each as a text that names it, its shape and the expected one.
+std::vector<std::string> odd_shapes(const Metadata& m) {
+  std::vector<std::string> odd;
+  const auto add = [&](const char* field, const Shape& shape, const std::string& expected) {
+    odd.push_back(concat(field, " has shape ", to_string(shape), ", expected ", expected));
+  };
+  const auto expect = [&](const char* field, const IndexArray& array, const Shape& expected) {
     if (array.shape() != expected) add(field, array.shape(), to_string(expected));
+  };
+  if (m.seq_len.ndim() != 1 && m.seq_len.ndim() != 2) {
+    add("seq_len", m.seq_len.shape(), "[W, S], or [n] in a slice");
+    return odd;
   }
-
-  /// The fields that have a value, or a row, per rank.
-  void check_world(std::int64_t world) {
-    if (m_.has_counts() && m_.num_recv_tokens.shape() != Shape{world, 1}) {
-      expect("num_recv_tokens", m_.num_recv_tokens, {world, world + 1});
-    }
-    if (m_.num_seqs && m_.num_seqs->shape() != Shape{world, 1}) {
-      expect("num_seqs", *m_.num_seqs, {world});
-    }
-    if (m_.world_size && *m_.world_size != world) {
-      odd_.push_back(concat("world_size = ", *m_.world_size, ", expected ", world,
-                            ", the first extent of seq_len"));
-    }
-    const std::vector<std::int64_t>& totals = m_.num_total_recv_tokens;
-    if (!totals.empty() && std::ssize(totals) != world) {
-      odd_.push_back(
-          concat("num_total_recv_tokens has ", totals.size(), " values, expected ", world));
-    }
-    check_buffer(world);
+  Shape entries = m.seq_len.shape();
+  if (m.has_copies()) entries.push_back(m.dst_rank.shape().back());
+  expect("dst_rank", m.dst_rank, entries);
+  expect("dst_offset", m.dst_offset, m.dst_rank.shape());
+  if (m.is_slice()) {
+    if (m.num_recv_tokens.ndim() != 1) add("num_recv_tokens", m.num_recv_tokens.shape(), "[W + 1]");
+    return odd;
   }
-
-  /// The fields that describe the receiving buffer.
-  void check_buffer(std::int64_t world) {
-    const std::optional<IndexArray>& mask = m_.seq_recv_mask;
-    const std::optional<IndexArray>& lens = m_.recv_seq_lens;
-    const bool mask_fits = mask && mask->ndim() == 3 && mask->dim(0) == world;
-    const bool lens_fit = lens && lens->ndim() == 2 && lens->dim(0) == world;
-    if (mask && !mask_fits) add("seq_recv_mask", mask->shape(), concat("[", world, ", S, C]"));
-    if (lens && !lens_fit) add("recv_seq_lens", lens->shape(), concat("[", world, ", S]"));
-    if (mask_fits && lens_fit) expect("recv_seq_lens", *lens, {world, mask->dim(1)});
+  const std::int64_t world = m.seq_len.dim(0);
+  if (m.has_counts() && m.num_recv_tokens.shape() != Shape{world, 1})
+    expect("num_recv_tokens", m.num_recv_tokens, {world, world + 1});
+  if (m.num_seqs && m.num_seqs->shape() != Shape{world, 1})
+    expect("num_seqs", *m.num_seqs, {world});
+  if (m.world_size && *m.world_size != world) {
+    odd.push_back(concat("world_size = ", *m.world_size, ", expected ", world,
+                         ", the first extent of seq_len"));
   }
-
-  const Metadata& m_;
-  std::vector<std::string> odd_;
-};
-
-std::vector<std::string> odd_shapes(const Metadata& metadata) { return OddShapes(metadata).find(); }
-
-/// Elements for a text, which takes any value.
-class ShownElements {
- public:
-  explicit ShownElements(const IndexArray& array) : flat_(array.reshaped({array.size()})) {}
-
-  [[nodiscard]] std::string text(std::int64_t idx) const { return to_string(flat_.row(idx)); }
-
-  /// As int64; the largest one where the value is larger.
-  [[nodiscard]] std::int64_t number(std::int64_t idx) const {
-    constexpr std::int64_t most = std::numeric_limits<std::int64_t>::max();
-    if (flat_.dtype() != DType::uint64) return flat_.flat_at(idx);
-    const std::uint64_t value = static_cast<const std::uint64_t*>(flat_.data())[idx];
-    return value > static_cast<std::uint64_t>(most) ? most : static_cast<std::int64_t>(value);
+  const std::vector<std::int64_t>& totals = m.num_total_recv_tokens;
+  if (!totals.empty() && std::ssize(totals) != world) {
+    odd.push_back(concat("num_total_recv_tokens has ", totals.size(), " values, expected ", world));
   }
+  const std::optional<IndexArray>& mask = m.seq_recv_mask;
+  const std::optional<IndexArray>& lens = m.recv_seq_lens;
+  const bool mask_fits = mask && mask->ndim() == 3 && mask->dim(0) == world;
+  const bool lens_fit = lens && lens->ndim() == 2 && lens->dim(0) == world;
+  if (mask && !mask_fits) add("seq_recv_mask", mask->shape(), concat("[", world, ", S, C]"));
+  if (lens && !lens_fit) add("recv_seq_lens", lens->shape(), concat("[", world, ", S]"));
+  if (mask_fits && lens_fit) expect("recv_seq_lens", *lens, {world, mask->dim(1)});
+  return odd;
+}
 
- private:
-  IndexArray flat_;
-};
+/// An element of a flat array as int64; the largest number where the value is larger.
+std::int64_t number_at(const IndexArray& flat, std::int64_t idx) {
+  constexpr std::int64_t largest = std::numeric_limits<std::int64_t>::max();
+  if (flat.dtype() != DType::uint64) return flat.flat_at(idx);
+  const std::uint64_t value = static_cast<const std::uint64_t*>(flat.data())[idx];
+  return value > static_cast<std::uint64_t>(largest) ? largest : static_cast<std::int64_t>(value);
+}
 
 /// Where the copies of an entry go; "-" where they go nowhere.
-std::string entry_text(const ShownElements& dst_rank, const ShownElements& dst_offset,
+std::string entry_text(const IndexArray& dst_rank, const IndexArray& dst_offset,
                        std::int64_t first_copy, std::int64_t num_copies) {
   std::string text;
   for (std::int64_t c = first_copy; c < first_copy + num_copies; ++c) {
-    if (dst_rank.number(c) == -1) continue;
-    text += concat(text.empty() ? "" : ", ", "rank ", dst_rank.text(c), " at ", dst_offset.text(c));
+    if (number_at(dst_rank, c) == -1) continue;
+    text += concat(text.empty() ? "" : ", ", "rank ", to_string(dst_rank.row(c)), " at ",
+                   to_string(dst_offset.row(c)));
   }
   return text.empty() ? "-" : text;
 }
@@ -174,15 +139,15 @@ std::string entries_text(const Metadata& metadata) {
     text += concat(", up to ", metadata.dst_rank.shape().back(), " copies");
   }
   text += metadata.normalized ? ", normalized\n" : "\n";
-  const ShownElements dst_rank(metadata.dst_rank);
-  const ShownElements dst_offset(metadata.dst_offset);
-  const ShownElements seq_len(metadata.seq_len);
+  const IndexArray dst_rank = metadata.dst_rank.reshaped({metadata.dst_rank.size()});
+  const IndexArray dst_offset = metadata.dst_offset.reshaped({metadata.dst_offset.size()});
+  const IndexArray seq_len = metadata.seq_len.reshaped({metadata.seq_len.size()});
   const std::int64_t copies = metadata.has_copies() ? metadata.dst_rank.shape().back() : 1;
   for (std::int64_t r = 0; r < world; ++r) {
     if (!slice) text += concat("rank ", r, "\n");
     std::int64_t row = 0;
     for (std::int64_t j = r * per_rank; j < (r + 1) * per_rank; ++j) {
-      const std::int64_t rows = seq_len.number(j);
+      const std::int64_t rows = number_at(seq_len, j);
       const std::string where = entry_text(dst_rank, dst_offset, j * copies, copies);
       if (rows == 0 && where == "-") continue;
       const std::int64_t begin = row;
@@ -245,7 +210,7 @@ Metadata Metadata::get_slice(Rank rank) const {
   slice.recv_seq_lens = row_of(recv_seq_lens, r);
   slice.normalized = normalized;
   if (!num_total_recv_tokens.empty()) {
-    slice.num_total_recv_tokens = {num_total_recv_tokens[static_cast<std::size_t>(r)]};
+    slice.num_total_recv_tokens = {num_total_recv_tokens[r]};
   }
   return slice;
 }

@@ -5,8 +5,6 @@
 
 #include "homes.h"
 #include "kv_groups.h"
-#include "kv_tables.h"
-#include "recv_counts.h"
 
 namespace waybill {
 namespace {
@@ -31,7 +29,7 @@ void resize_entries(SparseMetadata& table, std::int32_t world_size, std::int64_t
   table.dst_offset.resize(num_destinations);
 }
 
-/// What a rank receives forward it sends in reverse, to where it came from.
+/// A rank sends in reverse what it received forward, to where it came from.
 void count_queries(const QkvPlan& plan, QkvRouting& routing) {
   const SparseMetadata& rev = routing.rev_q;
   detail::RecvCounter counter(plan.world_size, routing.fwd_q.recv);

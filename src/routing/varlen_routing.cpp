@@ -5,7 +5,6 @@
 #include <span>
 
 #include "homes.h"
-#include "recv_counts.h"
 
 namespace waybill {
 namespace {
@@ -63,7 +62,7 @@ class RunFinder {
     return run;
   }
 
-  /// Of the runs that could stay, those whose contexts do not overlap, heaviest first.
+  /// Keeps the heaviest of the runs that could stay, as long as their contexts do not overlap.
   void keep_in_place(std::vector<QueryRun>& staying) {
     find_blocks();
     candidates_.clear();

@@ -10,12 +10,12 @@
 #include <vector>
 
 #include "core/printable.h"
+#include "core/test_hooks.h"
 #include "runtime/executor.h"
 #include "transport/transport.h"
 #include "waybill/core/error.h"
 #include "waybill/core/wait.h"
-#include "waybill/transport/agree.h"
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill {
 
@@ -29,6 +29,7 @@ World::World(std::unique_ptr<Transport> transport, std::unique_ptr<Executor> exe
     : engine_(std::make_shared<Engine>(Engine{std::move(transport), std::move(executor)})) {
   require(engine_->transport != nullptr, "World: transport is null");
   require(engine_->executor != nullptr, "World: executor is null");
+  (void)detail::test_hooks();  // a wrong one is an error here, whatever the world is made of
 }
 
 Rank World::rank() const noexcept { return engine_->transport->rank(); }

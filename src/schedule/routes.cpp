@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "planner/node_routes.h"
-#include "planner/relay_checks.h"
 #include "routing/homes.h"
 #include "segments.h"
 #include "waybill/core/error.h"

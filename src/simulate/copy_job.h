@@ -1,16 +1,38 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
-#include "view_checks.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/routing/metadata.h"
 #include "waybill/routing/sparse_metadata.h"
 #include "waybill/simulate/orchestrate.h"
 
 namespace waybill::detail {
+
+/// A usable view with `ndim` axes: shape and strides agree, no negative extent, every address can
+/// be computed, memory is there unless the view is empty. @throws InvalidArgument
+void check_view(const char* who, const char* name, const ConstTensorView& view, std::int64_t ndim);
+
+/// The stride of an axis in elements. Where the axis has one element it is never used, may be
+/// anything, and counts as 0.
+[[nodiscard]] inline std::int64_t step_of(const ConstTensorView& view, std::size_t axis) {
+  return view.shape[axis] == 1 ? 0 : view.strides[axis];
+}
+
+/// False when two elements may lie at one address. Exact for slices and transposes of an ordinary
+/// tensor; a view of another making may be refused though it is fine.
+[[nodiscard]] bool is_injective(const ConstTensorView& view);
+
+/// False only when no byte belongs to both. Knows views that lie side by side in one tensor.
+[[nodiscard]] bool may_share_memory(const ConstTensorView& a, const ConstTensorView& b);
+
+/// Every output is injective, no two outputs share memory, and none with a source.
+/// @throws InvalidArgument naming the two and their shapes
+void check_memory(const char* who, std::span<const ConstTensorView> sources,
+                  std::span<const TensorView> outputs);
 
 /// One shard's rows on their way to one destination.
 struct CopySegment {

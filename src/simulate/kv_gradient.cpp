@@ -6,45 +6,39 @@
 #include <type_traits>
 #include <vector>
 
+#include "copy_job.h"
 #include "core/number.h"
 #include "core/parallel_for.h"
-#include "view_checks.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
 namespace {
 
 constexpr const char* in_sum_kv_copies = "sum_kv_copies";
-constexpr std::int64_t block_elements = 512;  // of a row, summed at a time
+constexpr std::int64_t block_elements = 512;  // elements of a row that are summed at a time
 constexpr std::int64_t work_item_elements = 65536;
 
 /// One dtype: how it is stored and what it is summed in.
-struct Float32 {
-  using Stored = float;
-  using Sum = float;
+template <class T>
+struct Exact {
+  using Stored = T;
+  using Sum = T;
   static Sum load(Stored value) { return value; }
   static Stored round(Sum value) { return value; }
 };
-struct Float64 {
-  using Stored = double;
-  using Sum = double;
-  static Sum load(Stored value) { return value; }
-  static Stored round(Sum value) { return value; }
-};
-struct BFloat16 {
+template <float (*ToFloat)(std::uint16_t), std::uint16_t (*FromFloat)(float)>
+struct Rounded {
   using Stored = std::uint16_t;
   using Sum = float;
-  static Sum load(Stored value) { return bfloat16_to_float(value); }
-  static Stored round(Sum value) { return float_to_bfloat16(value); }
+  static Sum load(Stored value) { return ToFloat(value); }
+  static Stored round(Sum value) { return FromFloat(value); }
 };
-struct Float16 {
-  using Stored = std::uint16_t;
-  using Sum = float;
-  static Sum load(Stored value) { return float16_to_float(value); }
-  static Stored round(Sum value) { return float_to_float16(value); }
-};
+using Float32 = Exact<float>;
+using Float64 = Exact<double>;
+using BFloat16 = Rounded<bfloat16_to_float, float_to_bfloat16>;
+using Float16 = Rounded<float16_to_float, float_to_float16>;
 
-/// What a shard's rows are made of.
+/// The copies of which a shard's rows are the sum.
 struct Shard {
   std::int64_t end_row;              ///< past its last row
   std::vector<std::int64_t> copies;  ///< used, ascending
@@ -95,12 +89,12 @@ void sum_row(const ConstTensorView& planes, const TensorView& output, const Shar
       const std::byte* from = row_of_copy(shard.copies[k]) + first * from_step;
       for (std::int64_t i = 0; i < count; ++i) {
         const Sum value = In::load(read<InStored>(from + i * from_step));
-        Sum& sum = sums[static_cast<std::size_t>(i)];
+        Sum& sum = sums[i];
         sum = k == 0 ? value : sum + value;
       }
     }
     for (std::int64_t i = 0; i < count; ++i) {
-      write(to + (first + i) * to_step, Out::round(sums[static_cast<std::size_t>(i)]));
+      write(to + (first + i) * to_step, Out::round(sums[i]));
     }
   }
 }

@@ -5,9 +5,7 @@
 #include <tuple>
 
 #include "copy_job.h"
-#include "view_checks.h"
 #include "waybill/core/error.h"
-#include "waybill/simulate/dispatch.h"
 
 namespace waybill {
 namespace {
@@ -108,7 +106,7 @@ std::vector<HostTensor> simulate_communication(std::span<const ConstTensorView> 
       detail::find_destinations(job, segments, options.overlap);
   std::vector<std::int64_t> sent(tensors.size());
   for (const detail::CopySegment& segment : segments) {
-    std::int64_t& to_rank = sent[static_cast<std::size_t>(segment.dst_rank)];
+    std::int64_t& to_rank = sent[segment.dst_rank];
     require(!__builtin_add_overflow(to_rank, segment.rows, &to_rank), who,
             ": the entries send 2^63 rows or more to rank ", segment.dst_rank);
   }

@@ -1,22 +1,30 @@
 #include "host_transport.h"
 
-#include <atomic>
-#include <cstring>
-#include <string>
+#include <sys/mman.h>
 
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <string>
+#include <utility>
+
+#include "transport/share_memory.h"
 #include "waybill/core/wait.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill::detail {
 namespace {
 
-// Ranks may be processes: a lock beside the value would not be shared.
+// Ranks may be processes, which would not share a lock that stands next to the value.
 static_assert(std::atomic_ref<std::uint64_t>::is_always_lock_free);
 
 }  // namespace
 
 void HostTransport::put(const SymmetricBuffer& to, const PutRequest& piece) {
-  std::byte* const place = place_of(to, piece);
-  if (piece.size_bytes > 0) std::memcpy(place, piece.source, piece.size_bytes);
+  std::byte* const address = address_of(to, piece);
+  if (piece.size_bytes > 0) std::memcpy(address, piece.source, piece.size_bytes);
 }
 
 void HostTransport::signal(Rank peer, SignalSlot slot, std::uint64_t epoch) {
@@ -31,22 +39,12 @@ std::uint64_t HostTransport::wait(SignalSlot slot, std::uint64_t wanted, Rank pe
   const std::atomic_ref flag(slot.pad->local[slot.idx]);
   std::uint64_t seen = flag.load(std::memory_order_acquire);
   if (seen >= wanted) return seen;
-  try {
-    return poll(flag, wanted, peer, operation);
-  } catch (const Interrupted& error) {
-    give_up("an interrupt: ", error.what());
-    throw;
-  }
-}
-
-std::uint64_t HostTransport::poll(const std::atomic_ref<std::uint64_t>& flag, std::uint64_t wanted,
-                                  Rank peer, std::string_view operation) {
-  std::uint64_t seen = flag.load(std::memory_order_acquire);
   PollingWait wait(timeout_s(), {.check = [&] { check_peers(operation, peer); },
                                  .gives_turn = true,
                                  .num_waiters = topology().world_size});
-  while (seen < wanted) {
-    if (!wait.pause()) {
+  try {
+    while ((seen = flag.load(std::memory_order_acquire)) < wanted) {
+      if (wait.pause()) continue;
       note_timeout();
       throw Timeout({.operation = std::string(operation),
                      .rank = to_int(rank()),
@@ -57,9 +55,78 @@ std::uint64_t HostTransport::poll(const std::atomic_ref<std::uint64_t>& flag, st
                      .peer_node = to_int(topology().node(peer)),
                      .peer_local = to_int(topology().local_rank(peer))});
     }
-    seen = flag.load(std::memory_order_acquire);
+    return seen;
+  } catch (const Interrupted& error) {
+    give_up("an interrupt: ", error.what());
+    throw;
   }
-  return seen;
 }
 
 }  // namespace waybill::detail
+
+namespace waybill {
+namespace {
+
+constexpr std::int64_t alignment_bytes = 256;
+constexpr std::int64_t min_mapped_bytes = 64 << 10;
+
+/// Makes zeros on a 256-byte boundary; pages that nobody writes cost nothing. Large blocks are
+/// mapped here, as calloc would write zeros into memory of a thread's arena.
+std::shared_ptr<void> make_block(std::int64_t size_bytes) {
+  if (size_bytes >= min_mapped_bytes) {
+    const std::size_t bytes = size_bytes;
+    void* const first =
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (first == MAP_FAILED) throw std::bad_alloc();
+    return {first, [bytes](void* block) { (void)munmap(block, bytes); }};
+  }
+  std::size_t room = size_bytes + alignment_bytes;
+  std::shared_ptr<void> block(std::calloc(room, 1), std::free);
+  if (block == nullptr) throw std::bad_alloc();
+  void* first = block.get();
+  std::align(alignment_bytes, size_bytes, first, room);
+  return {block, first};
+}
+
+class ThreadTransport final : public detail::HostTransport {
+ public:
+  ThreadTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node)
+      : HostTransport(std::move(bootstrap), ranks_per_node) {}
+
+ private:
+  Parts make_parts(std::int64_t size_bytes, std::string_view name) override {
+    return share_memory(bootstrap(), make_block(size_bytes), size_bytes, name);
+  }
+};
+
+class ProcessTransport final : public detail::HostTransport {
+ public:
+  ProcessTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node)
+      : HostTransport(std::move(bootstrap), ranks_per_node), memory_(this->bootstrap()) {
+    require_one_host(this->bootstrap(), "make_process_transport");
+    watch_peers(make_peer_status(this->bootstrap()));
+  }
+
+ private:
+  Parts make_parts(std::int64_t size_bytes, std::string_view name) override {
+    return memory_.make(bootstrap(), size_bytes, name);
+  }
+
+  detail::ProcessMemory memory_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_thread_transport(std::shared_ptr<Bootstrap> bootstrap,
+                                                 std::int32_t ranks_per_node) {
+  require(bootstrap != nullptr, "make_thread_transport: bootstrap is null");
+  return std::make_unique<ThreadTransport>(std::move(bootstrap), ranks_per_node);
+}
+
+std::unique_ptr<Transport> make_process_transport(std::shared_ptr<Bootstrap> bootstrap,
+                                                  std::int32_t ranks_per_node) {
+  require(bootstrap != nullptr, "make_process_transport: bootstrap is null");
+  return std::make_unique<ProcessTransport>(std::move(bootstrap), ranks_per_node);
+}
+
+}  // namespace waybill

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <string_view>
 
@@ -8,7 +7,7 @@
 
 namespace waybill::detail {
 
-/// What engines share whose symmetric memory is host memory that every rank has mapped.
+/// The common part of engines whose symmetric memory is host memory that every rank has mapped.
 class HostTransport : public PeerTransport {
  public:
   void put(const SymmetricBuffer& to, const PutRequest& piece) final;
@@ -19,10 +18,6 @@ class HostTransport : public PeerTransport {
 
  protected:
   using PeerTransport::PeerTransport;
-
- private:
-  [[nodiscard]] std::uint64_t poll(const std::atomic_ref<std::uint64_t>& flag, std::uint64_t wanted,
-                                   Rank peer, std::string_view operation);
 };
 
 }  // namespace waybill::detail

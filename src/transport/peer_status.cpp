@@ -3,27 +3,19 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <mutex>
+#include <cstring>
 #include <string>
 #include <utility>
+
+#include "transport/bootstrap/wire.h"
 
 namespace waybill {
 namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto look_every = 80ms;
+constexpr auto check_every = 80ms;
 constexpr auto patience_of_collectives = 1000ms;
-
-/// What another process wrote, without what a terminal would obey.
-std::string text_of(const char* reason, std::size_t size) {
-  std::string text(reason, std::find(reason, reason + size, '\0'));
-  for (char& c : text) {
-    const auto code = static_cast<unsigned char>(c);
-    if (code < 0x20 || code == 0x7f) c = ' ';
-  }
-  return text;
-}
 
 }  // namespace
 
@@ -44,11 +36,12 @@ class PeerStatus::Scope final : public WaitScope {
   std::string operation_;
 };
 
-PeerStatus::PeerStatus(Rank rank, std::vector<std::shared_ptr<void>> blocks, IsThere is_there)
+PeerStatus::PeerStatus(Rank rank, std::vector<std::shared_ptr<void>> blocks,
+                       std::vector<detail::SharedFile> files)
     : rank_(to_int(rank)),
       blocks_(std::move(blocks)),
-      is_there_(std::move(is_there)),
-      looks_(blocks_.size()) {}
+      files_(std::move(files)),
+      checks_(blocks_.size()) {}
 
 PeerStatus::~PeerStatus() {
   std::uint32_t runs = PeerStatusBlock::runs;
@@ -80,8 +73,8 @@ void PeerStatus::check_failed(std::string_view operation) const {
     if (r == rank_ || theirs.state.load(std::memory_order_acquire) != PeerStatusBlock::failed) {
       continue;
     }
-    throw PeerFailed(concat(operation, ": rank ", r,
-                            " failed: ", text_of(theirs.reason, sizeof(theirs.reason))));
+    const std::string_view reason(theirs.reason, strnlen(theirs.reason, sizeof(theirs.reason)));
+    throw PeerFailed(concat(operation, ": rank ", r, " failed: ", detail::peer_text(reason)));
   }
 }
 
@@ -90,18 +83,18 @@ void PeerStatus::check_gone(std::string_view operation, std::size_t rank,
   const PeerStatusBlock& theirs = block(rank);
   if (rank == rank_ || theirs.process == 0 || theirs.process == getpid()) return;
   const std::lock_guard lock(mutex_);
-  Look& look = looks_[rank];
+  PeerCheck& check = checks_[rank];
   const auto now = Clock::now();
-  if (now - look.last < look_every) return;
-  look.last = now;
+  if (now - check.last < check_every) return;
+  check.last = now;
   const bool left = theirs.state == PeerStatusBlock::left;
-  if (!left && is_there_(static_cast<std::int32_t>(rank))) return;
+  if (!left && files_[rank].is_marked()) return;
   if (theirs.state == PeerStatusBlock::timed_out) return;
-  if (!std::exchange(look.gone, true)) {  // what it did before is looked for once more
-    look.gone_since = now;
+  if (!std::exchange(check.gone, true)) {  // the wait polls once more for what it did before
+    check.gone_since = now;
     return;
   }
-  if (now - look.gone_since < patience) return;
+  if (now - check.gone_since < patience) return;
   throw PeerFailed(concat(operation, ": rank ", rank, " is gone: ",
                           left ? "it has left the world of process " : "the end of process ",
                           theirs.process));
@@ -114,6 +107,21 @@ void PeerStatus::check(std::string_view operation, Rank awaited) {
 
 std::shared_ptr<const WaitScope> PeerStatus::scope_of(std::string_view operation) {
   return std::make_shared<Scope>(shared_from_this(), operation);
+}
+
+std::shared_ptr<PeerStatus> make_peer_status(Bootstrap& bootstrap) {
+  const std::string operation = "peer status";
+  constexpr auto size = std::int64_t{sizeof(PeerStatusBlock)};
+  const std::size_t me = to_int(bootstrap.rank());
+  detail::ProcessMemory memory(bootstrap);
+  auto files = memory.open(bootstrap, operation);
+  std::vector<std::shared_ptr<void>> blocks;
+  run_collectively(bootstrap, operation, [&] { files[me].reserve(size); });
+  run_collectively(bootstrap, operation, [&] {
+    for (const detail::SharedFile& file : files) blocks.push_back(file.map(size));
+    if (files[me].mark()) static_cast<PeerStatusBlock*>(blocks[me].get())->process = getpid();
+  });
+  return std::make_shared<PeerStatus>(bootstrap.rank(), std::move(blocks), std::move(files));
 }
 
 }  // namespace waybill

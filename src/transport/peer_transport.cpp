@@ -1,13 +1,18 @@
 #include "transport/peer_transport.h"
 
+#include <cstdio>
+#include <cstring>
 #include <optional>
 #include <type_traits>
 #include <utility>
 
+#include "transport/bootstrap/wire.h"
+#include "waybill/core/error.h"
+
 namespace waybill {
 namespace {
 
-/// Ranks that are set up differently would wait for each other: that is said before.
+/// Ranks that are set up differently would wait for each other for ever, so they compare first.
 Topology topology_of(Bootstrap& bootstrap, std::int32_t ranks_per_node) {
   const Setting settings[] = {{"waybill version", WAYBILL_VERSION},
                               {"ranks_per_node", concat(ranks_per_node)}};
@@ -16,7 +21,51 @@ Topology topology_of(Bootstrap& bootstrap, std::int32_t ranks_per_node) {
   return {world, ranks_per_node == 0 ? world : ranks_per_node};
 }
 
+constexpr const char* variable = "WAYBILL_PEER_ACCESS";
+
+/// Returns the first text of a rank that is not empty, with the rank; else an empty one.
+std::string first_text(Bootstrap& bootstrap, std::string_view operation, const std::string& mine) {
+  const auto texts = detail::gather_texts(bootstrap, mine, operation);
+  for (std::size_t r = 0; r < texts.size(); ++r) {
+    if (!texts[r].empty()) return concat("rank ", r, ": ", detail::peer_text(texts[r]));
+  }
+  return {};
+}
+
 }  // namespace
+
+PeerAccessWish peer_access_wish(const char* text) {
+  if (text == nullptr || *text == '\0') return PeerAccessWish::any;
+  if (std::strcmp(text, "none") == 0) return PeerAccessWish::none;
+  require(std::strcmp(text, "required") == 0, variable, " = \"", detail::peer_text(text),
+          "\", expected none or required");
+  return PeerAccessWish::required;
+}
+
+PeerMemory agree_on_peer_memory(Bootstrap& bootstrap, std::string_view who, PeerAccessWish wish,
+                                const std::string& trouble, const std::string& refused) {
+  const std::string mine = wish == PeerAccessWish::none ? concat(variable, " = none") : trouble;
+  const std::string why = first_text(bootstrap, who, mine);
+  // All ranks learn all of this, so all of them throw, or none.
+  const std::string forbids =
+      wish == PeerAccessWish::required ? concat(variable, " = required") : refused;
+  const std::string forbidden = first_text(bootstrap, who, forbids);
+  if (why.empty()) return PeerMemory::device;
+  if (!forbidden.empty()) {
+    throw Unsupported(concat(who, ": GPUs without access to each other's memory (", why,
+                             "), and the host's cannot be used instead (", forbidden, ")"));
+  }
+  if (to_int(bootstrap.rank()) == 0) {
+    (void)std::fputs(
+        concat("waybill: ", who,
+               ": rows go through pinned memory of the host, at what PCIe gives "
+               "and not NVLink, as GPUs have no access to each other's memory (",
+               why, "); ", variable, "=required makes this an error, waybill doctor says more\n")
+            .c_str(),
+        stderr);
+  }
+  return PeerMemory::host;
+}
 
 PeerTransport::PeerTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node)
     : Transport(bootstrap->rank(), topology_of(*bootstrap, ranks_per_node), bootstrap->timeout_s()),
@@ -110,16 +159,10 @@ std::uint64_t* PeerTransport::slot_of(Rank peer, SignalSlot slot) const {
   return base == nullptr ? nullptr : base + slot.idx;
 }
 
-std::byte* PeerTransport::place_of(const SymmetricBuffer& to, const PutRequest& piece) const {
+std::byte* PeerTransport::address_of(const SymmetricBuffer& to, const PutRequest& piece) const {
   check_piece(to, piece);
   auto* const base = static_cast<std::byte*>(to.memory[to_int(piece.peer)].get());
   return base == nullptr ? nullptr : base + piece.dst_offset_bytes;
-}
-
-void PeerTransport::free_parts(Parts parts) { parts.clear(); }
-
-std::shared_ptr<void> PeerTransport::make_table(const Parts& /*parts*/, std::string_view /*name*/) {
-  return nullptr;
 }
 
 template <class Symmetric>
@@ -141,7 +184,7 @@ void PeerTransport::share(Symmetric& result, std::int64_t size_bytes, std::strin
 }
 
 /// Freeing device memory waits for the device, on which a kernel may wait for a rank that has yet
-/// to launch its own: so nobody goes on before the memory of all is free.
+/// to launch its own. So no rank goes on before the memory of all is free.
 template <class Symmetric>
 void PeerTransport::give_back(Symmetric& memory) {
   if (memory.memory.empty()) return;  // never allocated, on no rank

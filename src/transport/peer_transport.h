@@ -12,9 +12,31 @@
 
 namespace waybill {
 
-/// The part of a Transport that engines share whose ranks meet over a Bootstrap and whose symmetric
-/// memory consists of one block per rank. An engine says how the blocks are made and freed, and how
-/// pieces and signals get there.
+/// The place of the symmetric memory of GPU ranks of one host.
+enum class PeerMemory : std::uint8_t {
+  device,  ///< memory of their GPUs, which reach each other
+  host,    ///< pinned memory of the host, which all GPUs reach
+};
+
+/// The value of WAYBILL_PEER_ACCESS: with "none" GPUs count as having no access to each other, with
+/// "required" that is an error. Unset: the GPUs decide.
+enum class PeerAccessWish : std::uint8_t { any, none, required };
+
+/// @param text null: the variable is not set. @throws InvalidArgument for another text
+[[nodiscard]] PeerAccessWish peer_access_wish(const char* text);
+
+/// Collective: the same for all ranks, the host if any of them needs it. Rank 0 then prints a line
+/// that says why, and what it costs.
+/// @param trouble names what this rank's GPU cannot reach; empty: it reaches all
+/// @param refused says why this kind of world cannot use the host's memory; empty: it can
+/// @throws Unsupported on all ranks if one would need it and a wish or `refused` forbids it;
+///   Timeout
+[[nodiscard]] PeerMemory agree_on_peer_memory(Bootstrap& bootstrap, std::string_view who,
+                                              PeerAccessWish wish, const std::string& trouble,
+                                              const std::string& refused = {});
+
+/// The common part of engines whose ranks have a Bootstrap and whose symmetric memory consists of
+/// one block per rank. An engine makes and frees the blocks, and carries pieces and signals there.
 class PeerTransport : public Transport {
  public:
   [[nodiscard]] SymmetricBuffer allocate(std::int64_t size_bytes, std::string_view name) final;
@@ -32,8 +54,8 @@ class PeerTransport : public Transport {
   /// The parts of all ranks, as this one sees them.
   using Parts = std::vector<std::shared_ptr<void>>;
 
-  /// @param bootstrap not null
   /// Collective.
+  /// @param bootstrap not null
   /// @param ranks_per_node 0: all ranks on one node
   /// @throws as Transport; InvalidArgument on all ranks when versions of the library or
   ///   ranks_per_node differ, naming the rank that does
@@ -41,21 +63,21 @@ class PeerTransport : public Transport {
 
   [[nodiscard]] Bootstrap& bootstrap() noexcept { return *bootstrap_; }
 
-  /// From now on waits look at what the ranks say of themselves there. Null: there is no such
-  /// place.
+  /// From now on waits check the status of the ranks there. Null: there is none.
   void watch_peers(std::shared_ptr<PeerStatus> status) { status_ = std::move(status); }
 
-  /// The same as fail(), with another text for this rank. @param after "an interrupt: "
+  /// Gives up as fail() does, with another text for this rank. @param after "an interrupt: "
   virtual void give_up(const char* after, std::string_view reason) noexcept;
 
   /// @throws TransportError when this rank has given up
   void require_usable(std::string_view operation) const;
 
-  /// Where a rank's slot lies, also on another node. @throws InvalidArgument as check_slot
+  /// Returns the address of a rank's slot, also on another node. @throws InvalidArgument as
+  /// check_slot
   [[nodiscard]] std::uint64_t* slot_of(Rank peer, SignalSlot slot) const;
 
-  /// Where a piece goes, also on another node. @throws InvalidArgument as check_piece
-  [[nodiscard]] std::byte* place_of(const SymmetricBuffer& to, const PutRequest& piece) const;
+  /// Returns the address for a piece, also on another node. @throws InvalidArgument as check_piece
+  [[nodiscard]] std::byte* address_of(const SymmetricBuffer& to, const PutRequest& piece) const;
 
  private:
   /// Collective: [W] blocks of size_bytes >= 0 zeros, aligned to 256 bytes; null for a rank whose
@@ -63,10 +85,13 @@ class PeerTransport : public Transport {
   [[nodiscard]] virtual Parts make_parts(std::int64_t size_bytes, std::string_view name) = 0;
 
   /// Collective: a table of the parts in memory that kernels read; null: nobody needs one.
-  [[nodiscard]] virtual std::shared_ptr<void> make_table(const Parts& parts, std::string_view name);
+  [[nodiscard]] virtual std::shared_ptr<void> make_table(const Parts& /*parts*/,
+                                                         std::string_view /*name*/) {
+    return nullptr;
+  }
 
-  /// Collective, when nobody uses the parts any more. The table is the last one.
-  virtual void free_parts(Parts parts);
+  /// Collective, when no rank uses the parts any more. The table is the last one.
+  virtual void free_parts(Parts parts) { parts.clear(); }
 
   /// Part of a collective call: its waits end when a rank is gone.
   template <class Work>
@@ -78,7 +103,7 @@ class PeerTransport : public Transport {
 
   std::shared_ptr<Bootstrap> bootstrap_;
   std::shared_ptr<PeerStatus> status_;
-  std::string failure_;        ///< why this rank has given up
+  std::string failure_;        ///< the reason why this rank has given up
   std::mutex deferred_mutex_;  ///< destructors may run on any thread
   Parts deferred_;
 };

@@ -9,7 +9,7 @@
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/planner/planner.h"
 #include "waybill/planner/static_plans.h"
-#include "waybill/routing/length_distribution.h"
+#include "waybill/routing/generators.h"
 
 namespace waybill {
 namespace {

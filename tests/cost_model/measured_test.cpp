@@ -6,11 +6,11 @@
 #include <string>
 #include <vector>
 
+#include "support/packed_plan.h"
 #include "waybill/cost_model/predict_step.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/planner/planner.h"
-#include "waybill/routing/document_plan.h"
-#include "waybill/routing/length_distribution.h"
+#include "waybill/routing/generators.h"
 
 namespace waybill {
 namespace {
@@ -41,7 +41,7 @@ PhasePrediction uniform_phase(std::int32_t world_size, std::int64_t mib) {
 PhasePrediction documents_phase(std::int32_t world_size, const char* distribution,
                                 StepPhase phase) {
   const auto lengths = sample_documents(length_distribution(distribution), world_size * 65536, 1);
-  return predict_step(plan_documents(lengths, {.world_size = world_size})).phase(phase);
+  return predict_step(test::packed_plan(lengths, {.world_size = world_size})).phase(phase);
 }
 
 std::int64_t most_bytes(const PhasePrediction& phase) {

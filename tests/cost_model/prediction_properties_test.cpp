@@ -11,8 +11,8 @@
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/planner/planner.h"
 #include "waybill/planner/static_plans.h"
-#include "waybill/routing/document_plan.h"
-#include "waybill/routing/length_distribution.h"
+#include "waybill/routing/generators.h"
+#include "waybill/routing/qkv_plan.h"
 
 namespace waybill {
 namespace {

@@ -1,14 +1,13 @@
 // Kernels of experts wait at points where no result may depend on which rank or block is faster:
 // when a call begins, before they announce that, before they announce that tokens are placed, and
-// in some blocks. WAYBILL_TEST_DELAY_NS limits the random time.
+// in some blocks. The hook delay_ns limits the random time.
 
 #include <gtest/gtest.h>
-
-#include <cstdlib>
 
 #include "core/to_size.h"
 #include "cuda/captured.h"
 #include "cuda/gpu_expert_rounds.h"
+#include "support/with_hooks.h"
 
 namespace waybill {
 namespace {
@@ -26,7 +25,7 @@ struct DelayedLayer {
   EPConfig config;
   EPDispatchOptions options;
   std::int64_t num_tokens;
-  const char* most_delay_ns;
+  const char* delay;  ///< a hook of WAYBILL_TEST
   bool pushes = false;
 };
 
@@ -130,7 +129,7 @@ void check(const DelayedLayer& layer) {
   if (layer.config.is_intra_node() && num_gpus() < world_size)
     GTEST_SKIP() << "needs " << world_size << " GPUs";
   ASSERT_EQ(layer.config.token_dtype, DType::bfloat16);
-  (void)setenv("WAYBILL_TEST_DELAY_NS", layer.most_delay_ns, 1);
+  const test::WithHooks hooks(layer.delay);
   Random random(77);
   std::vector<AnsweredCase> rounds;
   for (int i = 0; i < 5; ++i) {
@@ -152,20 +151,28 @@ EPConfig few() { return test::config_of(2, 16, 4, 60, 256, DType::bfloat16, DTyp
 /// Ranks exchange counts.
 EPConfig some() { return test::config_of(2, 16, 4, 300, 256, DType::bfloat16, DType::bfloat16); }
 
-TEST(GpuDelays, few_tokens_short) { check({few(), {}, 60, "2000"}); }
-TEST(GpuDelays, few_tokens_long) { check({few(), {}, 60, "100000"}); }
-TEST(GpuDelays, few_tokens_compact) { check({few(), {.rows = EPRows::compact}, 60, "20000"}); }
-TEST(GpuDelays, few_tokens_padded) { check({few(), {.expert_alignment = 8}, 60, "20000"}); }
-TEST(GpuDelays, few_tokens_pushed) { check({few(), {}, 60, "20000", true}); }
-TEST(GpuDelays, some_tokens_pushed) { check({some(), {}, 300, "20000", true}); }
-TEST(GpuDelays, some_tokens_in_receive_slots) { check({some(), {}, 100, "20000"}); }
-TEST(GpuDelays, some_tokens_that_wait) { check({some(), {}, 300, "20000"}); }
+TEST(GpuDelays, few_tokens_short) { check({few(), {}, 60, "delay_ns=2000"}); }
+TEST(GpuDelays, few_tokens_long) { check({few(), {}, 60, "delay_ns=100000"}); }
+TEST(GpuDelays, few_tokens_compact) {
+  check({few(), {.rows = EPRows::compact}, 60, "delay_ns=20000"});
+}
+TEST(GpuDelays, few_tokens_padded) {
+  check({few(), {.expert_alignment = 8}, 60, "delay_ns=20000"});
+}
+TEST(GpuDelays, few_tokens_pushed) { check({few(), {}, 60, "delay_ns=20000", true}); }
+TEST(GpuDelays, some_tokens_pushed) { check({some(), {}, 300, "delay_ns=20000", true}); }
+TEST(GpuDelays, some_tokens_in_receive_slots) { check({some(), {}, 100, "delay_ns=20000"}); }
+TEST(GpuDelays, some_tokens_that_wait) { check({some(), {}, 300, "delay_ns=20000"}); }
 
 /// Tokens are forwarded chunk by chunk. Ranks may share a device.
-TEST(GpuDelays, few_tokens_on_nodes) { check({test::on_nodes(few(), 1), {}, 60, "20000"}); }
-TEST(GpuDelays, some_tokens_on_nodes) { check({test::on_nodes(some(), 1), {}, 300, "20000"}); }
+TEST(GpuDelays, few_tokens_on_nodes) {
+  check({test::on_nodes(few(), 1), {}, 60, "delay_ns=20000"});
+}
+TEST(GpuDelays, some_tokens_on_nodes) {
+  check({test::on_nodes(some(), 1), {}, 300, "delay_ns=20000"});
+}
 TEST(GpuDelays, some_compact_tokens_on_nodes) {
-  check({test::on_nodes(some(), 1), {.rows = EPRows::compact}, 300, "100000"});
+  check({test::on_nodes(some(), 1), {.rows = EPRows::compact}, 300, "delay_ns=100000"});
 }
 
 }  // namespace

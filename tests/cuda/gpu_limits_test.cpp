@@ -3,32 +3,26 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-#include <string>
-
-#include "cuda/experts/executor.h"
+#include "cuda/experts/executor/executor.h"
 #include "cuda/experts/launch.h"
 #include "cuda/gpu_expert_rounds.h"
 #include "cuda/gpu_step.h"
 #include "cuda/rank/device_limits.h"
-#include "support/expect_error.h"
+#include "support/with_hooks.h"
 
 namespace waybill {
 namespace {
 
-/// A variable of the environment, for worlds that are made meanwhile.
-class Forced {
+/// Limits of kernels that are made meanwhile.
+class Forced : test::WithHooks {
  public:
-  Forced(const char* name, const char* value) : name_(name) { (void)setenv(name, value, 1); }
+  explicit Forced(const char* hooks) : WithHooks(hooks) {}
   Forced(const Forced&) = delete;
   Forced& operator=(const Forced&) = delete;
   ~Forced() {
-    (void)unsetenv(name_.c_str());
+    (void)detail::replace_test_hooks(nullptr);
     (void)cuda::read_device_limits(0);
   }
-
- private:
-  std::string name_;
 };
 
 void check_sequences() {
@@ -51,24 +45,24 @@ TEST(GpuLimits, kernels_have_what_the_device_can) {
 }
 
 TEST(GpuLimits, sequences_without_bulk_copies) {
-  const Forced vector("WAYBILL_VECTOR_PATH", "1");
+  const Forced vector("no_bulk_copies=1");
   EXPECT_FALSE(cuda::read_device_limits(0).bulk_copies);
   check_sequences();
 }
 
 TEST(GpuLimits, experts_without_bulk_copies) {
-  const Forced vector("WAYBILL_VECTOR_PATH", "1");
+  const Forced vector("no_bulk_copies=1");
   check_experts();
 }
 
 TEST(GpuLimits, sequences_with_99_kib_of_shared_memory) {
-  const Forced small("WAYBILL_MAX_SHARED_KB", "99");
+  const Forced small("max_shared_kb=99");
   EXPECT_EQ(cuda::read_device_limits(0).shared_bytes, 99 * 1024);
   check_sequences();
 }
 
 TEST(GpuLimits, experts_with_99_kib_of_shared_memory) {
-  const Forced small("WAYBILL_MAX_SHARED_KB", "99");
+  const Forced small("max_shared_kb=99");
   check_experts();
   // As many as there is room for, and no more.
   const int most = cuda::max_experts_on_gpu(2) / 2 * 2;
@@ -85,12 +79,6 @@ TEST(GpuLimits, faster_links_have_more_blocks_that_send) {
   const LinkSpeeds twice{.nvlink_bytes_per_second = 700e9, .block_bytes_per_second = 45e9};
   EXPECT_EQ(senders({}), 8);
   EXPECT_EQ(senders(twice), 17);
-}
-
-TEST(GpuLimits, wrong_variables_are_named) {
-  const Forced wrong("WAYBILL_MAX_SHARED_KB", "much");
-  EXPECT_TRUE(test::rejects([] { (void)cuda::read_device_limits(0); },
-                            {"WAYBILL_MAX_SHARED_KB = \"much\"", "expected a number of KiB"}));
 }
 
 }  // namespace

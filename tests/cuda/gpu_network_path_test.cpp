@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "core/to_size.h"
-#include "cuda/device/call_words.h"
+#include "cuda/device/params.h"
 #include "cuda/experts/nodes/params.h"
-#include "cuda/network/peer_path_kernel.h"
+#include "cuda/network/path_launch.h"
 #include "cuda/one_of_many.h"
 #include "waybill/core/random.h"
 

@@ -10,24 +10,17 @@
 #include "cuda/gpu_processes.h"
 #include "cuda/transport/gpu_place.h"
 #include "cuda/transport/gpu_transport.h"
+#include "support/with_hooks.h"
 
 namespace waybill {
 namespace {
 
-class Told {
+class NoPeerAccess {
  public:
-  Told(const char* name, const char* value) : name_(name) { (void)setenv(name, value, 1); }
-  Told(const Told&) = delete;
-  Told& operator=(const Told&) = delete;
-  ~Told() { (void)unsetenv(name_); }
-
- private:
-  const char* name_;
-};
-
-class NoPeerAccess : Told {
- public:
-  NoPeerAccess() : Told("WAYBILL_PEER_ACCESS", "none") {}
+  NoPeerAccess() { (void)setenv("WAYBILL_PEER_ACCESS", "none", 1); }
+  NoPeerAccess(const NoPeerAccess&) = delete;
+  NoPeerAccess& operator=(const NoPeerAccess&) = delete;
+  ~NoPeerAccess() { (void)unsetenv("WAYBILL_PEER_ACCESS"); }
 };
 
 World process_world(std::shared_ptr<Bootstrap> bootstrap, int device) {
@@ -90,7 +83,7 @@ TEST(GpuNoPeerAccess, logical_nodes_equal_the_simulation) {
 // container for each. On one GPU they are told that they do not.
 
 TEST(GpuNoPeerAccess, unseen_gpus_that_can_be_mapped_are_used) {
-  const Told unseen("WAYBILL_TEST_UNSEEN_GPUS", "yes");
+  const test::WithHooks unseen("unseen_gpus=1");
   const test::CasesOnGpu cases(2, 4, 1);
   test::expect_no_errors(test::run_gpu_processes(2, process_world, [&](World& world) {
     EXPECT_EQ(memory_of(world), PeerMemory::device);
@@ -99,7 +92,7 @@ TEST(GpuNoPeerAccess, unseen_gpus_that_can_be_mapped_are_used) {
 }
 
 TEST(GpuNoPeerAccess, unseen_gpus_that_cannot_be_mapped_mean_memory_of_the_host) {
-  const Told unseen("WAYBILL_TEST_UNSEEN_GPUS", "refused");
+  const test::WithHooks unseen("unmappable_gpus=1");
   const test::CasesOnGpu cases(3, 4, 1);
   test::expect_no_errors(test::run_gpu_processes(3, process_world, [&](World& world) {
     expect_host_memory(world);
@@ -108,7 +101,7 @@ TEST(GpuNoPeerAccess, unseen_gpus_that_cannot_be_mapped_mean_memory_of_the_host)
 }
 
 TEST(GpuNoPeerAccess, one_rank_refuses_for_all) {
-  const Told unseen("WAYBILL_TEST_UNSEEN_GPUS", "refused");
+  const test::WithHooks unseen("unmappable_gpus=1");
   const auto ends = test::run_gpu_processes(
       2,
       [](std::shared_ptr<Bootstrap> bootstrap, int device) {

@@ -12,7 +12,7 @@
 #include "support/sequence_expected.h"
 #include "waybill/cuda/gpu_world.h"
 #include "waybill/runtime/sequence_dispatcher.h"
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill::test {
 

@@ -6,13 +6,13 @@
 
 #include <chrono>
 #include <cmath>
-#include <cstdlib>
 #include <limits>
 #include <thread>
 
 #include "cuda/experts/launch.h"
 #include "cuda/gpu_expert_rounds.h"
 #include "cuda/one_of_many.h"
+#include "support/with_hooks.h"
 
 namespace waybill {
 namespace {
@@ -132,23 +132,22 @@ void run_burst(World& world, const Burst& burst, std::int32_t late) {
   world.barrier();
 }
 
-void check_burst(const EPConfig& config, const char* most_delay_ns, std::int32_t late = -1) {
-  (void)setenv("WAYBILL_TEST_DELAY_NS", most_delay_ns, 1);
+void check_burst(const EPConfig& config, const char* delay, std::int32_t late = -1) {
+  const test::WithHooks hooks(delay);
   const Burst burst = make_burst(config, 11);
   run_gpu_thread_world(
       config.world_size, [&](World& world) { run_burst(world, burst, late); },
       test::options_of(config));
-  (void)unsetenv("WAYBILL_TEST_DELAY_NS");
 }
 
 TEST(GpuPushCombine, calls_that_nothing_holds_back) {
-  check_burst(config_of(2, 16, 4, 60, 256), "0");
-  check_burst(config_of(2, 16, 4, 60, 256), "50000");
-  check_burst(config_of(2, 16, 8, 700, 128), "100000");
+  check_burst(config_of(2, 16, 4, 60, 256), "delay_ns=0");
+  check_burst(config_of(2, 16, 4, 60, 256), "delay_ns=50000");
+  check_burst(config_of(2, 16, 8, 700, 128), "delay_ns=100000");
 }
 TEST(GpuPushCombine, slow_home) {
-  check_burst(config_of(2, 16, 4, 60, 256), "0", 0);
-  check_burst(config_of(2, 16, 8, 700, 128), "20000", 1);
+  check_burst(config_of(2, 16, 4, 60, 256), "delay_ns=0", 0);
+  check_burst(config_of(2, 16, 8, 700, 128), "delay_ns=20000", 1);
 }
 
 constexpr std::int32_t topk = 4;

@@ -6,7 +6,7 @@
 
 #include <cstdio>
 
-#include "cuda/link_probe.h"
+#include "cuda/self_test/self_test.h"
 #include "waybill/cuda/gpu_world.h"
 
 namespace waybill {

@@ -1,10 +1,8 @@
-#include "cuda/gpu_self_test.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
-#include "cuda/link_probe.h"
+#include "cuda/self_test/self_test.h"
 #include "support/random_plan.h"
 #include "waybill/cuda/gpu_world.h"
 

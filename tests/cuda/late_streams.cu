@@ -1,5 +1,5 @@
-// Streams that come late. With WAYBILL_TEST_DELAYS=SEED a stream of which the library records an
-// event has nothing to do for a while behind it: what another stream, or the host, reads or
+// Streams that come late. With WAYBILL_TEST=late_streams=SEED a stream of which the library records
+// an event has nothing to do for a while behind it: what another stream, or the host, reads or
 // overwrites without waiting for it is then another result. The linker puts this in place of
 // cudaEventRecord (--wrap).
 
@@ -7,7 +7,8 @@
 
 #include <atomic>
 #include <cstdint>
-#include <cstdlib>
+
+#include "core/test_hooks.h"
 
 namespace {
 
@@ -40,15 +41,15 @@ cudaError_t __real_cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 
 cudaError_t __wrap_cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   const cudaError_t recorded = __real_cudaEventRecord(event, stream);
-  static const char* const seed = std::getenv("WAYBILL_TEST_DELAYS");
-  if (seed == nullptr || recorded != cudaSuccess) return recorded;
+  const std::int64_t seed = waybill::detail::test_hooks().late_streams;
+  if (seed == 0 || recorded != cudaSuccess) return recorded;
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(stream, &capturing) != cudaSuccess) {
     static_cast<void>(cudaGetLastError());  // another stream captures
     return recorded;
   }
   if (capturing == cudaStreamCaptureStatusNone) {
-    linger<<<1, 1, 0, stream>>>(draw(std::strtoull(seed, nullptr, 10)) % kMostNs);
+    linger<<<1, 1, 0, stream>>>(draw(seed) % kMostNs);
   }
   return recorded;
 }

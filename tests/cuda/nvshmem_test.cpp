@@ -11,6 +11,7 @@
 #include "cuda/gpu_processes.h"
 #include "cuda/gpu_transport_step.h"
 #include "support/transport_checks.h"
+#include "support/with_hooks.h"
 #include "transport/transport.h"
 
 namespace waybill {
@@ -54,10 +55,10 @@ TEST(NvshmemWorld, puts_and_signals_go_between_nodes_without_pointers) {
 
 /// What a world says whose transport shows signals before rows.
 std::vector<ProcessEnd> ends_where_nvshmem_enforces(std::int32_t ranks_per_node) {
+  const test::WithHooks enforces("nvshmem_enforces=1");
   return test::run_gpu_processes(
       2,
       [&](std::shared_ptr<Bootstrap> bootstrap, int device) {
-        (void)setenv("WAYBILL_TEST_NVSHMEM_ENFORCES", "1", 1);
         return make_nvshmem_world(std::move(bootstrap), device, ranks_per_node);
       },
       [](World& world) { world.barrier(); });

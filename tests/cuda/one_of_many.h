@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/to_size.h"
-#include "cuda/device/arrive_params.h"
+#include "cuda/device/params.h"
 #include "cuda/device_arena.h"
 
 namespace waybill::test {

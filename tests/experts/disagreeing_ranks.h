@@ -14,7 +14,7 @@
 #include "support/run_processes.h"
 #include "support/run_ranks.h"
 #include "waybill/runtime/world.h"
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill::test {
 

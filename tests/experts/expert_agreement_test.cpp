@@ -37,7 +37,7 @@ std::vector<SettingCase> setting_cases() {
        [](auto&, auto& options) { options.dispatch.payload = EPPayload::quantized; }},
       {"enable_local_combine = true",
        [](auto&, auto& options) { options.enable_local_combine = true; }},
-      {"push_combine = ", [](auto&, auto& o) { o.push_combine = !o.push_combine; }},
+      {"combine = push", [](auto&, auto& o) { o.push_combine = !o.push_combine; }},
       {"fixed_rows = 64", [](auto&, auto& options) { options.fixed_rows = 64; }},
       {"capacity = 3", [](auto&, auto& options) { options.capacity_factor = 3; }},
   };
@@ -80,7 +80,7 @@ TEST_P(ExpertAgreement, OfContextsIsLookedAtWhenTheyAreMade) {
         [&] {
           (void)DispatchCombineContext::with_rows(world, config, {}, is_odd(world) ? 31 : 32);
         },
-        at_once_s, {"DispatchCombineContext: rank ", "rows of the windows = "});
+        at_once_s, {"DispatchCombineContext: rank ", "fixed_rows = "});
   });
 }
 

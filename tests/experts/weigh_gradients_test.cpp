@@ -1,13 +1,12 @@
 // Gradients of rows and weights where the rows are.
 
-#include "experts/weigh_gradients.h"
-
 #include <gtest/gtest.h>
 
 #include <cstring>
 #include <vector>
 
 #include "experts/expert_rounds.h"
+#include "experts/host_executor.h"
 #include "support/expect_error.h"
 
 namespace waybill::test {

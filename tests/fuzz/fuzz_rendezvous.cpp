@@ -15,9 +15,8 @@
 #include <vector>
 
 #include "fuzz_input.h"
-#include "transport/tcp_caller.h"
-#include "transport/tcp_exchange.h"
-#include "transport/tcp_greeter.h"
+#include "transport/bootstrap/tcp/handshake.h"
+#include "transport/bootstrap/tcp/rendezvous.h"
 #include "waybill/core/error.h"
 
 namespace {
@@ -33,68 +32,74 @@ void expect(bool ok, const char* what) {
   std::abort();
 }
 
-Admission admission_of(Input& input) {
-  Admission admission;
-  admission.world_size = static_cast<std::int32_t>(1 + input.below(8));
-  admission.taken.assign(static_cast<std::size_t>(admission.world_size), false);
-  admission.taken.back() = input.below(4) == 0;
-  if (input.below(2) == 0) admission.job_id = "job";
-  if (input.below(2) == 0) admission.secret = "secret";
-  if (input.below(8) == 0) admission.failure = "rank 1 failed";
-  return admission;
+/// What rank 0 knows when a client connects.
+struct Server {
+  TcpJob job;
+  std::vector<bool> is_connected;
+  std::string failure;
+};
+
+Server server_of(Input& input) {
+  Server server;
+  server.job.world_size = static_cast<std::int32_t>(1 + input.below(8));
+  server.is_connected.assign(static_cast<std::size_t>(server.job.world_size), false);
+  server.is_connected.back() = input.below(4) == 0;
+  if (input.below(2) == 0) server.job.job.id = "job";
+  if (input.below(2) == 0) server.job.job.secret = "secret";
+  if (input.below(8) == 0) server.failure = "rank 1 failed";
+  return server;
 }
 
-/// Gives bytes to a Greeter in pieces until it has decided or there are none left.
-Greeter::Step feed(Greeter& greeter, std::span<const std::byte> bytes, const Admission& admission,
-                   Input& input) {
-  auto step = Greeter::Step::more;
-  while (!bytes.empty() && (step == Greeter::Step::more || step == Greeter::Step::answer)) {
-    const auto room = greeter.room();
-    expect(!room.empty(), "a greeter has no room");
+/// Gives bytes to rank 0's handshake in pieces until it answers or there are none left.
+AnswerKind feed(ServerHandshake& handshake, std::span<const std::byte> bytes, const Server& server,
+                Input& input) {
+  auto kind = AnswerKind::none;
+  while (!bytes.empty() && kind == AnswerKind::none) {
+    const auto room = handshake.room();
+    expect(!room.empty(), "a handshake has no room");
     const auto piece = static_cast<std::size_t>(1 + input.byte() * 2);
     const std::size_t size = std::min({bytes.size(), room.size(), piece});
     std::ranges::copy(bytes.first(size), room.begin());
     bytes = bytes.subspan(size);
-    step = greeter.took(size, admission);
-    if (step == Greeter::Step::answer) break;
+    kind = handshake.add(size, server.job, server.is_connected, server.failure);
   }
-  return step;
+  return kind;
 }
 
-void check_admitted(const Greeter& greeter, const Admission& admission) {
-  const auto rank = greeter.rank();
-  expect(0 < rank && rank < admission.world_size, "a rank out of range is let in");
-  expect(!admission.taken[static_cast<std::size_t>(rank)], "a rank is let in twice");
-  expect(admission.failure.empty(), "a rank is let in after a failure");
-  const auto answer = decode_answer(greeter.answer());
+void check_accepted(const ServerHandshake& handshake, const Server& server) {
+  const auto rank = handshake.rank();
+  expect(0 < rank && rank < server.job.world_size, "a rank out of range is let in");
+  expect(!server.is_connected[static_cast<std::size_t>(rank)], "a rank is let in twice");
+  expect(server.failure.empty(), "a rank is let in after a failure");
+  const auto answer = decode_answer(handshake.answer());
   expect(answer && answer->kind == AnswerKind::accepted, "an accepted rank is not told so");
 }
 
 /// Any bytes at rank 0's door.
 void call_with_any_bytes(Input& input) {
-  const Admission admission = admission_of(input);
+  const Server server = server_of(input);
   Bytes bytes(input.below(2) == 0 ? 256U + 64U : 40U);
   const Hello hello{.has_secret = input.below(2) == 0,
                     .world_size = static_cast<std::uint32_t>(input.value(0, 9)),
                     .rank = static_cast<std::uint32_t>(input.value(0, 9)),
-                    .job = JobField(input.below(2) == 0 ? "job" : "")};
+                    .job = input.below(2) == 0 ? "job" : ""};
   const auto valid = encode(hello);
   std::copy_n(valid.begin(), std::min(valid.size(), bytes.size()), bytes.begin());
   for (std::int64_t i = input.below(16); i > 0; --i) {
     bytes[static_cast<std::size_t>(input.byte() + input.byte()) % bytes.size()] =
         static_cast<std::byte>(input.byte());
   }
-  Greeter greeter;
-  auto step = feed(greeter, bytes, admission, input);
-  if (step == Greeter::Step::answer) {
-    step = feed(greeter, std::span(bytes).last(std::min<std::size_t>(bytes.size(), 64)), admission,
+  ServerHandshake handshake;
+  auto kind = feed(handshake, bytes, server, input);
+  if (kind == AnswerKind::prove) {
+    kind = feed(handshake, std::span(bytes).last(std::min<std::size_t>(bytes.size(), 64)), server,
                 input);
-    expect(step != Greeter::Step::admit, "a caller without the secret is let in");
+    expect(kind != AnswerKind::accepted, "a client without the secret is accepted");
   }
-  if (step == Greeter::Step::admit) check_admitted(greeter, admission);
-  if (step == Greeter::Step::refuse) {
-    const auto answer = decode_answer(greeter.answer());
-    expect(answer && answer->kind == AnswerKind::refused && !answer->why.empty(),
+  if (kind == AnswerKind::accepted) check_accepted(handshake, server);
+  if (kind == AnswerKind::rejected) {
+    const auto answer = decode_answer(handshake.answer());
+    expect(answer && answer->kind == AnswerKind::rejected && !answer->why.empty(),
            "a refused caller gets no reason");
   }
 }
@@ -112,32 +117,29 @@ bool damage(Container& bytes, Input& input) {
 
 /// Both sides with a secret, and somebody between them who changes bytes.
 void shake_hands_through_damage(Input& input) {
-  Admission admission;
-  admission.world_size = 4;
-  admission.taken.assign(4, false);
-  admission.secret = "secret";
-  const Call call{
-      .host = "h", .port = 1, .rank = 2, .world_size = 4, .job_id = {}, .secret = admission.secret};
-  Greeter greeter;
-  Introduction introduction(call);
-  HelloBytes hello = introduction.hello();
+  const TcpJob job{
+      .rank = 2, .world_size = 4, .host = "h", .port = 1, .job = {.id = {}, .secret = "secret"}};
+  const Server server{.job = job, .is_connected = std::vector<bool>(4), .failure = {}};
+  ServerHandshake handshake;
+  ClientHandshake client(job);
+  HelloBytes hello = client.hello();
   bool harmed = damage(hello, input);
-  auto step = feed(greeter, hello, admission, input);
-  bool let_in = false;
+  auto kind = feed(handshake, hello, server, input);
+  bool is_accepted = false;
   try {
-    AnswerBytes answer = greeter.answer();
-    (void)damage(answer, input);  // of this only kind, nonce and version are looked at
-    if (step != Greeter::Step::answer) return (void)introduction.took(answer);
-    auto proof = introduction.took(answer);
+    AnswerBytes answer = handshake.answer();
+    (void)damage(answer, input);  // the client reads only kind, nonce and version
+    if (kind != AnswerKind::prove) return (void)client.reply_to(answer);
+    auto proof = client.reply_to(answer);
     if (!proof) expect(false, "a caller with a secret is content without a proof");
     (void)damage(*proof, input);
-    step = feed(greeter, *proof, admission, input);
-    expect(step != Greeter::Step::admit || !harmed, "a hello that was changed is let in");
-    answer = greeter.answer();
-    let_in = !introduction.took(answer);
-    expect(!let_in || step == Greeter::Step::admit, "a caller that is refused believes to be in");
+    kind = feed(handshake, *proof, server, input);
+    expect(kind != AnswerKind::accepted || !harmed, "a changed hello is accepted");
+    answer = handshake.answer();
+    is_accepted = !client.reply_to(answer);
+    expect(!is_accepted || kind == AnswerKind::accepted, "a rejected client believes otherwise");
   } catch (const TransportError&) {
-    expect(!let_in, "an error after all was well");
+    expect(!is_accepted, "an error after all was well");
   }
 }
 
@@ -191,7 +193,7 @@ TcpPeer peer_that_says(const Bytes& bytes, std::int32_t rank, std::int32_t world
     sent += static_cast<std::size_t>(n);
   }
   (void)close(ends[1]);
-  return {Socket(ends[0]), TcpExchange::max_frame_bytes(rank, world_size)};
+  return {Socket(ends[0]), TcpBootstrap::max_frame_bytes(rank, world_size)};
 }
 
 /// @param rank whose exchanges run; the other ranks say what the input makes of them
@@ -201,11 +203,12 @@ void exchange_with_mutated_peers(std::int32_t rank, Input& input) {
   for (std::int32_t r = rank == 0 ? 1 : 0; r < (rank == 0 ? world_size : 1); ++r) {
     peers.push_back(peer_that_says(frames_of_a_peer(input, world_size), rank, world_size));
   }
-  TcpExchange exchange(rank, world_size, std::move(peers), 5);
+  TcpBootstrap bootstrap(rank, world_size, 5);
+  bootstrap.set_peers(std::move(peers));
   const Bytes mine(3, std::byte{7});
   try {
     for (int round = 0; round < 5; ++round) {
-      const auto all = exchange.run(mine, "fuzz");
+      const auto all = bootstrap.exchange(mine, "fuzz");
       expect(all.size() == static_cast<std::size_t>(world_size), "entries are missing");
       if (rank == 0) expect(all[0] == mine, "its own entry has changed");
     }

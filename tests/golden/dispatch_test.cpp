@@ -1,8 +1,7 @@
 #include "golden/record.h"
-#include "waybill/routing/e2e_metadata.h"
+#include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/generators.h"
 #include "waybill/routing/qkv_routing.h"
-#include "waybill/routing/raw_dispatch.h"
 
 namespace waybill::golden {
 namespace {

@@ -1,7 +1,7 @@
 #include "golden/record.h"
+#include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/generators.h"
 #include "waybill/routing/index_ops.h"
-#include "waybill/routing/mlp_layout.h"
 
 // The suites have the names of the functions, so these are called with their namespace.
 namespace waybill::golden {

@@ -1,8 +1,5 @@
 #include "golden/record.h"
-#include "waybill/routing/attention_layout.h"
 #include "waybill/routing/compute_metadata.h"
-#include "waybill/routing/compute_metadata_kv.h"
-#include "waybill/routing/e2e_metadata.h"
 
 namespace waybill::golden {
 namespace {

@@ -19,8 +19,7 @@
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/index_array.h"
 #include "waybill/json/plan_json.h"
-#include "waybill/routing/attention_layout.h"
-#include "waybill/routing/compute_metadata_kv.h"
+#include "waybill/routing/compute_metadata.h"
 
 // Reading the golden records: one line of a .jsonl file is a Case; its Record is parsed by the
 // test that uses it.

@@ -1,10 +1,9 @@
-#include "waybill/planner/plan_pieces.h"
-
 #include <gtest/gtest.h>
 
 #include "planner_cases.h"
 #include "support/expect_error.h"
-#include "waybill/routing/document_plan.h"
+#include "waybill/planner/planner.h"
+#include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/routing/validate.h"
 

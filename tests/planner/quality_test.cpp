@@ -7,7 +7,7 @@
 
 #include "planner_cases.h"
 #include "waybill/json/length_distribution_json.h"
-#include "waybill/routing/length_distribution.h"
+#include "waybill/routing/generators.h"
 
 namespace waybill {
 namespace {

@@ -6,7 +6,7 @@
 #include <numeric>
 
 #include "planner_cases.h"
-#include "waybill/routing/document_plan.h"
+#include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/routing/validate.h"
 

@@ -1,7 +1,6 @@
 """Settings of all Python tests."""
 
 import importlib
-import os
 import pathlib
 import shutil
 import signal
@@ -14,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from ways import NumpyWay, TorchWay
 
 import waybill
+from waybill import _core
 
 settings.register_profile(
     "waybill",
@@ -25,7 +25,7 @@ settings.register_profile(
 )
 settings.load_profile("waybill")
 
-if os.environ.get(delays.SEED):
+if _core.late_streams():
     delays.install()
 
 # A shell starts what runs in its background with SIGINT ignored, which processes inherit.

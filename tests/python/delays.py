@@ -1,12 +1,12 @@
-"""Work on GPUs that comes late. With WAYBILL_TEST_DELAYS=SEED a stream of which torch records an
-event has nothing to do for a while behind it: what another stream reads without waiting for it, or
+"""Work on GPUs that comes late. With WAYBILL_TEST=late_streams=SEED a stream of which torch records
+an event has nothing to do for a while: what another stream reads without waiting for it, or
 overwrites while it is read, is then another result.
 """
 
-import os
 import random
 
-SEED = "WAYBILL_TEST_DELAYS"
+from waybill import _core
+
 CYCLES = 4_000_000  # at most: some 2 ms
 
 
@@ -14,7 +14,7 @@ def install():
     """Once, before there are streams."""
     import torch
 
-    draws = random.Random(int(os.environ[SEED]))
+    draws = random.Random(_core.late_streams())
     record = torch.cuda.Event.record
 
     def record_and_delay(event, stream=None):

@@ -16,9 +16,7 @@ def routing_of(world_size, more=0):
     lengths = [TOKENS // 2] * (2 * world_size)
     lengths[0] += more
     lengths[1] -= more
-    plan = waybill.plan_documents(
-        lengths, world_size=world_size, tokens_per_rank=TOKENS, shard_tokens=4
-    )
+    plan = waybill.plan(lengths, world_size=world_size, tokens_per_rank=TOKENS, block_tokens=4)
     return plan.to_routing()
 
 

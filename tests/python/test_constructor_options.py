@@ -260,10 +260,6 @@ PLAN = {
     "message_seconds": 1e-3, "pairs_per_second": 1e9, "tails": True,
     "costs": waybill.AttentionCosts(1e9, row_pairs=300, shard_pairs=3000),
 }  # fmt: skip
-DOCUMENTS = {
-    "world_size": 3, "tokens_per_rank": 2900, "shard_tokens": 100, "kv_layout": "per_query",
-    "mask": "full",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("are_lists", [False, True])
@@ -287,17 +283,6 @@ def test_plans(are_lists):
     assert made(byte_weight=1e9, pairs_per_second=1e9) != made(pairs_per_second=1e9)
     costs = waybill.AttentionCosts(1e9, row_pairs=300)
     assert made(costs=costs, pairs_per_second=5e8) != made(costs=costs)  # the argument comes first
-
-
-def test_plain_plans():
-    given = {"world_size": 4, "tokens_per_rank": 1000}
-    assert [*inspect.signature(waybill.plan_documents).parameters] == ["doc_lengths", *DOCUMENTS]
-
-    def made(**options):
-        return waybill.plan_documents([1500, 200], **{**given, **options})
-
-    for name, value in DOCUMENTS.items():
-        assert made(**{name: value}) != made(), name
 
 
 def test_batch_planners():

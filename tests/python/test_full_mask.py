@@ -161,7 +161,7 @@ def test_plans_keep_their_mask():
 def test_static_plans_and_comparisons():
     lengths = [300, 20, 64]
     for plan in (
-        waybill.plan_documents(lengths, 4, 96, 16, mask="full"),
+        waybill.plan(lengths, 4, 96, block_tokens=16, mask="full").to_qkv_plan(),
         waybill.zigzag_plan(lengths, 4, 96, mask="full"),
         waybill.per_document_plan(lengths, 4, 96, mask="full"),
     ):

@@ -68,7 +68,6 @@ def functions(face):
         (fwd.get_slice, {"rank": 0}),
         (face.run_threads, {"world_size": 2, "body": lambda world: 1, "timeout_s": 5}),
         (face.plan, sizes),
-        (face.plan_documents, sizes),
         (face.zigzag_plan, sizes),
         (face.compare, {**sizes, "degree": 1}),
         (face.predict_step, {"plan": face.plan(**sizes)}),

@@ -29,8 +29,8 @@ def planned(relay=True):
 def values():
     """One of each kind."""
     attention = planned()
-    plan = waybill.plan_documents(LENGTHS, 4, 512, 128)
-    per_query = waybill.plan_documents(LENGTHS, 4, 512, 128, kv_layout="per_query")
+    plan = waybill.plan(LENGTHS, 4, 512).to_qkv_plan()
+    per_query = waybill.plan(LENGTHS, 4, 512, kv_layout="per_query").to_qkv_plan()
     routing = attention.to_routing()
     forward, reverse = waybill.compute_metadata([[3, 4], [5, 0]], [[[1, 0], [0, -1]], [[0, 1]] * 2])
     return {
@@ -138,7 +138,7 @@ def test_changing_the_dense_metadata_does_not_change_the_pickle():
 
 def of_this_process(world):
     dispatcher = waybill.SequenceDispatcher(world)
-    routing = waybill.plan_documents(LENGTHS, world.world_size, 1024, 128).to_routing()
+    routing = waybill.plan(LENGTHS, world.world_size, 1024).to_routing()
     fmt = waybill.TensorFormat("float32", (2,))
     yield world, "from_environment"
     yield dispatcher, "make one on each rank's world"

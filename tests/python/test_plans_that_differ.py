@@ -132,7 +132,7 @@ def test_the_world_goes_on_after_a_difference():
 def test_a_plan_of_another_world(face):
     rows = np.zeros((200, 8), np.float32) if face is waybill else torch.zeros(200, 8)
     routing, its = (
-        waybill.plan_documents([12] * 2 * size, size, 24, 4).to_routing() for size in (4, 2)
+        waybill.plan([12] * 2 * size, size, 24, block_tokens=4).to_routing() for size in (4, 2)
     )
 
     def body(world):

@@ -67,6 +67,13 @@ def test_all_kinds_repeat_their_bits(capsys):
     assert re.fullmatch(rf"selftest: passed: {len(KINDS)} kinds in [\d.]+ s", shown[-1])
 
 
+def test_the_way_of_combines_is_an_option(capsys):
+    sizes = ["--tokens", "24", "--hidden", "128", "--only", "combine", "--combine", "push"]
+    assert _selftest.main(["--repeat", "20", "--device", "cpu", *sizes]) == 0
+    shown = capsys.readouterr().out
+    assert "combines that push" in shown and "FAILED" not in shown
+
+
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU")
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -206,6 +213,7 @@ def test_a_difference_fails_the_run(monkeypatch, capsys):
     [
         (["--tokens", "4"], "--tokens needs --repeat"),
         (["--repeat", "0"], "argument --repeat: 0, expected 1 to"),
+        (["--combine", "push"], "--combine needs --repeat"),
         (["--repeat", "2", "--ranks", "65"], "argument --ranks: 65, expected 1 to 64"),
         (["--repeat", "2", "--hidden", "100"], "--hidden 100, expected a multiple of 128"),
         (["--repeat", "2", "--only", "x,y"], '--only "x,y": no kind of call has that in its name'),

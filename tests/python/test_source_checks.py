@@ -142,6 +142,8 @@ INCLUDES = {
         ),
         ("src/cuda/experts/nodes/nodes.cu", '#include "../../../moe/a.h"\n', "may not include"),
         ("src/cuda/experts/nodes/nodes.cu", '#include "../a.h"\n', "does not exist"),
+        ("src/cuda/experts/nodes/nodes.cu", '#include "../executor/a.h"\n', "nodes may not"),
+        ("src/cuda/experts/rows.cu", '#include "nodes/a.h"\n', "experts may not include nodes"),
         ("include/waybill/core/dtype.h", '#pragma once\n#include "core/to_size.h"\n', "public"),
         ("include/waybill/core/dtype.h", "#pragma once\n#include <CLI/CLI.hpp>\n", "belongs to"),
         ("include/waybill/moe/alone.h", "#pragma once\n", "comes with none of waybill/plan.h"),

@@ -116,20 +116,19 @@ def test_a_graph_of_one_dispatch_and_one_combine(tmp_path):
     expect_all_well(run_ranks(tmp_path, program, world_size=2))
 
 
-def test_a_wrong_variable_of_one_rank_is_told_to_all(tmp_path):
+def test_a_wrong_combine_of_one_rank_is_told_to_all(tmp_path):
     program = """
     from waybill.torch.moe import EPAll2AllLayer
 
     world = waybill.World.from_environment(timeout_s=60)
-    if world.rank == 1:
-        os.environ["WAYBILL_COMBINE"] = "pushed"
+    combine = "pushed" if world.rank == 1 else "pull"
     try:
-        EPAll2AllLayer(world, 7, 16, 3, world.rank, 8, 2, 2)
+        EPAll2AllLayer(world, 7, 16, 3, world.rank, 8, 2, 2, combine=combine)
     except waybill.InvalidArgument as error:
         print("rank", world.rank, "of 2 is well, as it was told:", error)
     """
     results = run_ranks(tmp_path, program, world_size=2)
     expect_all_well(results)
     for _, output in results:
-        assert 'WAYBILL_COMBINE = "pushed", expected push or pull' in output, results
+        assert 'combine = "pushed", expected "pull" or "push"' in output, results
     assert "rank 1 with arguments = wrong" in results[0][1], results

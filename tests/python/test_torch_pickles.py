@@ -23,7 +23,7 @@ from waybill.torch.moe import (  # noqa: E402
 
 
 def tables():
-    plan = waybill.plan_documents(LENGTHS, 4, 512, 128, kv_layout="per_query")
+    plan = waybill.plan(LENGTHS, 4, 512, kv_layout="per_query").to_qkv_plan()
     metadata = wt.plan_metadata(plan)
     return [
         *metadata[:4], metadata.fwd_q.get_slice(2), metadata.rev_kv.normalize_dtype(), metadata,
@@ -118,7 +118,7 @@ def test_what_cannot_says_why():
         refuses(world, "World.from_environment")
         dispatcher = wt.SequenceDispatcher(world)
         refuses(dispatcher, "on each rank's world")
-        routing = waybill.plan_documents(LENGTHS, 2, 1024, 128).to_routing()
+        routing = waybill.plan(LENGTHS, 2, 1024).to_routing()
         format_ = wt.TensorFormat(torch.float32, (2,))
         refuses(wt.AttentionStep(dispatcher, routing, format_, format_), "from the routing")
         layer = EPAll2AllLayer(world, 4, 8, 1, world.rank, 2, 2, 2, torch.float32)

@@ -180,7 +180,7 @@ ARGUMENTS = {
         "none": "use_aot max_per_expert device",
         "node_local": "enable_local_combine", "node_compact": "rows",
         "node_padded": "expert_alignment", "node_scaled": "payload", "node_fixed": "fixed_rows",
-        "node_views": "copy_out",
+        "node_views": "copy_out", "node_push": "combine",
     },
     "EPAll2AllLayer.dispatch": {
         "all": "self input exp_indices weight", "none": "copy_out",

@@ -83,7 +83,7 @@ def test_a_difference_is_found():
     was = FACTS["plan"]
     assert [*differences(was, was)] == []
     text = (FOLDER / "plan.json").read_text(encoding="utf-8")
-    other = waybill.plan_documents([70, 64, 31, 1, 90, 83], 4, 128, 16)
+    other = waybill.plan([70, 64, 31, 1, 90, 83], 4, 128).to_qkv_plan()
     assert json.loads(text)["format"] == "waybill.plan" and [*differences(was, facts(other))]
 
 

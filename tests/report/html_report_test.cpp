@@ -8,8 +8,8 @@
 #include "core/printable.h"
 #include "report/format.h"
 #include "support/expect_error.h"
+#include "support/packed_plan.h"
 #include "waybill/core/random.h"
-#include "waybill/routing/document_plan.h"
 
 namespace waybill::test {
 namespace {
@@ -18,9 +18,9 @@ std::string page_of(std::int32_t world_size, const std::vector<std::int64_t>& le
                     std::int64_t shard_tokens, const ReportContext& context = {}) {
   std::int64_t total = 0;
   for (const std::int64_t length : lengths) total += length;
-  const QkvPlan plan = plan_documents(lengths, {.world_size = world_size,
-                                                .tokens_per_rank = total / world_size + 1,
-                                                .shard_tokens = shard_tokens});
+  const QkvPlan plan = test::packed_plan(lengths, {.world_size = world_size,
+                                                   .tokens_per_rank = total / world_size + 1,
+                                                   .shard_tokens = shard_tokens});
   const QkvRouting routing = compute_qkv_routing(plan);
   return html_report(plan, routing, summarize(plan, routing, {.q = 8192, .kv = 4096}), context);
 }

@@ -6,8 +6,8 @@
 
 #include "report/plan_figures.h"
 #include "support/expect_error.h"
+#include "support/packed_plan.h"
 #include "waybill/report/html_report.h"
-#include "waybill/routing/document_plan.h"
 
 namespace waybill::test {
 namespace {
@@ -104,7 +104,7 @@ TEST(PlanSummary, DocumentsBehindTheBytes) {
 TEST(PlanSummary, DocumentBytesAddUpToTheRanks) {
   const std::vector<std::int64_t> lengths = {3000, 100, 700, 5000, 1, 2500};
   const QkvPlan plan =
-      plan_documents(lengths, {.world_size = 5, .tokens_per_rank = 2300, .shard_tokens = 256});
+      test::packed_plan(lengths, {.world_size = 5, .tokens_per_rank = 2300, .shard_tokens = 256});
   const QkvRouting routing = compute_qkv_routing(plan);
   const PlanSummary s = summarize(plan, routing, {.q = 8, .kv = 6});
   for (std::int32_t rank = 0; rank < 5; ++rank) {
@@ -162,7 +162,7 @@ TEST(TextSummary, SaysWhatLimitsAndStaysNarrow) {
 
 TEST(TextSummary, LongWorldsAreShortened) {
   const std::vector<std::int64_t> lengths(300, 64);
-  const QkvPlan plan = plan_documents(lengths, {.world_size = 100, .tokens_per_rank = 192});
+  const QkvPlan plan = test::packed_plan(lengths, {.world_size = 100, .tokens_per_rank = 192});
   const QkvRouting routing = compute_qkv_routing(plan);
   const std::string text = text_summary(plan, routing, summarize(plan, routing, {.q = 8, .kv = 8}));
   EXPECT_NE(text.find("not shown"), std::string::npos);

@@ -1,5 +1,3 @@
-#include "waybill/routing/attention_layout.h"
-
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -9,7 +7,7 @@
 #include "support/expect_error.h"
 #include "support/seeded.h"
 #include "support/slow_model.h"
-#include "waybill/routing/mlp_layout.h"
+#include "waybill/routing/compute_metadata.h"
 
 namespace waybill {
 namespace {

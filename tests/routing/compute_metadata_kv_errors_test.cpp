@@ -5,7 +5,7 @@
 #include <string_view>
 
 #include "support/expect_error.h"
-#include "waybill/routing/compute_metadata_kv.h"
+#include "waybill/routing/compute_metadata.h"
 
 namespace waybill {
 namespace {

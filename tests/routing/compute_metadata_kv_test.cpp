@@ -1,5 +1,3 @@
-#include "waybill/routing/compute_metadata_kv.h"
-
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -10,7 +8,8 @@
 #include "support/random_plan.h"
 #include "support/seeded.h"
 #include "support/slow_model.h"
-#include "waybill/routing/raw_dispatch.h"
+#include "waybill/routing/compute_metadata.h"
+#include "waybill/routing/generators.h"
 
 namespace waybill {
 namespace {

@@ -10,8 +10,8 @@
 #include "support/expect_error.h"
 #include "support/kv_model.h"
 #include "support/seeded.h"
-#include "waybill/routing/document_plan.h"
 #include "waybill/routing/generators.h"
+#include "waybill/routing/qkv_plan.h"
 
 namespace waybill {
 namespace {

@@ -1,5 +1,3 @@
-#include "waybill/routing/length_distribution.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -11,6 +9,7 @@
 #include "support/expect_error.h"
 #include "support/seeded.h"
 #include "support/sum.h"
+#include "waybill/routing/generators.h"
 
 namespace waybill {
 namespace {

@@ -11,10 +11,11 @@
 #include <vector>
 
 #include "support/expect_error.h"
+#include "support/kv_model.h"
 #include "support/random_plan.h"
 #include "support/seeded.h"
+#include "waybill/routing/generators.h"
 #include "waybill/routing/qkv_routing.h"
-#include "waybill/routing/raw_dispatch.h"
 
 namespace waybill {
 namespace {
@@ -201,6 +202,64 @@ TEST(RandomPlanProperty, DrawsTheEdges) {
     for (int w = 0; w < 4; ++w) expected.push_back(concat("rank ", w, " without tokens"));
     for (const std::string& edge : expected) EXPECT_GE(found[edge], 12) << edge;
   }
+}
+
+/// Counts the pairs one by one.
+std::int64_t count_pairs(const QkvPlan& plan, const std::vector<test::ShardPlace>& places,
+                         std::size_t shard) {
+  std::int64_t before = 0;
+  const std::int64_t from = plan.kv_begin.empty() ? 0 : plan.kv_begin[shard];
+  std::int64_t all = 0;
+  for (std::int64_t p = 0; p < test::document_shards(plan, places[shard].doc); ++p) {
+    all += plan.shard_len[test::shard_at(plan, places[shard].doc, p)];
+  }
+  if (plan.mask == MaskKind::full) return plan.shard_len[shard] * all;
+  for (std::int64_t p = from; p < places[shard].pos; ++p) {
+    before += plan.shard_len[test::shard_at(plan, places[shard].doc, p)];
+  }
+  std::int64_t pairs = 0;
+  for (std::int64_t query = 0; query < plan.shard_len[shard]; ++query) {
+    for (std::int64_t key = 0; key < before + plan.shard_len[shard]; ++key) {
+      if (key <= before + query) ++pairs;
+    }
+  }
+  return pairs;
+}
+
+TEST(ShardWorkProperty, IsTheNumberOfPairs) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const bool windows = dice.coin();
+    const bool full = dice.coin();
+    const QkvPlan plan = test::random_plan(
+        seed, {.world_size = dice.in_range(1, 6), .windows = windows, .full = full});
+    const auto places = test::shard_places(plan);
+    const std::vector<std::int64_t> work = shard_work(plan);
+    std::vector<std::int64_t> ranks(static_cast<std::size_t>(plan.world_size));
+    ASSERT_EQ(std::ssize(work), plan.num_shards());
+    for (std::size_t s = 0; s < places.size(); ++s) {
+      EXPECT_EQ(work[s], count_pairs(plan, places, s));
+      ranks[static_cast<std::size_t>(plan.q_dst[s])] += work[s];
+    }
+    EXPECT_EQ(rank_work(plan), ranks);
+  });
+}
+
+TEST(ShardWork, Errors) {
+  QkvPlan plan;
+  plan.world_size = 1;
+  plan.rank_shard_offsets = {0, 1};
+  plan.shard_len = {std::int64_t{1} << 31};
+  plan.q_dst = {0};
+  plan.doc_shard_offsets = {0, 1};
+  plan.doc_shards = {0};
+  const std::int64_t longest = std::int64_t{1} << 31;
+  EXPECT_EQ(shard_work(plan)[0], longest / 2 * (longest + 1));
+  plan.shard_len = {(std::int64_t{1} << 31) + 1};
+  EXPECT_TRUE(rejects([&] { (void)shard_work(plan); }, {"shard_work", "document 0", "2^31"}));
+  EXPECT_TRUE(rejects([&] { (void)rank_work(plan); }, {"document 0", "2^31"}));
+  plan.q_dst = {1};
+  EXPECT_TRUE(rejects([&] { (void)shard_work(plan); }, {"shard_work", "q_dst[0] = 1"}));
 }
 
 }  // namespace

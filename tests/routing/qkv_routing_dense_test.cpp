@@ -7,8 +7,8 @@
 #include "support/difference.h"
 #include "support/random_plan.h"
 #include "support/seeded.h"
+#include "waybill/routing/generators.h"
 #include "waybill/routing/qkv_routing.h"
-#include "waybill/routing/raw_dispatch.h"
 
 namespace waybill {
 namespace {

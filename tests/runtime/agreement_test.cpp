@@ -12,7 +12,7 @@
 #include "support/sequence_disagreements.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/runtime/world.h"
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill {
 namespace {

@@ -9,8 +9,7 @@
 #include "support/sanitizers.h"
 #include "support/sequence_step.h"
 #include "waybill/runtime/world.h"
-#include "waybill/transport/agree.h"
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill {
 namespace {

@@ -8,7 +8,7 @@
 #include "support/run_ranks.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/planner/planner.h"
-#include "waybill/routing/length_distribution.h"
+#include "waybill/routing/generators.h"
 
 namespace waybill {
 namespace {

@@ -10,7 +10,7 @@
 #include "support/sequence_step.h"
 #include "waybill/core/wait.h"
 #include "waybill/runtime/world.h"
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 
 /// A program whose ranks are processes is interrupted in each of its waits: the rank that gets the
 /// signal ends soon, the others name it.

@@ -12,7 +12,7 @@
 #include "support/sequence_step.h"
 #include "support/transport_checks.h"
 #include "waybill/runtime/world.h"
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill {
 namespace {
@@ -163,7 +163,8 @@ TEST(ProcessWorld, a_rank_killed_at_any_time_ends_the_calls_of_all_others) {
   // Who waits for the other one, that has stopped for rank 2, hears of it from there.
   for (const std::int32_t r : {0, 1}) {
     const std::string& text = ends[r].text;
-    EXPECT_TRUE(text.starts_with("dispatch: rank ") || text.starts_with("allocate(window): rank "))
+    EXPECT_TRUE(text.starts_with("dispatch: rank ") ||
+                text.starts_with("allocate(window of dispatcher 1): rank "))
         << text;
     EXPECT_NE(text.find("rank 2 is gone: the end of process"), std::string::npos) << text;
   }

@@ -9,7 +9,7 @@
 #include "support/run_ranks.h"
 #include "support/sequence_step.h"
 #include "waybill/core/wait.h"
-#include "waybill/cuda/cuda_error.h"
+#include "waybill/cuda/gpu_world.h"
 #include "waybill/experts/ep_all2all_layer.h"
 #include "waybill/runtime/world.h"
 

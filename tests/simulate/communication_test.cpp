@@ -4,7 +4,6 @@
 #include "support/expect_error.h"
 #include "support/random_plan.h"
 #include "waybill/routing/qkv_routing.h"
-#include "waybill/simulate/dispatch.h"
 #include "waybill/simulate/orchestrate.h"
 
 namespace waybill {

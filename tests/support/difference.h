@@ -4,8 +4,7 @@
 #include <string>
 
 #include "waybill/core/index_array.h"
-#include "waybill/routing/attention_layout.h"
-#include "waybill/routing/e2e_metadata.h"
+#include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/metadata.h"
 
 namespace waybill::test {

@@ -9,7 +9,7 @@
 
 #include "support/slow_model.h"
 #include "waybill/core/random.h"
-#include "waybill/routing/compute_metadata_kv.h"
+#include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/qkv_plan.h"
 
 namespace waybill::test {

@@ -15,7 +15,7 @@
 #include <thread>
 #include <utility>
 
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 
 /// What tests of rendezvous share: ports, callers that are no ranks, times.
 namespace waybill::test {

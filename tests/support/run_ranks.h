@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill::test {
 

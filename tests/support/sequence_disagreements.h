@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "support/packed_plan.h"
 #include "support/random_relay.h"
-#include "waybill/routing/document_plan.h"
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 
@@ -40,7 +40,7 @@ struct DocumentRoutings {
     }
     lengths[0] += more;
     lengths[1] -= more;
-    return compute_qkv_routing(plan_documents(
+    return compute_qkv_routing(packed_plan(
         lengths,
         {.world_size = world_size, .tokens_per_rank = tokens_per_rank, .shard_tokens = 4}));
   }

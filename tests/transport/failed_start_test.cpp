@@ -8,7 +8,7 @@
 #include "support/run_processes.h"
 #include "support/run_ranks.h"
 #include "waybill/core/wait.h"
-#include "waybill/transport/agree.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill {
 namespace {

@@ -1,5 +1,3 @@
-#include "waybill/transport/launch_environment.h"
-
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -7,7 +5,7 @@
 
 #include "support/expect_error.h"
 #include "support/run_ranks.h"
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill {
 namespace {

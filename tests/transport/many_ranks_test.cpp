@@ -12,7 +12,7 @@
 #include "support/run_ranks.h"
 #include "support/sanitizers.h"
 #include "transport/transport.h"
-#include "waybill/transport/agree.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill {
 namespace {

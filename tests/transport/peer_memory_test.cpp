@@ -1,11 +1,10 @@
-#include "transport/peer_memory.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
 #include "support/expect_error.h"
 #include "support/run_ranks.h"
+#include "transport/peer_transport.h"
 
 namespace waybill {
 namespace {

@@ -9,14 +9,13 @@
 
 #include "support/rendezvous.h"
 #include "support/run_ranks.h"
-#include "transport/tcp_frames.h"
+#include "transport/bootstrap/tcp/handshake.h"
 
 namespace waybill {
 namespace {
 
 using detail::encode;
 using detail::Hello;
-using detail::JobField;
 using test::error_of;
 using test::expect_no_errors;
 using test::free_port;
@@ -66,7 +65,7 @@ void say_what_admits_nobody(std::uint16_t port, Draw draw, Progress& progress) {
   auto bytes = encode(Hello{.has_secret = draw.below(2) == 0,
                             .world_size = draw.below(9),
                             .rank = 900 + draw.below(9),
-                            .job = JobField("job")});
+                            .job = "job"});
   const std::uint32_t kind = draw.below(4);
   for (std::uint32_t i = draw.below(8); kind == 1 && i > 0; --i) {
     bytes[draw.below(16)] = static_cast<std::byte>(draw.below(256));

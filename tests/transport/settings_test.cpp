@@ -1,5 +1,3 @@
-#include "transport/settings.h"
-
 #include <gtest/gtest.h>
 
 #include <string_view>
@@ -8,7 +6,7 @@
 #include "support/expect_error.h"
 #include "support/run_ranks.h"
 #include "transport/transport.h"
-#include "waybill/transport/bootstraps.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill {
 namespace {

@@ -2,13 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
+
 #include "support/rendezvous.h"
 #include "support/run_ranks.h"
-#include "transport/hmac.h"
-#include "transport/peer_text.h"
-#include "transport/tcp_caller.h"
-#include "transport/tcp_exchange.h"
-#include "transport/tcp_reception.h"
+#include "transport/bootstrap/tcp/handshake.h"
+#include "transport/bootstrap/tcp/rendezvous.h"
+#include "transport/bootstrap/wire.h"
 
 namespace waybill::detail {
 namespace {
@@ -26,30 +26,28 @@ std::string hex(const Digest& digest) {
   return text;
 }
 
-std::string hmac_text(std::string_view key, std::string_view message, HmacSource source) {
-  return hex(hmac_sha256(key, std::as_bytes(std::span(message)), source));
+using HmacFunction =
+    std::function<std::optional<Digest>(std::string_view key, std::span<const std::byte> message)>;
+
+std::string hmac_text(std::string_view key, std::string_view message, const HmacFunction& hmac) {
+  return hex(hmac(key, bytes_of(message)).value());
 }
 
 /// RFC 4231, test cases 1, 2 and 6.
-void expect_known_digests(HmacSource source) {
-  EXPECT_EQ(hmac_text(std::string(20, '\x0b'), "Hi There", source),
+void expect_known_digests(const HmacFunction& hmac) {
+  EXPECT_EQ(hmac_text(std::string(20, '\x0b'), "Hi There", hmac),
             "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7");
-  EXPECT_EQ(hmac_text("Jefe", "what do ya want for nothing?", source),
+  EXPECT_EQ(hmac_text("Jefe", "what do ya want for nothing?", hmac),
             "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
   EXPECT_EQ(hmac_text(std::string(131, '\xaa'),
-                      "Test Using Larger Than Block-Size Key - Hash Key First", source),
+                      "Test Using Larger Than Block-Size Key - Hash Key First", hmac),
             "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54");
 }
 
 TEST(Hmac, EverySourceThatIsThereGivesTheKnownDigests) {
-  expect_known_digests(HmacSource::automatic);
-  for (const HmacSource source : {HmacSource::libcrypto, HmacSource::kernel}) {
-    const std::string error = error_of([&] { (void)hmac_text("key", "text", source); });
-    if (error.empty()) {
-      expect_known_digests(source);
-    } else {
-      EXPECT_TRUE(holds(error, "needs HMAC-SHA256, but neither libcrypto.so.3"));
-    }
+  expect_known_digests(hmac_sha256);
+  for (auto* const hmac : {hmac_of_libcrypto, hmac_of_kernel}) {
+    if (hmac("key", {})) expect_known_digests(hmac);
   }
 }
 
@@ -57,12 +55,12 @@ TEST(Hmac, ProofsDifferByRoleHelloAndNonce) {
   const HelloBytes hello = encode(Hello{.world_size = 2, .rank = 1});
   const HelloBytes other = encode(Hello{.world_size = 3, .rank = 1});
   const Nonce nonce = random_nonce();
-  const Digest proof = proof_of(Role::caller, "secret", hello, nonce);
-  EXPECT_TRUE(same_digest(proof, proof_of(Role::caller, "secret", hello, nonce)));
-  EXPECT_FALSE(same_digest(proof, proof_of(Role::rank_0, "secret", hello, nonce)));
-  EXPECT_FALSE(same_digest(proof, proof_of(Role::caller, "Secret", hello, nonce)));
-  EXPECT_FALSE(same_digest(proof, proof_of(Role::caller, "secret", other, nonce)));
-  EXPECT_FALSE(same_digest(proof, proof_of(Role::caller, "secret", hello, random_nonce())));
+  const Digest proof = proof_of_client("secret", hello, nonce);
+  EXPECT_TRUE(same_digest(proof, proof_of_client("secret", hello, nonce)));
+  EXPECT_FALSE(same_digest(proof, proof_of_server("secret", hello, nonce)));
+  EXPECT_FALSE(same_digest(proof, proof_of_client("Secret", hello, nonce)));
+  EXPECT_FALSE(same_digest(proof, proof_of_client("secret", other, nonce)));
+  EXPECT_FALSE(same_digest(proof, proof_of_client("secret", hello, random_nonce())));
 }
 
 TEST(PeerText, HasNothingThatATerminalActsOn) {
@@ -101,27 +99,23 @@ TEST(Rendezvous, ARankThatCallsItselfFindsRank0Later) {
   const std::uint16_t port = test::free_port();
   test::expect_no_errors(test::run_ranks(2, [&](std::int32_t rank) {
     const Deadline deadline(10);
+    const TcpJob job{.rank = rank, .world_size = 2, .host = "127.0.0.1", .port = port, .job = {}};
     std::vector<TcpPeer> peers;
     if (rank == 0) {
       test::sleep_s(0.2);
-      Reception reception(Socket::listen("127.0.0.1", port, deadline), 2, "", "");
-      peers = reception.admit_all(deadline);
+      RendezvousServer server(Socket::listen("127.0.0.1", port, deadline), job);
+      peers = server.accept_all(deadline);
     } else {
-      const Call call{.host = "127.0.0.1",
-                      .port = port,
-                      .rank = 1,
-                      .world_size = 2,
-                      .job_id = {},
-                      .secret = {},
-                      .first_source_port = port};
-      peers.emplace_back(call_rank_0(call, deadline), TcpExchange::max_frame_bytes(1, 2));
+      peers.emplace_back(connect_to_rank_0(job, deadline, port),
+                         TcpBootstrap::max_frame_bytes(1, 2));
     }
-    TcpExchange exchange(rank, 2, std::move(peers), 10);
+    TcpBootstrap bootstrap(rank, 2, 10);
+    bootstrap.set_peers(std::move(peers));
     const Bootstrap::Bytes mine(1, static_cast<std::byte>(rank + 1));
-    const auto all = exchange.run(mine, "test");
+    const auto all = bootstrap.exchange(mine, "test");
     EXPECT_EQ(all[0][0], std::byte{1});
     EXPECT_EQ(all[1][0], std::byte{2});
-    (void)exchange.run({}, "end");
+    (void)bootstrap.exchange({}, "end");
   }));
 }
 
@@ -154,19 +148,18 @@ TEST(Frames, EntriesKeepTheirSizes) {
   EXPECT_EQ(unpack_entries(huge, 4), std::nullopt);
 }
 
-/// A reader is fed in pieces of some size.
-std::vector<Frame> frames_in(std::span<const std::byte> bytes, std::size_t piece,
-                             FrameReader::State& last) {
+/// Feeds a reader with pieces of one size.
+std::vector<Frame> frames_in(std::span<const std::byte> bytes, std::size_t piece, bool& is_valid) {
   FrameReader reader(100);
+  is_valid = true;
   std::vector<Frame> frames;
-  while (!bytes.empty()) {
+  while (is_valid && !bytes.empty()) {
     const auto room = reader.room();
     const std::size_t size = std::min({piece, bytes.size(), room.size()});
     std::ranges::copy(bytes.first(size), room.begin());
     bytes = bytes.subspan(size);
-    last = reader.took(size);
-    if (last == FrameReader::State::frame) frames.push_back(reader.take());
-    if (last == FrameReader::State::broken) break;
+    is_valid = reader.add(size);
+    if (is_valid && reader.is_complete()) frames.push_back(reader.take());
   }
   return frames;
 }
@@ -179,17 +172,17 @@ TEST(Frames, AreReadInPiecesOfAnySize) {
     bytes.resize(bytes.size() + size, static_cast<std::byte>(size));
   }
   for (std::size_t piece = 1; piece < 140; ++piece) {
-    auto last = FrameReader::State::more;
-    const auto frames = frames_in(bytes, piece, last);
+    bool is_valid = false;
+    const auto frames = frames_in(bytes, piece, is_valid);
     ASSERT_EQ(frames.size(), 3U);
     EXPECT_EQ(frames[2].header.round, 100U);
     EXPECT_EQ(frames[2].bytes, Bootstrap::Bytes(100, std::byte{100}));
-    EXPECT_EQ(last, FrameReader::State::frame);
+    EXPECT_TRUE(is_valid);
   }
-  auto last = FrameReader::State::more;
+  bool is_valid = true;
   const auto too_large = encode(FrameHeader{.size_bytes = 101});
-  EXPECT_TRUE(frames_in(too_large, 7, last).empty());
-  EXPECT_EQ(last, FrameReader::State::broken);
+  EXPECT_TRUE(frames_in(too_large, 7, is_valid).empty());
+  EXPECT_FALSE(is_valid);
 }
 
 }  // namespace

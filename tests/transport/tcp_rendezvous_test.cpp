@@ -13,7 +13,8 @@
 #include "support/run_processes.h"
 #include "support/run_ranks.h"
 #include "support/sanitizers.h"
-#include "transport/tcp_frames.h"
+#include "transport/bootstrap/tcp/handshake.h"
+#include "transport/bootstrap/tcp/rendezvous.h"
 
 namespace waybill {
 namespace {

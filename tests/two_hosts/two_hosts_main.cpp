@@ -15,9 +15,7 @@
 
 #include "waybill/core/error.h"
 #include "waybill/runtime/world.h"
-#include "waybill/transport/agree.h"
-#include "waybill/transport/bootstraps.h"
-#include "waybill/transport/launch_environment.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace {
 

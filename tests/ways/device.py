@@ -57,7 +57,6 @@ class Way:
     ranks: str = "threads"  #: or "processes"
     backend: str = "mapped"  #: between nodes: "mapped", "nccl" or "nvshmem"
     devices: tuple[str, ...] = ("cpu", "cuda")
-    environment: dict[str, str] = field(default_factory=dict)
     topologies: tuple[tuple[int, int], ...] = ((3, 3),)
 
     @property

@@ -42,6 +42,7 @@ class LayerWay(ExpertWay):
     payload: str = "plain"
     fixed: bool = False
     local_combine: bool = False
+    combine: str = "pull"
     weighted: bool = False
     known: bool = False  #: more dispatches by the routing of the first
     graph: bool = False
@@ -92,7 +93,7 @@ class LayerWay(ExpertWay):
             world, s.max_tokens, s.hidden, s.topk, world.rank, s.experts, s.per_node, s.world,
             torch.bfloat16, num_sm=4, enable_local_combine=self.local_combine, dropped_id=-1,
             rows=self.rows, expert_alignment=self.alignment, payload=self.payload,
-            copy_out=not self.views, **room,
+            copy_out=not self.views, combine=self.combine, **room,
         )  # fmt: skip
 
     def rank(self, world: Any, case: ExpertCase) -> list[list[Arrays]]:
@@ -313,11 +314,8 @@ def _layer_ways() -> Iterator[Way]:
     }
     of_one_node = {
         "local": ("local combine", {"local_combine": True}),
-        "push": ("push", {"environment": {"WAYBILL_COMBINE": "push"}}),
-        "push_local": (
-            "push, local combine",
-            {"environment": {"WAYBILL_COMBINE": "push"}, "local_combine": True},
-        ),
+        "push": ("push", {"combine": "push"}),
+        "push_local": ("push, local combine", {"combine": "push", "local_combine": True}),
         "views": ("views of the window", {"views": True}),
     }
     few = {"max_tokens": FEW}

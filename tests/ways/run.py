@@ -38,7 +38,7 @@ class Worker:
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--worker", way.ranks, "--device", device],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
-            start_new_session=True, env={**os.environ, **way.environment, "TMPDIR": folder},
+            start_new_session=True, env={**os.environ, "TMPDIR": folder},
         )  # fmt: skip
         self.lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -224,7 +224,7 @@ def groups_of(ways: list[Any], of_each: int) -> list[list[Any]]:
     """Ways that share a process as long as all is right: as many as start while others run."""
     alike: dict[Any, list[Any]] = {}
     for way in sorted(ways, key=lambda way: way.ranks == "processes"):
-        key = way.ranks, way.backend, tuple(way.environment.items())
+        key = way.ranks, way.backend
         alike.setdefault(key, []).append(way)
     return [
         group[i : i + of_each] for group in alike.values() for i in range(0, len(group), of_each)

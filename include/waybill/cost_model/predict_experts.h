@@ -59,6 +59,9 @@ struct ExpertCostOptions {
   double message_seconds = HardwareFacts{}.message_seconds;
   StepCosts step = {};  ///< phases, pulls and messages between nodes
   ExpertCosts costs = {};
+  /// One node: combines push, see EPLayerOptions. Derived from bytes and the speeds above, not yet
+  /// compared with runs over links.
+  bool push_combine = false;
 
   /// @throws InvalidArgument "who: field = got, expected ..."
   void check(const char* who) const;

@@ -6,48 +6,54 @@
 #include <string>
 #include <vector>
 
-#include "waybill/cuda/cuda_error.h"
+#include "waybill/core/error.h"
 #include "waybill/runtime/world.h"
 
 namespace waybill {
 
-/// GPUs that this process sees. 0 also where there is no driver.
+/// A CUDA call failed. The text names the verb, the error and the device.
+class CudaError : public Error {
+ public:
+  using Error::Error;
+};
+
+/// Counts the GPUs that this process sees: 0 without a driver.
 [[nodiscard]] int num_gpus();
 
-/// What a kernel of a rank of this process has reported: the wait that missed its deadline, or the
-/// input that was wrong. Its device is lost then, and errors of CUDA that follow say no more.
+/// A kernel of a rank of this process has reported it: a wait that missed its deadline, or a wrong
+/// input. The device is lost then, and later errors of CUDA say no more.
 struct DeviceFault {
   std::int32_t rank = 0;
   int device = 0;
-  std::int32_t num_ranks = 0;  ///< of this process on the device
+  std::int32_t num_ranks = 0;  ///< this process has so many ranks on the device
   std::string text;            ///< call, rank, peer, wanted and seen value; or the input
 };
 
-/// Of the ranks whose worlds are there. On any thread, also when a device is lost.
+/// Returns the reports of the ranks whose worlds exist. On any thread, also when a device is lost.
 [[nodiscard]] std::vector<DeviceFault> device_faults();
 
-/// A rank of the world whose ranks are threads of this process, in the memory of GPUs that reach
-/// each other's, or else in pinned memory of the host (WAYBILL_PEER_ACCESS refuses or forces that).
-/// Collective. Views then point to memory of the device, or that it has mapped, streams are
+/// Makes a rank of the world whose ranks are threads of this process. Memory lies on the GPUs if
+/// they reach each other's, else in pinned memory of the host (WAYBILL_PEER_ACCESS refuses or
+/// forces that). Collective. Views point to memory that the device has or maps, streams are
 /// cudaStream_t, and calls return when their work is queued.
 /// @param device the GPU of this rank; several ranks may have the same one
 /// @param ranks_per_node 0: all ranks on one node
 /// @throws InvalidArgument for a device that is not there; Unsupported for more than 32768 ranks,
 ///   for a device that this build has no code for, and for GPUs without access to each other's
-///   memory where that is refused; CudaError
+///   memory if that is refused; CudaError
 [[nodiscard]] World make_gpu_thread_world(std::shared_ptr<Bootstrap> bootstrap, int device,
                                           std::int32_t ranks_per_node = 0);
 
-/// How the ranks of one node reach those of another.
+/// Carries rows from the ranks of one node to those of another.
 enum class NetworkBackend : std::uint8_t {
   automatic,  ///< peer where all ranks are on one host, else nccl
   peer,       ///< through mapped memory: the nodes are parts of one host
   nccl,       ///< through NCCL 2.28 or later, over any network that it knows
 };
 
-/// A rank of the world whose ranks are processes with a GPU each (or several on one, which then
-/// take turns). The ranks of a node map each other's GPU memory (CUDA IPC). Collective. Memory that
-/// is not given back by close() stays until the process ends, as others may use it.
+/// Makes a rank of the world whose ranks are processes with a GPU each (or several on one, which
+/// then take turns). The ranks of a node map each other's GPU memory (CUDA IPC). Collective. Memory
+/// that close() has not given back stays until the process ends, as others may use it.
 /// @param device the GPU of this rank among those that its process sees
 /// @param ranks_per_node 0: all ranks on one node. A node is a host or a part of one
 /// @param backend between nodes; all ranks say the same
@@ -60,7 +66,7 @@ enum class NetworkBackend : std::uint8_t {
                                            std::int32_t ranks_per_node = 0,
                                            NetworkBackend backend = NetworkBackend::automatic);
 
-/// A rank of the world whose ranks are processes with a GPU each, in the symmetric memory of
+/// Makes a rank of the world whose ranks are processes with a GPU each, in the symmetric memory of
 /// NVSHMEM. Collective. Ranks of a node reach each other by load and store, others by put and
 /// signal. Ranks may share a GPU, a slice of time each: good for tests. NVSHMEM starts with the
 /// first such world of a process and stays until the process ends, as does memory that is not given

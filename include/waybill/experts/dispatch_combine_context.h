@@ -1,9 +1,8 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
-#include <span>
+#include <optional>
 
 #include "waybill/core/host_tensor.h"
 #include "waybill/moe/ep_config.h"
@@ -11,14 +10,11 @@
 
 namespace waybill {
 
+struct EPLayerOptions;
 struct ExpertMemory;
-struct Setting;
+struct SignalPad;
 
-namespace detail {
-class LayerState;
-}
-
-/// Where a rank's rows arrive.
+/// The buffers in which a rank's rows arrive.
 struct DispatchOutputBuffers {
   TensorView rows;     ///< [rows, hidden]
   TensorView weights;  ///< [rows]; of compact rows [rows, topk]
@@ -49,7 +45,7 @@ class DispatchCombineContext {
   void finalize();
 
   /// Collective when they must grow, on all ranks alike: windows of at least this many rows.
-  /// What they held stays where it was until the second growth after, or finalize(). Never shrinks.
+  /// Old windows keep their contents until the second growth after, or finalize(). Never shrinks.
   /// @return the buffers of the next dispatch of even number
   DispatchOutputBuffers reallocate_dispatch_output_buf(std::int64_t dispatch_recv_tokens);
 
@@ -66,18 +62,12 @@ class DispatchCombineContext {
   [[nodiscard]] TensorView combine_rows(std::uint32_t parity, std::int64_t rows) const;
 
  private:
-  friend class detail::LayerState;
+  friend class EPAll2AllLayer;
   /// @param who begins the text of errors
-  /// @param more settings that ranks compare beside those of config and options
-  /// @param num_rows of the windows; called when config and options are right, may throw
-  /// @param slots of a token in receive slabs, see slab_slots(); 0: none are made
+  /// @param rows of the windows; not given: as the options say
   [[nodiscard]] static DispatchCombineContext make(const World& world, const EPConfig& config,
-                                                   const EPDispatchOptions& options,
-                                                   const char* who, std::span<const Setting> more,
-                                                   const std::function<std::int64_t()>& num_rows,
-                                                   std::int64_t slots = 0);
-  [[nodiscard]] static std::int64_t rows_of(const EPConfig& config, std::int64_t capacity_factor,
-                                            const char* who);
+                                                   const EPLayerOptions& options, const char* who,
+                                                   std::optional<std::int64_t> rows = {});
   DispatchCombineContext(const World& world, const EPConfig& config,
                          const EPDispatchOptions& options);
   void allocate_windows(std::int64_t rows);
@@ -86,13 +76,13 @@ class DispatchCombineContext {
   World world_;
   EPConfig config_;
   EPDispatchOptions options_;
-  std::unique_ptr<ExpertMemory> memory_;  ///< where executors know it
+  std::unique_ptr<ExpertMemory> memory_;  ///< executors keep its address
 };
 
 /// A barrier of the ranks of this rank's node, by signals that only grow.
 class BarrierAllContext {
  public:
-  /// Collective, of the whole world. @param is_intra_node false: the barrier is that of the world
+  /// Collective for the whole world. @param is_intra_node false: the barrier is that of the world
   explicit BarrierAllContext(const World& world, bool is_intra_node = true);
   BarrierAllContext(BarrierAllContext&&) noexcept;
   BarrierAllContext& operator=(BarrierAllContext&&) noexcept;
@@ -105,8 +95,10 @@ class BarrierAllContext {
   void finalize();
 
  private:
-  struct State;
-  std::unique_ptr<State> state_;  ///< null: moved from
+  World world_;
+  bool is_intra_node_;
+  std::shared_ptr<SignalPad> signals_;
+  std::uint64_t epoch_ = 0;
 };
 
 }  // namespace waybill

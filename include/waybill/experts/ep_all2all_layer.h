@@ -7,20 +7,16 @@
 #include "waybill/core/host_tensor.h"
 #include "waybill/experts/dispatch_combine_context.h"
 #include "waybill/experts/expert_tensors.h"
-#include "waybill/moe/ep_layout.h"
+#include "waybill/moe/simulate.h"
 #include "waybill/runtime/world.h"
 
 namespace waybill {
 
 class ExpertTables;
 
-namespace detail {
-class LayerState;
+[[deprecated("false; goes in 0.3")]] [[nodiscard]] inline bool pushes_combines_by_default() {
+  return false;
 }
-
-/// EPLayerOptions::push_combine where nothing else is said: the environment variable
-/// WAYBILL_COMBINE is `push`. If it is neither that nor `pull`, ranks refuse to make a layer.
-[[nodiscard]] bool pushes_combines_by_default();
 
 struct EPLayerOptions {
   EPDispatchOptions dispatch = {};
@@ -29,42 +25,43 @@ struct EPLayerOptions {
   bool enable_local_combine = false;
   /// The first windows have max_tokens * topk * capacity_factor rows.
   std::int64_t capacity_factor = 2;
-  /// Rows of the windows, for ever; 0: they grow. Then no call waits for counts on the host, views
-  /// have this many rows, and what does not fit is left out: overflow() reports it, and the sums of
-  /// its tokens are NaN.
+  /// Rows of the windows, for ever; 0: they grow. Then no call waits for counts on the host, and
+  /// views have this many rows. Rows that do not fit are left out: overflow() reports them, and the
+  /// sums of their tokens are NaN.
   std::int64_t fixed_rows = 0;
   /// Topk slots of one expert that a rank may have in a dispatch, 0: any number. More are an error:
   /// in host memory before anything moves, on GPUs by the device.
   std::int64_t max_per_expert = 0;
-  /// One node: ranks send expert outputs to their tokens' homes, instead of these fetching them. It
-  /// takes memory for max_tokens * topk rows twice (min(topk, world_size) with sums or compact
-  /// rows). All ranks alike; what comes of it is the same.
-  bool push_combine = pushes_combines_by_default();
+  /// Provisional, until both ways have been timed over links. One node: ranks push expert outputs
+  /// to the ranks of their tokens, which otherwise pull them. That takes memory for max_tokens *
+  /// topk rows twice (min(topk, world_size) with sums or compact rows). All ranks alike; results
+  /// are the same, and several nodes always pull.
+  bool push_combine = false;
 };
 
-/// What a rank knows of one dispatch: what combine, and a dispatch of the same routing, need. It
+/// The tables of one dispatch on a rank, for combines and for dispatches by the same routing. It
 /// never changes: it may outlive later dispatches, also by its routing and with other weights, and
-/// combine with it gives what it gave before.
+/// a combine with it gives the same results as before.
 class EPLayout {
  public:
   /// Tokens of this rank.
   [[nodiscard]] std::int64_t num_tokens() const noexcept { return num_tokens_; }
   [[nodiscard]] bool has_weights() const;
-  /// Of this dispatch among those of the layer, from 1 on: ranks compare by it what a call belongs
-  /// to.
+  /// The number of this dispatch in the layer, from 1 on. Ranks compare by it which dispatch a call
+  /// belongs to.
   [[nodiscard]] std::uint32_t number() const noexcept { return number_; }
   /// Rows that this rank received. Waits until they are known. @throws Timeout
   [[nodiscard]] std::int64_t num_recv_rows() const;
   /// All tables, in the memory of the world. They may be read as long as the layout is kept.
   [[nodiscard]] ExpertTableViews tables() const;
-  /// On GPUs, behind the caller's own work with the tables on a stream, if the layout may go before
-  /// that is done: their memory is then used again after it. From any thread.
+  /// On GPUs: tells the layout that the caller has queued work with the tables on a stream. If the
+  /// layout goes before that work is done, the memory is reused only after it. Any thread may call.
   void note_use(Stream stream) const;
   /// A copy of Triton-distributed's descriptor; for worlds in host memory.
   [[nodiscard]] EPAll2AllLayoutDesc describe() const;
 
  private:
-  friend class detail::LayerState;
+  friend class EPAll2AllLayer;
   EPConfig config_;
   EPDispatchOptions options_;
   std::int64_t fixed_rows_ = 0;
@@ -76,8 +73,8 @@ class EPLayout {
   std::uint32_t routing_ = 0;  ///< number of the dispatch that counted
 };
 
-/// What a dispatch gives: views of this rank's window. They may be read until this rank begins the
-/// second dispatch after it.
+/// The result of a dispatch: views of this rank's window. They may be read until this rank begins
+/// the second dispatch after it.
 struct EPDispatched {
   TensorView rows;     ///< [R, hidden]; with fixed_rows [fixed_rows, hidden]
   TensorView weights;  ///< [R], of compact rows [R, topk]; not given without weights
@@ -85,17 +82,18 @@ struct EPDispatched {
   std::shared_ptr<EPLayout> layout;
 };
 
-/// Takes tokens to their experts on all ranks of a world, and what the experts made of them back.
+/// Takes tokens to their experts on all ranks of a world, and the experts' outputs back.
 ///
-/// What arrives, its order and every rounding are those of simulate_expert_dispatch and
+/// Rows, their order and every rounding are those of simulate_expert_dispatch and
 /// simulate_expert_combine, bit for bit, on one node and in two stages on several (from world_size
 /// and local_world_size: tokens go once to each node, to the rank of the same local index, which
 /// forwards them).
 ///
 /// All calls are collective: every rank makes the same calls in the same order, each with its own
 /// tokens; a rank without tokens calls too. Several dispatches may come before their combines. A
-/// call that throws InvalidArgument because of an argument has told nobody, and may be made again;
-/// after anything else the layer is unusable: later calls throw TransportError and say why.
+/// call that throws InvalidArgument because of an argument has not involved other ranks, and may be
+/// made again; after any other error the layer is unusable: later calls throw TransportError and
+/// say why.
 class EPAll2AllLayer {
  public:
   /// Collective, with the same arguments but for config.rank. The layer holds the world.
@@ -132,32 +130,34 @@ class EPAll2AllLayer {
   void copy_rows(const ConstTensorView& from, const TensorView& to, const EPLayout& layout,
                  Stream stream = {});
 
-  /// Where the next combine would copy its rows: whoever writes them there, on `stream`, and passes
-  /// this view to it saves the copy. A combine that pulls with local_combine changes them. Called
-  /// again before that combine, it gives the place of the one after it; one more, or one right
-  /// behind a combine whose rows other ranks still read, is refused. Not collective.
+  /// The place to which the next combine would copy its rows: write them there, on `stream`, and
+  /// pass this view to the combine to save the copy. A combine that pulls with local_combine
+  /// changes them. A second call before that combine gives the place of the one after it. A third
+  /// is refused, and so is one right after a combine whose rows other ranks still read. Not
+  /// collective.
   /// @throws InvalidArgument
   [[nodiscard]] TensorView combine_input(std::int64_t rows, Stream stream);
 
-  /// Whether the next combine, by this layout, should say that it needs gradients, where the
-  /// dispatch said that it did not: a rank with rows says so itself (`mine`); one without rows is
-  /// told what the first rank with rows says, and waits for that if it `asks`. With fixed_rows, and
-  /// where all ranks have rows, it is `mine`. All ranks call it before that combine, or none.
+  /// Whether the next combine, by this layout, needs gradients although the dispatch did not: a
+  /// rank with rows knows it (`mine`); one without rows gets the answer of the first rank with
+  /// rows, and waits for it if it `asks`. With fixed_rows, and where all ranks have rows, it is
+  /// `mine`. All ranks call it before that combine, or none.
   /// @throws Timeout
   [[nodiscard]] bool combine_needs_gradients(const EPLayout& layout, bool mine, bool asks);
 
-  /// Collective, of the node or the world: what is on the stream behind this begins when all ranks
-  /// have come here on theirs. On GPUs it is queued, and may be captured; the host waits where
-  /// ranks of other nodes are reached over NVSHMEM or NCCL, and in host memory. @throws Timeout
+  /// Collective for the node or the world: work queued on the stream after this begins when all
+  /// ranks have come here on theirs. On GPUs it is queued, and may be captured; the host waits
+  /// where ranks of other nodes are reached over NVSHMEM or NCCL, and in host memory. @throws
+  /// Timeout
   void ep_barrier_all(Stream stream = {}, bool intra_node_only = false);
 
-  /// Returns when the work on the stream is done. @throws what calls on it have met, with their
+  /// Returns when the work on the stream is done. @throws the errors of calls on it, with their
   ///   numbers: Timeout, Disagreement, InvalidArgument for ids, full_scatter_indices and rows that
   ///   only the device could check (it is lost then); and as check_overflow
   void synchronize(Stream stream = {});
 
-  /// Of the dispatches since the last call of this, the one that needed the most rows where windows
-  /// of fixed_rows were too small; the same on all ranks. Waits for nothing; on GPUs call it when
+  /// The dispatch since the last call of this that needed the most rows, if windows of fixed_rows
+  /// were too small; the same on all ranks. Waits for nothing; on GPUs call it when
   /// the stream is done.
   [[nodiscard]] ExpertOverflow overflow();
   /// The same as an error. @throws InvalidArgument naming the dispatch, rows and fixed_rows
@@ -174,7 +174,8 @@ class EPAll2AllLayer {
   [[nodiscard]] std::int64_t output_rows() const noexcept;
 
  private:
-  std::unique_ptr<detail::LayerState> state_;  ///< null: moved from
+  struct State;
+  std::unique_ptr<State> state_;  ///< null: moved from
 };
 
 }  // namespace waybill

@@ -4,17 +4,19 @@
 #include <span>
 
 #include "waybill/core/host_tensor.h"
-#include "waybill/experts/gradient_sums.h"
 #include "waybill/moe/simulate.h"
 
 namespace waybill {
 
+/// Partial sums of a weight's gradient, see ExpertGradientInput.
+inline constexpr std::int64_t gradient_partial_sums = 256;
+
 /// Whether a tensor was given at all; one without a shape was not. One of no tokens may be null.
 [[nodiscard]] inline bool is_given(const ConstTensorView& view) { return !view.shape.empty(); }
 
-/// What a rank dispatches. Contiguous views of the world's memory. All ranks give weights, or none;
-/// ranks compare what does not depend on their tokens: whether weights and full_scatter_indices are
-/// given, and the last four.
+/// The tensors that a rank dispatches: contiguous views of the world's memory. All ranks give
+/// weights, or none. Ranks compare whether weights and full_scatter_indices are given, and the last
+/// four fields.
 struct ExpertDispatchInput {
   ConstTensorView tokens{};   ///< [T, hidden]
   ConstTensorView ids{};      ///< [T, K], int32 or int64, unchecked where the host cannot read them
@@ -23,10 +25,10 @@ struct ExpertDispatchInput {
   ConstTensorView full_scatter_indices{};  ///< [sum of T, K], int32 or int64, or not given
   /// The caller will run the call's backward, a combine, if it runs that of the others of the step.
   bool needs_gradients = false;
-  bool weights_need_gradients = false;  ///< the same of what brings the weights' gradients home
+  bool weights_need_gradients = false;  ///< the same for the calls that return their gradients
   bool of_backward = false;             ///< the call is part of a backward pass
-  /// EPLayout::number() of a dispatch for which this one works, perhaps of another layer; 0: none.
-  /// Not looked at when the routing is known.
+  /// EPLayout::number() of the dispatch that this one belongs to, perhaps in another layer; 0:
+  /// none. Not looked at when the routing is known.
   std::uint32_t origin = 0;
 };
 
@@ -44,7 +46,7 @@ struct ExpertCombineInput {
 
 /// Backward of a weighted combine on the rank of the experts, when a dispatch by the layout has
 /// brought the gradient of each row's sum there: nothing travels. Contiguous views of the world's
-/// memory, of R rows; those behind what has arrived are neither read nor written.
+/// memory, of R rows; those after the rows that have arrived are neither read nor written.
 ///
 /// Each weight's gradient is the dot product of row and gradient in float32 (of float64 rows in
 /// float64), nothing fused: for each j below 256 the products of elements j, j + 256, ... are
@@ -57,7 +59,7 @@ struct ExpertGradientInput {
   TensorView weight_gradients{};  ///< [R] float32, float64 if weights are that; may be not given
 };
 
-/// What a rank knows of one dispatch, as views of the memory of its world (on a GPU: of the
+/// The tables of one dispatch on a rank, as views of the memory of its world (on a GPU: of the
 /// device). All int32 unless said. T tokens of this rank, M = max_tokens, N nodes, K topk slots, W
 /// ranks, P experts per rank. Sizes that depend on counts are those of `capacity_rows`.
 struct ExpertTableViews {
@@ -80,9 +82,9 @@ struct ExpertTableViews {
   ConstTensorView recv_tags{};           ///< [capacity_rows, 4]: RowTag, kept beyond the window
 };
 
-/// Rows that windows of fixed size had no room for. All ranks are told the same.
+/// Rows that windows of fixed size had no room for, the same on all ranks.
 struct ExpertOverflow {
-  std::int64_t rows = 0;   ///< of the rank that should have received the most; 0: all did fit
+  std::int64_t rows = 0;   ///< the most that a rank should have received; 0: all did fit
   std::uint64_t call = 0;  ///< number of the dispatch
 };
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "waybill/json/file.h"
-#include "waybill/routing/length_distribution.h"
+#include "waybill/routing/generators.h"
 
 namespace waybill {
 

@@ -6,7 +6,7 @@
 
 #include "waybill/json/file.h"
 #include "waybill/planner/attention_plan.h"
-#include "waybill/routing/e2e_metadata.h"
+#include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/metadata.h"
 #include "waybill/routing/qkv_plan.h"
 

@@ -14,13 +14,14 @@ inline constexpr std::int32_t max_topk = 32;
 /// Elements that share a scale in 8-bit payloads.
 inline constexpr std::int64_t scale_group = 128;
 
-/// What all ranks of an expert-parallel layer agree on, and which of them this is. Names as in
-/// Triton-distributed. Tables of rows and counts are int32.
+/// The sizes and dtypes of an expert-parallel layer, the same on all ranks, and the number of this
+/// rank. Names as in Triton-distributed. Tables of rows and counts are int32.
 struct EPConfig {
-  std::int64_t max_tokens = 0;   ///< most tokens a rank may dispatch
-  std::int64_t hidden = 0;       ///< elements of a token
-  std::int32_t topk = 0;         ///< topk slots of a token, also more than num_experts
-  std::int32_t num_experts = 0;  ///< of all ranks together; expert e lives on rank e / per rank
+  std::int64_t max_tokens = 0;  ///< most tokens a rank may dispatch
+  std::int64_t hidden = 0;      ///< elements of a token
+  std::int32_t topk = 0;        ///< topk slots of a token, also more than num_experts
+  std::int32_t num_experts =
+      0;  ///< on all ranks; expert e lives on rank e / num_experts_per_rank()
   std::int32_t rank = 0;
   std::int32_t world_size = 1;
   std::int32_t local_world_size = 1;    ///< ranks of a node

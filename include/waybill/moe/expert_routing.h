@@ -9,9 +9,9 @@
 
 namespace waybill {
 
-// Who gets which rows, in steps that each rank can do for itself. W ranks, P experts per rank, E =
-// W P experts, K topk slots. All tables are int32 and row-major. A row is a place in a receiver's
-// output.
+// The assignment of rows to ranks, in steps that each rank can do for itself. W ranks, P experts
+// per rank, E = W P experts, K topk slots. All tables are int32 and row-major. A row is a place in
+// a receiver's output.
 
 /// Entries of one rank's counts: its topk slots of each expert [E], its dropped topk slots [1], and
 /// its tokens with a topk slot on each rank [W]. Ranks exchange this much before rows can be
@@ -55,7 +55,7 @@ struct ExpertRows {
 [[nodiscard]] ExpertRows locate_rows(const EPConfig& config, const EPDispatchOptions& options,
                                      std::span<const std::span<const std::int32_t>> counts);
 
-/// @param counts [W, num_counts], one rank's behind the other's
+/// @param counts [W, num_counts], one rank's after the other's
 [[nodiscard]] ExpertRows locate_rows(const EPConfig& config, const EPDispatchOptions& options,
                                      std::span<const std::int32_t> counts);
 

@@ -7,7 +7,6 @@
 
 #include "waybill/planner/planner_options.h"
 #include "waybill/planner/relay.h"
-#include "waybill/planner/transfer_mode.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/validate.h"
 

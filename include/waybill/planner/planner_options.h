@@ -1,15 +1,51 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <string>
 
 #include "waybill/core/dtype.h"
 #include "waybill/core/link_speeds.h"
-#include "waybill/planner/attention_mask.h"
 #include "waybill/routing/qkv_plan.h"
 
 namespace waybill {
 
-/// What a row (token) of the model weighs. Elements of the whole model or of one tensor-parallel
+/// Which keys a query of its document meets: those before it and itself, or only the latest
+/// `window` of these, or all. Positions are tokens from the beginning of the document.
+struct AttentionMask {
+  std::int64_t window = 0;  ///< keys a query meets, itself included; 0: all that the kind allows
+  MaskKind kind = MaskKind::causal;  ///< full: without a window
+
+  [[nodiscard]] bool has_window() const { return window > 0; }
+  [[nodiscard]] bool is_full() const { return kind == MaskKind::full; }
+
+  /// The first key that the query at `position` meets.
+  [[nodiscard]] std::int64_t first_key(std::int64_t position) const {
+    return window == 0 ? 0 : std::max<std::int64_t>(0, position + 1 - window);
+  }
+
+  /// Exact number of (query, key) pairs of the queries [begin, end) of a document of `doc_len`
+  /// tokens: the area of the mask. Fits for doc_len <= 2^31.
+  [[nodiscard]] std::int64_t pairs(std::int64_t begin, std::int64_t end,
+                                   std::int64_t doc_len) const {
+    return is_full() ? (end - begin) * doc_len : pairs_before(end) - pairs_before(begin);
+  }
+
+  friend bool operator==(const AttentionMask&, const AttentionMask&) = default;
+
+ private:
+  // Queries [0, end): position p meets min(p + 1, window) keys.
+  [[nodiscard]] std::int64_t pairs_before(std::int64_t end) const {
+    const std::int64_t ramp = window == 0 ? end : std::min(end, window);
+    return (ramp & 1) == 0 ? ramp / 2 * (ramp + 1) + (end - ramp) * window
+                           : (ramp + 1) / 2 * ramp + (end - ramp) * window;
+  }
+};
+
+/// "causal", "causal, window 4096", "full".
+[[nodiscard]] std::string to_string(const AttentionMask& mask);
+
+/// The size of a row (token) of the model. Elements of the whole model or of one tensor-parallel
 /// slice, as the ranks are.
 struct ModelShape {
   std::int64_t q_hidden = 4096;   ///< elements of a row of Q: query heads * head size
@@ -35,12 +71,12 @@ struct HardwareFacts {
   double nvlink_bytes_per_second = LinkSpeeds{}.nvlink_bytes_per_second;    ///< measured
   double network_bytes_per_second = LinkSpeeds{}.network_bytes_per_second;  ///< nominal
   std::int32_t ranks_per_node = 8;  ///< consecutive ranks; the last node may have fewer
-  /// What each peer costs beside the bytes: signals to all are under way together. Fits calls of
-  /// few bytes, 4 x H200 (docs/performance/prediction.md).
+  /// Time that each peer costs besides the bytes: signals to all are under way together. Fits calls
+  /// of few bytes, 4 x H200 (docs/performance/prediction.md).
   double message_seconds = 0.4e-6;
   /// (query, key) pairs a rank attends to, forward. 0: not known.
   double pairs_per_second = 0;
-  /// What a row of queries, and a shard of any length, take of the kernel beside their pairs, in
+  /// Cost of a row of queries, and of a shard of any length, for the kernel besides their pairs, in
   /// pairs: blocks are computed whole, short shards fill none. 0: nothing, work is pairs alone.
   std::int64_t row_pairs = 0;
   std::int64_t shard_pairs = 0;
@@ -56,7 +92,7 @@ struct HardwareFacts {
          (end > begin ? facts.shard_pairs : 0);
 }
 
-/// What plan_attention is asked for.
+/// The options of plan_attention.
 struct PlannerOptions {
   std::int32_t world_size = 8;
   /// Rows of a rank in the MLP layout. Flat documents are packed by it; lists a rank must keep it.

@@ -2,13 +2,54 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
+#include <vector>
 
 #include "waybill/core/index_array.h"
-#include "waybill/routing/e2e_metadata.h"
+#include "waybill/core/random.h"
+#include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/qkv_plan.h"
-#include "waybill/routing/raw_dispatch.h"
 
 namespace waybill {
+
+/// A histogram of document lengths.
+struct LengthDistribution {
+  struct Bucket {
+    std::int64_t lo = 0;    ///< tokens, inclusive
+    std::int64_t hi = 0;    ///< tokens, exclusive
+    std::int64_t docs = 0;  ///< documents counted
+    double mean_len = 0;    ///< tokens; 0: not known, taken as the middle
+  };
+  std::string name;
+  std::string source;  ///< where the figures come from
+  std::vector<Bucket> buckets;
+  std::int64_t max_len = 0;  ///< longest document; 0: not known
+
+  /// @throws InvalidArgument unless buckets are non-empty ranges with counts >= 0, one of them > 0.
+  void check() const;
+};
+
+/// Draws documents until they fill `num_tokens` exactly; the last one is cut to fit. Lengths are
+/// uniform on each side of the bucket's mean, so that the mean is kept; at least 1 token.
+/// @throws InvalidArgument when distribution.check() does, or num_tokens < 0.
+[[nodiscard]] std::vector<std::int64_t> sample_documents(const LengthDistribution& distribution,
+                                                         std::int64_t num_tokens,
+                                                         std::uint64_t seed);
+
+/// A plan in DistCA's dense form, one KV copy per query. P = most shards on a rank. int64.
+struct RawQkvDispatch {
+  IndexArray cp_seq_lens;    ///< [W, P]: rows of each shard; padding 0
+  IndexArray num_cp_shards;  ///< [W]: shards on the rank
+  IndexArray cp_query_dst;   ///< [W, P]: destination rank; padding -1
+  KvMapping kv;              ///< see KvMapping
+
+  friend bool operator==(const RawQkvDispatch&, const RawQkvDispatch&) = default;
+};
+
+/// The dense form of a causal plan (its kv_layout is not looked at: this form is per query).
+/// C = most queries that a KV shard serves, or `max_cp_degree` when that is larger.
+/// @throws InvalidArgument when plan.check() does, or for a plan with windows (kv_begin).
+[[nodiscard]] RawQkvDispatch to_raw_dispatch(const QkvPlan& plan, std::int64_t max_cp_degree = 1);
 
 /// Random sequence lengths: [W, n] int32, every row sums to total_len exactly.
 /// With u uniform in [0, 1): share = (u + 0.25/n) / row sum, length = round-half-even(share *

@@ -50,9 +50,9 @@ struct QkvPlan {
   std::vector<std::int32_t> kv_begin;
   MaskKind mask = MaskKind::causal;  ///< full: without kv_begin
 
-  /// The first position in its document that a query shard needs, and the one behind the last.
+  /// The first position in its document that a query shard needs, and the one after the last.
   [[nodiscard]] std::int32_t first_needed(std::int32_t shard) const {
-    return kv_begin.empty() ? 0 : kv_begin[static_cast<std::size_t>(shard)];
+    return kv_begin.empty() ? 0 : kv_begin[shard];
   }
   [[nodiscard]] std::int32_t end_needed(std::int32_t position, std::int32_t num_doc_shards) const {
     return mask == MaskKind::full ? num_doc_shards : position + 1;
@@ -72,5 +72,14 @@ struct QkvPlan {
 
   friend bool operator==(const QkvPlan&, const QkvPlan&) = default;
 };
+
+/// (query, key) pairs of each shard's queries under the plan's mask. [N]
+/// `q_len * kv_len - q_len * (q_len - 1) / 2` for a context of kv_len rows that ends with the
+/// shard; `q_len * kv_len` for a full mask.
+/// @throws InvalidArgument when plan.check() does, or for a document of over 2^31 tokens.
+[[nodiscard]] std::vector<std::int64_t> shard_work(const QkvPlan& plan);
+
+/// The sum of shard_work by attending rank. [W]
+[[nodiscard]] std::vector<std::int64_t> rank_work(const QkvPlan& plan);
 
 }  // namespace waybill

@@ -4,9 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "waybill/routing/attention_layout.h"
-#include "waybill/routing/compute_metadata_kv.h"
-#include "waybill/routing/e2e_metadata.h"
+#include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/sparse_metadata.h"
 

@@ -43,7 +43,7 @@ struct SparseMetadata {
     return static_cast<std::int64_t>(dst_rank.size());
   }
   [[nodiscard]] std::int64_t destination_begin(std::int64_t entry) const {
-    return copy_offsets.empty() ? entry : copy_offsets[static_cast<std::size_t>(entry)];
+    return copy_offsets.empty() ? entry : copy_offsets[entry];
   }
   [[nodiscard]] std::int64_t destination_end(std::int64_t entry) const {
     return destination_begin(entry + 1);

@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include "waybill/routing/e2e_metadata.h"
+#include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/metadata.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
@@ -46,7 +46,7 @@ struct Finding {
   std::string field;        ///< "dst_offset", ...
   std::int64_t rank = -1;   ///< sending rank, or the rank whose buffer or row it is
   std::int64_t shard = -1;  ///< place among the entries of that rank; of a plan: the shard's number
-  std::int64_t copy = -1;   ///< of a forward table
+  std::int64_t copy = -1;   ///< copy of a forward table
   std::string got;
   std::string expected;
 };

@@ -26,7 +26,7 @@ struct RowRange {
   friend bool operator==(const RowRange&, const RowRange&) = default;
 };
 
-/// What one rank attends to, and which of its rows travel.
+/// The queries that one rank attends to, and its rows that travel.
 struct VarlenRank {
   /// Queries that stay where they are, and so does their context: rows of the rank's own tensors,
   /// in their order. No two overlap, of queries or of keys.

@@ -6,7 +6,6 @@
 #include "waybill/core/dtype.h"
 #include "waybill/core/link_speeds.h"
 #include "waybill/planner/relay.h"
-#include "waybill/planner/transfer_mode.h"
 #include "waybill/routing/sparse_metadata.h"
 
 namespace waybill {

@@ -23,19 +23,19 @@ struct CheckOptions {
   std::function<void(std::string_view phase, int done, int total)> progress = {};
 };
 
-/// What one phase of a check did.
+/// Time and bytes of one phase of a check.
 struct CheckPhase {
   std::string name;
   double seconds = 0;
   std::int64_t bytes = 0;  ///< written by a dispatch, or read by a comparison
 };
 
-/// What check_dispatch found and did.
+/// Findings and figures of check_dispatch.
 struct DispatchCheck {
   std::vector<Finding> findings;       ///< empty: every byte is where it belongs
-  std::int64_t q_rows = 0;             ///< of all ranks, in either layout
-  std::int64_t kv_rows = 0;            ///< of all ranks in the MLP layout
-  std::int64_t kv_rows_attention = 0;  ///< of all ranks, after the forward dispatch
+  std::int64_t q_rows = 0;             ///< all ranks, in either layout
+  std::int64_t kv_rows = 0;            ///< all ranks, in the MLP layout
+  std::int64_t kv_rows_attention = 0;  ///< all ranks, after the forward dispatch
   std::int64_t rows_checked = 0;       ///< rows of which every byte was compared
   std::int64_t bytes_checked = 0;
   std::int64_t queries_checked = 0;       ///< query shards whose context was followed row by row
@@ -47,13 +47,14 @@ struct DispatchCheck {
   [[nodiscard]] bool passed() const { return findings.empty(); }
 };
 
-/// Carries out forward and reverse dispatch of Q and KV in memory and compares every byte.
+/// Carries out forward and reverse dispatch of Q and KV in memory and compares every byte; what
+/// rows cannot show, validate adds from the tables.
 ///
 /// Each row carries a pattern that only it has. Checked against the plan: every query row at its
-/// place in the attention layout; the layout's tables; the KV context of every query, row by row,
-/// against the rows of its document; no KV row that nobody asked for; Q back at home, bit for bit;
-/// each plane of the KV gradient, row by row, from where that copy went, and nothing anywhere else;
-/// the number of copies; the counts of received rows.
+/// place in the attention layout; the KV context of every query, row by row, against the rows of
+/// its document; no KV row that nobody asked for; Q back at home, bit for bit; each plane of the KV
+/// gradient, row by row, from where that copy went, and nothing anywhere else. Places and contexts
+/// are derived by other means than those of routing and validate.
 ///
 /// Memory: both layouts of Q, or those of KV with the gradient planes, plus 8 bytes per row (of the
 /// planes too). Rows of planes that no copy uses are never touched, which costs nothing on Linux.
@@ -76,7 +77,7 @@ struct QkvDispatchTestOptions {
   std::int64_t max_findings = 100;
 };
 
-/// What test_qkv_dispatch found and did.
+/// Findings and figures of test_qkv_dispatch.
 struct QkvDispatchTest {
   std::vector<Finding> findings;  ///< empty: passed
   std::int64_t elements_compared = 0;
@@ -84,20 +85,14 @@ struct QkvDispatchTest {
   [[nodiscard]] bool passed() const { return findings.empty(); }
 };
 
-/// DistCA's check of a random plan (test_qkv_dispatch), on the dense form. Payload:
-/// uniform in [1, 2), so that 0 means "nothing came". Q forward and back gives Q; KV forward and
-/// back gives planes of which every row is 0 or the row that left, and sum / number of copies is
-/// that row again.
-///
-/// And what DistCA does not check: the counts matrices and totals; that exactly the expected
-/// copies come back; the order at the destination, without gaps; the attention layout; that the
-/// slices of all ranks make the same moves; that the normalised form does.
+/// DistCA's check of a random plan (test_qkv_dispatch), on the dense form: validate finds what is
+/// wrong with its tables; where nothing is, to_sparse and check_dispatch carry it out.
 ///
 /// @throws InvalidArgument when create_qkv_dispatch does; never for what it finds.
 [[nodiscard]] QkvDispatchTest test_qkv_dispatch(const QkvDispatchTestOptions& options);
 
-/// The same for a dispatch that exists already. world_size, total_seq_len, num_seqs and
-/// max_cp_degree of `options` are not read; ranks may have different numbers of rows.
+/// The same for a dispatch that exists already, in either KV layout. world_size, total_seq_len,
+/// num_seqs and max_cp_degree of `options` are not read; ranks may have different numbers of rows.
 [[nodiscard]] QkvDispatchTest test_qkv_dispatch(const QkvDispatch& dispatch,
                                                 const QkvDispatchTestOptions& options);
 

@@ -6,10 +6,11 @@
 
 #include "waybill/core/host_tensor.h"
 #include "waybill/routing/metadata.h"
+#include "waybill/routing/sparse_metadata.h"
 
 namespace waybill {
 
-/// What two copies that write the same row mean.
+/// The meaning of two copies that write the same row.
 enum class Overlap : std::uint8_t {
   reject,     ///< an error
   last_wins,  ///< the later one in the global order (source rank, shard, copy) stays
@@ -37,7 +38,7 @@ struct SimulateOptions {
 void orchestrate_simulate(const ConstTensorView& tensor, const TensorView& output,
                           const Metadata& metadata, const SimulateOptions& options = {});
 
-/// What orchestrate_simulate would move, as a gather: for every row of the output the row of the
+/// The moves of orchestrate_simulate, as a gather: for every row of the output the row of the
 /// tensor that ends there, w * n + row, or -1 where no copy addresses it. For tensors that the CPU
 /// cannot reach, such as those on a GPU.
 /// @param tensor_shape [W, n, H]
@@ -56,5 +57,15 @@ void orchestrate_simulate(const ConstTensorView& tensor, const TensorView& outpu
 [[nodiscard]] std::vector<HostTensor> simulate_communication(
     std::span<const ConstTensorView> tensors, const Metadata& metadata,
     const SimulateOptions& options = {});
+
+/// orchestrate_simulate for the sparse form: moves the rows of every entry to its copies.
+/// @param sources W views [n_w, H] of one dtype; any strides
+/// @param outputs W views [m_w, H]; same H and dtype; no address twice, nor one of `sources`
+/// @throws InvalidArgument as orchestrate_simulate, with all outputs unchanged, and for tables
+/// whose
+///   lengths do not fit each other.
+void simulate_dispatch(std::span<const ConstTensorView> sources,
+                       std::span<const TensorView> outputs, const SparseMetadata& metadata,
+                       const SimulateOptions& options = {});
 
 }  // namespace waybill

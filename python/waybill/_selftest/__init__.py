@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 #: Options that say how --repeat repeats.
-_OF_REPEAT = ("device", "ranks", "tokens", "hidden", "only")
+_OF_REPEAT = ("device", "ranks", "tokens", "hidden", "only", "combine")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,8 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         "With --repeat, instead of the checks: calls of each kind (dispatch, combine, sequences,"
         " gradients of K and V) again and again with the same inputs. The first results must be"
         " those of the simulation, all later ones have the same bits; they are compared on the"
-        " device. On GPUs a tenth of the calls is eager, the rest is in CUDA graphs. With"
-        " WAYBILL_COMBINE=push in the environment combines push.",
+        " device. On GPUs a tenth of the calls is eager, the rest is in CUDA graphs.",
     )
     repeat.add_argument(
         "--repeat", type=_count(10**9), metavar="N", help="calls of each kind; needs torch"
@@ -81,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
         "--hidden", type=_count(2**16), help="elements of a row, a multiple of 128; 1024"
     )
     repeat.add_argument("--only", metavar="TEXT", help="kinds of call with this in their name")
+    repeat.add_argument(
+        "--combine", choices=("pull", "push"), help="how experts combine; pull unless given"
+    )
     return parser
 
 
@@ -99,7 +101,7 @@ def _repeat(options: argparse.Namespace) -> int:
     try:
         return found.run(  # type: ignore[no-any-return]
             options.repeat, options.ranks, options.tokens or 128, options.hidden or 1024, device,
-            options.only,
+            options.only, options.combine or "pull",
         )  # fmt: skip
     except Error as error:
         print(f"selftest: {error}", file=sys.stderr)

@@ -8,7 +8,6 @@ once. On GPUs most of them are replayed from CUDA graphs that hold many calls wi
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
@@ -40,6 +39,7 @@ class Sizes(NamedTuple):
     ranks: int
     tokens: int  #: tokens of each rank
     hidden: int  #: elements of a row, a multiple of 128
+    combine: str = "pull"
 
 
 class Calls(NamedTuple):
@@ -159,7 +159,7 @@ class _Experts:
         self.layer = EPAll2AllLayer(
             world, config.max_tokens, config.hidden, _TOPK, rank, config.num_experts,
             sizes.ranks, sizes.ranks, rows=layer.rows, payload=layer.payload,
-            enable_local_combine=layer.local_combine, copy_out=False,
+            enable_local_combine=layer.local_combine, copy_out=False, combine=sizes.combine,
             fixed_rows=max(most, 1) if layer.fixed else None,
         )  # fmt: skip
         self._quantized = layer.payload == "quantized"
@@ -564,11 +564,13 @@ def _chosen_kinds(only: Optional[str]) -> List[Kind]:
 
 
 def run(
-    total: int, ranks: Optional[int], tokens: int, hidden: int, device: str, only: Optional[str]
-) -> int:
+    total: int, ranks: Optional[int], tokens: int, hidden: int, device: str, only: Optional[str],
+    combine: str = "pull",
+) -> int:  # fmt: skip
     """Repeats all kinds, a line each. 0 when all bits were the same, else 1.
 
     :param ranks: None: as many as there are GPUs, and at least two
+    :param combine: how layers of experts combine, as of ``EPAll2AllLayer``
     """
     if device == "cuda" and not (num_gpus() and torch.cuda.is_available()):
         raise Unsupported("--device cuda: there is no GPU, or an installation without CUDA")
@@ -576,8 +578,7 @@ def run(
         ranks = max(2, num_gpus()) if device == "cuda" else 2
     if hidden % 128 != 0:
         raise InvalidArgument(f"--hidden {hidden}, expected a multiple of 128")
-    sizes, kinds = Sizes(ranks, tokens, hidden), _chosen_kinds(only)
-    combine = os.environ.get("WAYBILL_COMBINE") or "pull"
+    sizes, kinds = Sizes(ranks, tokens, hidden, combine), _chosen_kinds(only)
     name = torch.cuda.get_device_name() if device == "cuda" else "host memory"
     print(
         f"{total} calls of each kind: {sizes.ranks} ranks in {name}, {sizes.tokens} tokens each,"

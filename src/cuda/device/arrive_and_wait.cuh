@@ -1,8 +1,8 @@
 #pragma once
 
-#include "arrive_params.h"
-#include "call_words.cuh"
+#include "params.h"
 #include "peers.cuh"
+#include "signal.cuh"
 
 namespace waybill::cuda {
 
@@ -27,20 +27,20 @@ __device__ inline std::int32_t node_rank_after(const ArriveParams& p, std::int32
   return r < p.first_rank + p.node_ranks ? r : r - p.node_ranks;
 }
 
-/// Whether rank r sends what it means by a call.
+/// Says whether rank r sends the words of its call.
 __device__ inline bool sends_call_words(const ArriveParams& p, std::int32_t r) {
   const bool of_node = p.first_rank <= r && r < p.first_rank + p.node_ranks;
   return of_node || p.fingerprint.crosses_nodes;
 }
 
-/// Where this rank receives the words of rank r.
+/// Returns the address at which this rank receives the words of rank r.
 __device__ inline const std::uint64_t* call_words_at(const ArriveParams& p, std::uint64_t epoch,
                                                      std::int32_t r) {
   return words_at(p.own_arrivals, p.fingerprint, p.world_size, epoch, r);
 }
 
-/// A wait of a call that comes to a bad end: says which rank means another call, if one has said
-/// so, beginning with the one that was waited for; else that this one has not come.
+/// Reports a wait that failed: a rank whose words differ, if there is one, beginning with `peer`;
+/// otherwise that `peer` has not come.
 [[noreturn]] __device__ __noinline__ inline void report_missed(const ArriveParams& p,
                                                                std::uint64_t epoch,
                                                                std::int32_t peer,
@@ -62,8 +62,8 @@ __device__ inline void for_node(const ArriveParams& p, Visit&& visit) {
   }
 }
 
-/// Tells all other ranks of the node what this one means by the call. For calls whose waits begin
-/// before its end; others do so when they synchronize. One warp.
+/// Sends the words of this rank's call to all other ranks of the node. Calls whose waits begin
+/// before their end use it; others send them when they synchronize. One warp.
 __device__ inline void send_call_words(const ArriveParams& p, std::uint64_t epoch,
                                        const CallWords& words) {
   for_node(p, [&](std::uint64_t* arrivals) {
@@ -71,14 +71,14 @@ __device__ inline void send_call_words(const ArriveParams& p, std::uint64_t epoc
   });
 }
 
-/// Tells all other ranks of the node that this one has come to `epoch`, with all that the lanes
-/// have written and seen. One warp.
+/// Signals to all other ranks of the node that this one has come to `epoch`, after all writes that
+/// the lanes have made and seen. One warp.
 __device__ inline void signal_arrival(const ArriveParams& p, std::uint64_t epoch) {
   for_node(p, [&](std::uint64_t* arrivals) { signal(arrivals + p.rank, epoch); });
 }
 
-/// Both. The words go out between the fence, which would wait for them, and the arrival: whoever
-/// sees that need not look for them again.
+/// Sends the words and signals. The words go out between the fence, which would wait for them, and
+/// the arrival: a rank that sees the arrival need not wait for the words.
 __device__ inline void signal_to_all(const ArriveParams& p, std::uint64_t epoch,
                                      const CallWords& words) {
   for_node(p, [&](std::uint64_t* arrivals) {
@@ -91,8 +91,8 @@ __device__ inline void signal_to_all(const ArriveParams& p, std::uint64_t epoch)
   signal_to_all(p, epoch, load_call_words(p.fingerprint));
 }
 
-/// Waits until all other ranks have come to `epoch`, and mean the same call. One warp; its lanes
-/// see what the ranks wrote.
+/// Waits until all other ranks have come to `epoch` with the same words. One warp; its lanes then
+/// see the writes of those ranks.
 __device__ inline void wait_all(const ArriveParams& p, std::uint64_t epoch, const CallWords& mine) {
 #pragma unroll 1
   for (std::int32_t k = 1 + static_cast<std::int32_t>(threadIdx.x % 32); k < p.world_size;
@@ -104,7 +104,7 @@ __device__ inline void wait_all(const ArriveParams& p, std::uint64_t epoch, cons
     std::uint64_t differs = 0;
     spin_until(
         [&] {
-          // Asked for first: one time on the way for both.
+          // The words are loaded first, so both loads are in flight together.
           differs = tells ? difference(mine, load_words(peer_words), epoch) : 0;
           seen = load_acquire(p.own_arrivals + peer);
           return (seen >= epoch && differs == 0) || is_disagreement(differs);
@@ -120,7 +120,7 @@ __device__ inline void wait_all(const ArriveParams& p, std::uint64_t epoch) {
   wait_all(p, epoch, load_call_words(p.fingerprint));
 }
 
-/// True in all threads of the block that comes last; it has then seen what the others wrote. Each
+/// True in all threads of the block that comes last; it then sees the writes of the others. Each
 /// thread's writes must be complete.
 __device__ inline bool is_last_block(const ArriveParams& p) {
   __shared__ bool last;
@@ -134,7 +134,7 @@ __device__ inline bool is_last_block(const ArriveParams& p) {
   return last;
 }
 
-/// One thread of the last block: the next launch on the stream finds everything as this one did.
+/// One thread of the last block: resets the counters for the next launch on the stream.
 __device__ inline void end_call(const ArriveParams& p, std::uint64_t epoch) {
   p.state->blocks = 0;
   p.state->taken[0] = 0;
@@ -142,8 +142,8 @@ __device__ inline void end_call(const ArriveParams& p, std::uint64_t epoch) {
   p.state->epoch = epoch;
 }
 
-/// The first warp of the last block: all is done, and the call ends when the others' is, too.
-/// @param has_words whether they have the words
+/// The first warp of the last block ends the call when all ranks have come to its end.
+/// @param has_words the other ranks already have the words
 __device__ inline void arrive_and_wait_at_end(const ArriveParams& p, std::uint64_t epoch,
                                               const CallWords& words, bool has_words) {
   if (has_words) {

@@ -21,16 +21,16 @@ __device__ inline void barrier_init(std::uint64_t* barrier) {
 }
 
 /// Makes barriers that this thread has initialized known to the copy engine. The threads that use
-/// them synchronize behind it.
+/// them synchronize afterwards.
 __device__ inline void fence_barrier_init() {
 #ifdef WAYBILL_HAS_BULK
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
 
-/// What this thread has written to global memory, and what others have that it was told of, comes
-/// before what the engine does there next. Not of shared memory: a fence of both is one that also
-/// waits for the thread's stores to arrive on the device.
+/// Orders global memory: stores of this thread, and stores of others that it has acquired, come
+/// before the next accesses of the copy engine. It does not order shared memory: a fence of both
+/// also waits for the thread's stores to arrive on the device.
 __device__ inline void fence_async_global() {
 #ifdef WAYBILL_HAS_BULK
   asm volatile("fence.proxy.async.global;" ::: "memory");

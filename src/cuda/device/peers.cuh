@@ -1,10 +1,10 @@
 #pragma once
 
-#include "peers.h"
+#include "params.h"
 
 namespace waybill::cuda {
 
-/// Of one rank. A load: to be asked for before it is needed.
+/// Returns the address of one rank's part. It is a load, so call it early.
 template <class T>
 __device__ inline T* peer_at(const Peers<T>& peers, std::int32_t rank) {
   const auto base = __ldg(reinterpret_cast<const unsigned long long*>(peers.bases) + rank);
@@ -16,8 +16,8 @@ __device__ inline T* peer_at(const NearPeers<T>& peers, std::int32_t rank) {
   return rank < max_near_peers ? peers.near[rank] : peer_at(peers.all, rank);
 }
 
-/// A table in the registers of a warp: lane i has rank i, so that who sends row after row asks
-/// nothing of memory. Of more ranks than lanes the others come from memory.
+/// A table in the registers of a warp: lane i has rank i, so a warp that sends row after row loads
+/// nothing. With more ranks than lanes the others come from memory.
 template <class T>
 class WarpPeers {
  public:

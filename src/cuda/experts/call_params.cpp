@@ -1,14 +1,14 @@
 #include "call_params.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <utility>
 
 #include "../device/word_size.h"
-#include "../rank/cuda_check.h"
+#include "../rank/gpu_rank.h"
 #include "core/memory_layout.h"
+#include "core/test_hooks.h"
 #include "launch.h"
 #include "runtime/executor.h"
 #include "waybill/moe/expert_routing.h"
@@ -25,15 +25,6 @@ std::int64_t num_slot_tokens(const EPConfig& config, std::int64_t row_bytes,
   if (!bulk || !config.is_intra_node() || config.world_size == 1) return 0;
   return std::min({std::int64_t{max_low_latency_tokens}, config.max_tokens,
                    max_bytes / (config.world_size * (row_bytes + scale_bytes))});
-}
-
-/// Reads the delay that only tests set.
-std::uint32_t max_delay_ns() {
-  constexpr std::uint64_t max_ns = 1'000'000'000;
-  const char* const text = std::getenv("WAYBILL_TEST_DELAY_NS");
-  if (text == nullptr) return 0;
-  return static_cast<std::uint32_t>(
-      std::min<std::uint64_t>(std::strtoull(text, nullptr, 10), max_ns));
 }
 
 }  // namespace
@@ -72,22 +63,17 @@ RecordWorkspace::RecordWorkspace(const EPConfig& config, const EPDispatchOptions
   total = parts.total();
 }
 
-ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
-                           const EPConfig& config, const EPDispatchOptions& options,
-                           const ExpertMemory& memory)
-    : transport_(transport),
-      gpu_(std::move(gpu)),
-      share_(share),
-      config_(config),
-      options_(options),
-      memory_(memory),
+ExpertParams::ExpertParams(const GpuExpertLayer& layer)
+    : layer_(layer),
       low_latency_(low_latency_route_fits(shape(0, 0))),
-      max_delay_ns_(max_delay_ns()),
-      workspace_(config, options, low_latency_) {
-  const cudaStream_t stream = gpu_->stream();
+      max_delay_ns_(static_cast<std::uint32_t>(waybill::detail::test_hooks().delay_ns)),
+      workspace_(layer.config, layer.options, low_latency_) {
+  const EPConfig& config = layer.config;
+  const EPDispatchOptions& options = layer.options;
+  const cudaStream_t stream = layer_.gpu->stream();
   state_ = device_memory(moe_state_bytes(config.world_size), stream);
   tile_counts_ =
-      device_memory(std::int64_t{gpu_->num_sms()} * waybill::num_counts(config) * 4, stream);
+      device_memory(std::int64_t{layer_.gpu->num_sms()} * waybill::num_counts(config) * 4, stream);
   const std::int64_t row_bytes = config.hidden * dtype_bytes(config.token_dtype);
   nan_row_ = device_memory(row_bytes, stream);
   cuda_check(cudaMemsetAsync(nan_row_.get(), 0xFF, row_bytes, stream), "making a row of NaN");
@@ -99,35 +85,38 @@ ExpertParams::ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, i
     scales_ = device_memory(config.max_tokens * scale_row_bytes(config, options), stream);
   }
   const std::int64_t world = config.world_size;
-  records_ = transport_.allocate(workspace_.total, "expert records");
-  channels_ = transport_.allocate_signals(world * max_channels + 2 * world, "expert channels");
+  records_ = layer_.transport.allocate(workspace_.total, "expert records");
+  channels_ =
+      layer_.transport.allocate_signals(world * max_channels + 2 * world, "expert channels");
 }
 
 ExpertParams::~ExpertParams() {
-  transport_.defer_release(std::move(records_.memory));
-  transport_.defer_release(std::move(channels_.memory));
-  transport_.defer_release({state_, tile_counts_, nan_row_, faults_, elements_, scales_});
+  layer_.transport.defer_release(std::move(records_.memory));
+  layer_.transport.defer_release(std::move(channels_.memory));
+  layer_.transport.defer_release({state_, tile_counts_, nan_row_, faults_, elements_, scales_});
 }
 
 MoeArrive ExpertParams::arrive(const ExpertCall& call, FaultKind kind) const {
   MoeArrive m{};
-  m.arrive.rank = config_.rank;
-  m.arrive.world_size = config_.world_size;
+  m.arrive.rank = layer_.config.rank;
+  m.arrive.world_size = layer_.config.world_size;
   m.arrive.kind = kind;
   m.state = static_cast<MoeState*>(state_.get());
   m.arrive.state = &m.state->call;
-  m.arrive.sink = gpu_->sink(share_);
-  const std::int64_t slots = static_cast<std::int64_t>(ExpertSignal::entered) * config_.world_size;
-  m.arrive.own_arrivals = memory_.signals.local + slots;
+  m.arrive.sink = layer_.gpu->sink(layer_.share);
+  const std::int64_t slots =
+      static_cast<std::int64_t>(ExpertSignal::entered) * layer_.config.world_size;
+  m.arrive.own_arrivals = layer_.memory.signals.local + slots;
   m.arrive.first_rank = first_rank();
-  m.arrive.node_ranks = config_.local_world_size;
-  m.arrive.arrivals = near_peers_of<std::uint64_t>(
-      memory_.signals, slots * std::int64_t{sizeof(std::uint64_t)}, 0, config_.world_size);
+  m.arrive.node_ranks = layer_.config.local_world_size;
+  m.arrive.arrivals = near_peers_of<std::uint64_t>(layer_.memory.signals,
+                                                   slots * std::int64_t{sizeof(std::uint64_t)}, 0,
+                                                   layer_.config.world_size);
   std::ranges::copy(pack_fingerprint(call.fingerprint), m.arrive.fingerprint.words);
   m.arrive.fingerprint.first_slot = static_cast<std::int32_t>(
-      first_fingerprint_slot(num_layer_signals(config_.world_size)) - slots);
+      first_fingerprint_slot(num_layer_signals(layer_.config.world_size)) - slots);
   m.arrive.fingerprint.crosses_nodes =
-      !config_.is_intra_node();  // the network path that begins a call carries the words
+      !layer_.config.is_intra_node();  // the network path that begins a call carries the words
   m.parity = call.parity;
   m.max_delay_ns = max_delay_ns_;
   return m;
@@ -139,17 +128,17 @@ MoeShape ExpertParams::shape(const GpuExpertRouting& routing) const {
 
 MoeShape ExpertParams::shape(std::int64_t num_tokens, std::int64_t capacity_rows) const {
   MoeShape s{};
-  s.rank = config_.rank;
-  s.world_size = config_.world_size;
-  s.num_experts = config_.num_experts;
-  s.experts_per_rank = config_.num_experts_per_rank();
-  s.topk = config_.topk;
+  s.rank = layer_.config.rank;
+  s.world_size = layer_.config.world_size;
+  s.num_experts = layer_.config.num_experts;
+  s.experts_per_rank = layer_.config.num_experts_per_rank();
+  s.topk = layer_.config.topk;
   s.num_tokens = static_cast<std::int32_t>(num_tokens);
-  s.max_tokens = static_cast<std::int32_t>(config_.max_tokens);
-  s.compact = options_.rows == EPRows::compact ? 1 : 0;
-  s.alignment = static_cast<std::int32_t>(options_.expert_alignment);
-  s.num_nodes = config_.num_nodes();
-  s.node_ranks = config_.local_world_size;
+  s.max_tokens = static_cast<std::int32_t>(layer_.config.max_tokens);
+  s.compact = layer_.options.rows == EPRows::compact ? 1 : 0;
+  s.alignment = static_cast<std::int32_t>(layer_.options.expert_alignment);
+  s.num_nodes = layer_.config.num_nodes();
+  s.node_ranks = layer_.config.local_world_size;
   s.first_rank = first_rank();
   s.capacity_rows = capacity_rows;
   return s;
@@ -168,14 +157,14 @@ MoeShape ExpertParams::node_shape(const GpuExpertRouting& routing) const {
 
 /// The weights of all tokens that this rank places; null without weights.
 const std::byte* ExpertParams::weights_of(const ExpertDispatchInput& input) const {
-  const bool forwarded = is_given(input.weights) && !config_.is_intra_node();
-  return forwarded ? memory_.workspace.local + memory_.workspace_layout.forward_weights
+  const bool forwarded = is_given(input.weights) && !layer_.config.is_intra_node();
+  return forwarded ? layer_.memory.workspace.local + layer_.memory.workspace_layout.forward_weights
                    : input.weights.data;
 }
 
 /// The symmetric memory of the node's ranks, from a byte on.
 NearPeers<std::byte> ExpertParams::record_parts(std::int64_t offset) const {
-  return near_peers_of<std::byte>(records_, offset, first_rank(), config_.local_world_size);
+  return near_peers_of<std::byte>(records_, offset, first_rank(), layer_.config.local_world_size);
 }
 
 RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInput& input,
@@ -186,22 +175,22 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   params.shape = shape(made);
   params.ids = input.ids.data;
   params.wide_ids = input.ids.dtype == DType::int64;
-  params.dropped_id = options_.dropped(config_);
+  params.dropped_id = layer_.options.dropped(layer_.config);
   params.scatter = input.full_scatter_indices.data;
   params.wide_scatter = input.full_scatter_indices.dtype == DType::int64;
   if (params.scatter != nullptr) params.scatter_tokens = input.full_scatter_indices.shape[0];
   const std::int64_t no_limit = std::numeric_limits<std::int32_t>::max();
   params.fitting_rows = static_cast<std::int32_t>(
-      call.may_grow ? no_limit : std::min(no_limit, memory_.capacity_rows));
+      call.may_grow ? no_limit : std::min(no_limit, layer_.memory.capacity_rows));
   params.max_per_expert = static_cast<std::int32_t>(
       call.max_per_expert == 0 ? no_limit : std::min(no_limit, call.max_per_expert));
   params.weights = weights_of(input);
   params.takes_weights = is_given(input.weights);
-  if (!config_.is_intra_node()) {
-    params.ids = memory_.workspace.local + memory_.workspace_layout.forward_ids;
+  if (!layer_.config.is_intra_node()) {
+    params.ids = layer_.memory.workspace.local + layer_.memory.workspace_layout.forward_ids;
     params.wide_ids = false;
   }
-  params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
+  params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(layer_.config.weight_dtype));
   const std::int64_t counts = workspace_.counts[call.parity];
   const std::int64_t records = workspace_.records[call.parity];
   const std::int64_t weights = workspace_.weights[call.parity];
@@ -239,7 +228,7 @@ EnterParams ExpertParams::enter(const ExpertCall& call, const ExpertDispatchInpu
   params.m = arrive(call, FaultKind::moe_dispatch);
   params.shape = shape(routing);
   params.weights = weights_of(input);
-  params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
+  params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(layer_.config.weight_dtype));
   params.addresses = routing.part<std::int64_t>(routing.fixed().addresses);
   params.out_weights = tables.weight_data();
   params.sent_weights = record_parts(workspace_.weights[call.parity]);
@@ -252,17 +241,17 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
   RowsParams params{};
   params.m = arrive(call, FaultKind::moe_dispatch);
   params.shape = node_shape(routing);
-  const SymmetricBuffer& window = memory_.dispatch_windows[call.parity];
+  const SymmetricBuffer& window = layer_.memory.dispatch_windows[call.parity];
   const std::int32_t first = first_rank();
-  const std::int32_t ranks = config_.local_world_size;
-  params.windows = near_peers_of<std::byte>(window, memory_.window.rows, first, ranks);
-  params.own_window = window.local + memory_.window.rows;
+  const std::int32_t ranks = layer_.config.local_world_size;
+  params.windows = near_peers_of<std::byte>(window, layer_.memory.window.rows, first, ranks);
+  params.own_window = window.local + layer_.memory.window.rows;
   params.channels = near_peers_of<std::uint64_t>(channels_, 0, first, ranks);
   params.own_channels = channels_.local;
   if (workspace_.slot_tokens > 0) {
     params.receive_slots.tokens = static_cast<std::int32_t>(workspace_.slot_tokens);
     params.receive_slots.scales_offset =
-        config_.world_size * workspace_.slot_tokens * workspace_.slot_row_bytes;
+        layer_.config.world_size * workspace_.slot_tokens * workspace_.slot_row_bytes;
     const std::int64_t slots = workspace_.receive_slots[call.parity];
     params.receive_slots.rows = record_parts(slots);
     params.receive_slots.own_rows = records_.local + slots;
@@ -270,21 +259,21 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
     params.receive_slots.ids = input.ids.data;
     params.receive_slots.wide_ids = input.ids.dtype == DType::int64;
   }
-  params.scales_offset = memory_.window.scales - memory_.window.rows;
-  params.tags = reinterpret_cast<RowTag*>(window.local + memory_.window.tags);
-  params.weights = window.local + memory_.window.weights;
-  params.topk = reinterpret_cast<std::int32_t*>(window.local + memory_.window.topk);
+  params.scales_offset = layer_.memory.window.scales - layer_.memory.window.rows;
+  params.tags = reinterpret_cast<RowTag*>(window.local + layer_.memory.window.tags);
+  params.weights = window.local + layer_.memory.window.weights;
+  params.topk = reinterpret_cast<std::int32_t*>(window.local + layer_.memory.window.topk);
   const FixedTables& layout = routing.fixed();
   params.addresses = routing.part<std::int64_t>(layout.addresses);
   params.records = routing.part(layout.records);
   if (is_given(input.weights)) {
     params.sent_weights = records_.local + workspace_.weights[call.parity];
   }
-  params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(config_.weight_dtype));
+  params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(layer_.config.weight_dtype));
   params.num_input_tokens = routing.part(layout.num_input_tokens);
   params.expert_counts = routing.part(layout.expert_counts);
   params.expert_offsets = routing.part(layout.expert_offsets);
-  params.max_recv_rows = routing.part(layout.num_recv_rows) + config_.world_size;
+  params.max_recv_rows = routing.part(layout.num_recv_rows) + layer_.config.world_size;
   params.faults = faults();
   params.known_topk = routing.row_part(routing.rows().topk);
   if (tables.being_made() != nullptr) fill_tables(call, *tables.being_made(), params);
@@ -312,13 +301,13 @@ StageParams ExpertParams::stage(const ExpertCall& call, const ExpertCombineInput
   const GpuExpertRouting& routing = tables.routing();
   StageParams params{};
   params.shape = shape(routing);
-  params.sink = gpu_->sink(share_);
+  params.sink = layer_.gpu->sink(layer_.share);
   params.state = static_cast<const MoeState*>(state_.get());
   params.input = input.rows.data;
   params.num_rows = input.rows.shape[0];
-  params.window = memory_.combine_windows[call.parity].local;
-  params.row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
-  params.num_recv_rows = routing.part(routing.fixed().num_recv_rows) + config_.rank;
+  params.window = layer_.memory.combine_windows[call.parity].local;
+  params.row_bytes = layer_.config.hidden * dtype_bytes(layer_.config.token_dtype);
+  params.num_recv_rows = routing.part(routing.fixed().num_recv_rows) + layer_.config.rank;
   params.num_input_tokens = routing.part(routing.fixed().num_input_tokens);
   return params;
 }
@@ -331,14 +320,14 @@ CombineParams ExpertParams::combine(const ExpertCall& call, const ExpertCombineI
   params.shape = node_shape(routing);
   params.addresses = routing.part<std::int64_t>(routing.fixed().addresses);
   params.windows =
-      peers_of<const std::byte>(memory_.combine_windows[call.parity].table + first_rank(), 0);
+      peers_of<const std::byte>(layer_.memory.combine_windows[call.parity].table + first_rank(), 0);
   params.lost_row = static_cast<const std::byte*>(nan_row_.get());
-  const bool compact = options_.rows == EPRows::compact;
-  const bool local_sums = input.options.local_combine && config_.is_intra_node();
+  const bool compact = layer_.options.rows == EPRows::compact;
+  const bool local_sums = input.options.local_combine && layer_.config.is_intra_node();
   params.primary_only = compact || local_sums ? 1 : 0;
-  params.row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
+  params.row_bytes = layer_.config.hidden * dtype_bytes(layer_.config.token_dtype);
   if (input.options.weighted && !local_sums) params.weights = tables.weight_data();
-  if (!config_.is_intra_node()) {
+  if (!layer_.config.is_intra_node()) {
     params.in_call = true;
     return params;
   }

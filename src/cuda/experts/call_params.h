@@ -35,13 +35,21 @@ struct RecordWorkspace {
   return call.stream == nullptr ? nullptr : stream_of(*call.stream);
 }
 
+/// The surroundings of a layer on a rank, for all parts of its executor, which outlives them.
+struct GpuExpertLayer {
+  Transport& transport;
+  std::shared_ptr<GpuRank> gpu;
+  int share;  ///< ranks on this device
+  EPConfig config;
+  EPDispatchOptions options;
+  const ExpertMemory& memory;
+};
+
 /// Makes the parameters of all kernels of one layer. It has the memory that they need in addition
 /// to the layer's memory. Collective to make.
 class ExpertParams {
  public:
-  ExpertParams(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
-               const EPConfig& config, const EPDispatchOptions& options,
-               const ExpertMemory& memory);
+  explicit ExpertParams(const GpuExpertLayer& layer);
   ExpertParams(const ExpertParams&) = delete;
   ExpertParams& operator=(const ExpertParams&) = delete;
   /// Frees nothing while other ranks may still use it.
@@ -89,15 +97,10 @@ class ExpertParams {
   [[nodiscard]] NearPeers<std::byte> record_parts(std::int64_t offset) const;
   [[nodiscard]] const std::byte* weights_of(const ExpertDispatchInput& input) const;
   [[nodiscard]] std::int32_t first_rank() const {
-    return config_.rank / config_.local_world_size * config_.local_world_size;
+    return layer_.config.rank / layer_.config.local_world_size * layer_.config.local_world_size;
   }
 
-  Transport& transport_;
-  std::shared_ptr<GpuRank> gpu_;
-  int share_;
-  EPConfig config_;
-  EPDispatchOptions options_;
-  const ExpertMemory& memory_;
+  const GpuExpertLayer& layer_;
   bool low_latency_;
   std::uint32_t max_delay_ns_;  ///< see MoeArrive
   RecordWorkspace workspace_;

@@ -5,9 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../device/arrive_params.h"
-#include "../device/fault.h"
-#include "../device/peers.h"
+#include "../device/params.h"
 #include "experts/row_tag.h"
 #include "waybill/core/dtype.h"
 
@@ -433,6 +431,9 @@ struct BarrierParams {
   std::uint64_t* own;          ///< this rank's slots
   Peers<std::uint64_t> peers;  ///< slots of each rank
 };
+
+/// Partial sums of a weight's gradient: gradient_partial_sums, for the device.
+inline constexpr int weight_gradient_sums = 256;
 
 /// Parameters of the gradients of a weighted combine, as in ExpertGradientInput; null: not given.
 struct WeightGradientParams {

@@ -337,14 +337,19 @@ class BulkWalk {
       phases_ ^= 1U << oldest_;
     }
     if (MayCopy && item.is(WalkItem::first | WalkItem::last)) {
-      if (lane_id() == 0) bulk_store(item.to, slot, static_cast<std::uint32_t>(item.bytes()));
+      if (lane_id() == 0) {
+        bulk_store(item.to, slot, static_cast<std::uint32_t>(item.bytes()));
+        bulk_commit();
+      }
+      __syncwarp();  // no lane has read the slot: bulk_wait_read_but_one() orders what fills it
+                     // next
     } else {
       if (item.is(WalkItem::first)) sums.begin(biases, item.to, item.bytes());
       if (item.is(WalkItem::is_there)) add<Weighted>(sums, slot, item);
       if (item.is(WalkItem::last)) sums.write(item.to, item.bytes());
+      if (MayCopy && lane_id() == 0) bulk_commit();
+      release_stage();
     }
-    if (MayCopy && lane_id() == 0) bulk_commit();
-    release_stage();
     oldest_ = next(oldest_);
   }
 

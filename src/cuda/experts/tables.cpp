@@ -5,7 +5,7 @@
 #include <limits>
 #include <utility>
 
-#include "../rank/cuda_check.h"
+#include "../rank/gpu_rank.h"
 #include "core/memory_layout.h"
 #include "core/to_size.h"
 #include "params.h"

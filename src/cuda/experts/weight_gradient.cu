@@ -4,7 +4,6 @@
 #include "../device/number.cuh"
 #include "call.cuh"
 #include "launch.h"
-#include "waybill/experts/gradient_sums.h"
 
 namespace waybill::cuda {
 namespace {
@@ -12,7 +11,7 @@ namespace {
 constexpr int warps = 16;
 constexpr int lane_elements = 8;  ///< elements per lane in each step of a warp along a row
 constexpr int step = 32 * lane_elements;
-static_assert(step == gradient_partial_sums);  // each lane holds one partial sum of a step
+static_assert(step == weight_gradient_sums);  // each lane holds one partial sum of a step
 
 /// The next elements of a lane.
 template <class Number, bool Wide>

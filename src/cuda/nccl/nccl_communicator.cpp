@@ -6,9 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "../rank/cuda_check.h"
-#include "nccl_library.h"
-#include "waybill/transport/agree.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill::cuda {
 namespace {
@@ -18,13 +16,13 @@ using Seconds = std::chrono::duration<double>;
 constexpr const char* starting = "NCCL";
 constexpr double share_of_deadline = 0.75;
 constexpr double abort_patience_s = 5;
-constexpr int most_ctas = 8;  // as a network path has multiprocessors, at most
+constexpr int max_ctas = 8;  // a network path has no more multiprocessors
 
 bool is_good(NcclResult result) {
   return result == NcclResult::success || result == NcclResult::in_progress;
 }
 
-/// Looks again and again; returns false when `patience_s` have passed. @throws as PollingWait
+/// Asks again and again; returns false when `patience_s` have passed. @throws as PollingWait
 template <class IsDone>
 bool poll_until(double patience_s, IsDone&& is_done) {
   PollingWait wait(patience_s);
@@ -60,7 +58,7 @@ NcclCommunicator::~NcclCommunicator() {
   give_up(abort_patience_s);
 }
 
-/// Where a report does not end the context, it leaves the device to what NCCL keeps waiting there.
+/// If a report does not end the context, kernels of NCCL keep waiting on the device.
 void NcclCommunicator::watch(const std::stop_token& stop) {
   while (!stop.stop_requested()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -80,17 +78,17 @@ void NcclCommunicator::start(Bootstrap& bootstrap) {
   run_collectively(bootstrap, starting, [&] {
     NcclConfig config;
     config.blocking = 0;
-    config.max_ctas = most_ctas;
+    config.max_ctas = max_ctas;
     config.comm_name = "waybill";
     const NcclResult result =
         api_->init_rank(&comm_, bootstrap.world_size(), id, to_int(rank_), &config);
     if (!is_good(result)) fail(result, "starting NCCL");
-  });  // what fails at once is said to those that would wait for it
+  });  // an error at once reaches the ranks that would wait for this one
   run_collectively(bootstrap, starting, [&] { settle("starting NCCL"); });
 }
 
-/// NCCL connects two ranks when they first talk, for which it allocates memory and waits for the
-/// device: not to be done beside kernels that wait for other ranks.
+/// NCCL connects two ranks at their first message, and then allocates memory and waits for the
+/// device. That must not happen while kernels wait for other ranks.
 void NcclCommunicator::connect(const Topology& topology) {
   constexpr std::int64_t message_bytes = 8;
   const std::int32_t world = topology.world_size;
@@ -130,17 +128,17 @@ void NcclCommunicator::exchange(std::span<const NcclPiece> sent,
     if (is_good(result)) result = added;
   };
   for (const NcclPiece& piece : sent) {
-    add(api_->send(piece.data, piece.size_bytes, NcclDataType::int8, piece.peer, comm_, stream));
+    add(api_->send(piece.data, piece.size_bytes, nccl_int8, piece.peer, comm_, stream));
   }
   for (const NcclPiece& piece : received) {
-    add(api_->receive(piece.data, piece.size_bytes, NcclDataType::int8, piece.peer, comm_, stream));
+    add(api_->receive(piece.data, piece.size_bytes, nccl_int8, piece.peer, comm_, stream));
   }
   add(api_->group_end());
   if (!is_good(result)) fail(result, operation);
   settle(operation);
 }
 
-/// Returns when NCCL is done with the last call, as far as the host is concerned.
+/// Returns when the host part of NCCL's last call is done.
 void NcclCommunicator::settle(std::string_view doing) const {
   NcclResult state = NcclResult::in_progress;
   const bool done = poll_until(patience_s_, [&] {
@@ -180,7 +178,7 @@ void NcclCommunicator::fail(NcclResult result, std::string_view doing) const {
                               more != nullptr ? more : ""));
 }
 
-/// NCCL then waits for threads of its own, which a lost device may hold up: they are left to the
+/// The abort waits for NCCL's threads, which a lost device may hold up: then they last until the
 /// end of the process.
 void NcclCommunicator::give_up(double patience_s) noexcept {
   const std::lock_guard lock(mutex_);
@@ -192,7 +190,7 @@ void NcclCommunicator::give_up(double patience_s) noexcept {
     const auto done = task.get_future();
     std::thread(std::move(task)).detach();
     (void)done.wait_for(Seconds(patience_s));
-  } catch (const std::exception&) {  // no thread: it goes with the process
+  } catch (const std::exception&) {  // no thread: the communicator lasts until the process ends
     comm_ = nullptr;
   }
 }

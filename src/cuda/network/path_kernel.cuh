@@ -1,7 +1,6 @@
 #pragma once
 
-#include "../device/call_words.cuh"
-#include "path_counts.cuh"
+#include "../device/signal.cuh"
 #include "path_params.h"
 
 // The network path's kernel for network backends that a device serves itself. The threads of a
@@ -23,14 +22,63 @@
 //   bool put_step(puts, count, slot, epoch)   a whole step of one peer, whose arrival raises a slot
 //                                             there; false where the backend cannot
 // and for one thread of the block
-//   void raise_slot(peer, slot, epoch)        behind what has arrived
+//   void raise_slot(peer, slot, epoch)        after the puts that have arrived
 //   void send_call_words(peer, words, epoch)  into the peer's slot for this rank's words, which the
 //                                             own pad holds at the same place
-//   void raise_arrival(peer, epoch)           behind a fence: slot `rank` of the peer's arrivals
+//   void raise_arrival(peer, epoch)           after a fence: slot `rank` of the peer's arrivals
 
 namespace waybill::cuda {
 
-inline constexpr int path_threads = 512;  ///< of a block that is one group
+inline constexpr int path_threads = 512;  ///< threads of a block that is one group
+
+/// Puts of one step that are on their way.
+struct PathCount {
+  std::int32_t step;
+  unsigned puts;        ///< or PathCounts::is_whole_step
+  std::uint32_t begun;  ///< pieces that the group had begun after them
+};
+
+/// Puts of a group of threads that are not yet counted, in order, so that the next puts begin
+/// before the last ones have arrived. All threads of the group make the same calls; they
+/// synchronize between note() and take().
+class PathCounts {
+ public:
+  static constexpr unsigned most = 16;
+  static constexpr unsigned is_whole_step = 0;  ///< no other group has put any of it
+
+  /// @param memory shared, of the group: [most]
+  __device__ explicit PathCounts(PathCount* memory) : memory_(memory) {}
+
+  [[nodiscard]] __device__ bool is_empty() const { return first_ == behind_; }
+
+  /// More puts of a step. @return false: there is no room
+  __device__ bool note(std::int32_t step, unsigned puts, std::uint32_t begun) {
+    if (is_empty() || step != step_) {
+      if (behind_ - first_ == most) return false;
+      step_ = step;
+      puts_ = 0;
+      ++behind_;
+    }
+    puts_ += puts;
+    memory_[(behind_ - 1) % most] = {step, puts_, begun};  // all threads write the same
+    return true;
+  }
+
+  /// Whether the first have arrived when all pieces but the last `few` have.
+  [[nodiscard]] __device__ bool is_due(std::uint32_t begun, std::uint32_t few) const {
+    return !is_empty() && begun - memory_[first_ % most].begun >= few;
+  }
+
+  /// @pre not empty
+  __device__ PathCount take() { return memory_[first_++ % most]; }
+
+ private:
+  PathCount* const memory_;
+  unsigned first_ = 0;
+  unsigned behind_ = 0;
+  std::int32_t step_ = -1;  ///< the last one's
+  unsigned puts_ = 0;       ///< the last one's
+};
 
 /// Part of a backend: the whole block is one group, which knows of its puts only when it settles.
 struct WholeBlock {
@@ -109,7 +157,7 @@ class PathWork {
     NetworkStep step{};
     for (auto i = static_cast<std::int32_t>(blockIdx.x); i < num_puts;
          i += static_cast<std::int32_t>(gridDim.x)) {
-      // What a kernel writes into the tables is there when the waits of the step are over.
+      // A kernel has written the tables when the waits of the step are over.
       const std::int32_t next = p_.tables.puts[i].step;
       if (next != number) {
         number = next;
@@ -163,7 +211,7 @@ class PathWork {
     return put_step(step);
   }
 
-  /// What was put before it is counted on the way.
+  /// It counts earlier puts meanwhile.
   __device__ void put_alone(const NetworkPut& put) {
     if constexpr (Backend::few == 0) {
       backend_.put_alone(put);
@@ -191,7 +239,7 @@ class PathWork {
     return slot.rank == p_.world_size ? p_.tables.ready + slot.slot : p_.slots + slot.slot;
   }
 
-  /// What others may be waiting for is signalled before this group waits for them.
+  /// This group signals its puts before it waits for others, which may wait for these.
   __device__ void wait_step(const NetworkStep& step) {
     if (step.num_waits == 0) return;
     bool is_ready = true;
@@ -244,7 +292,7 @@ class PathWork {
 
   /// Counts what must have arrived by now.
   __device__ void count_arrived() {
-    backend_.sync();  // behind the note
+    backend_.sync();  // after the note
     bool is_due = counts_.is_due(backend_.begun(), Backend::few);
     if (is_due) backend_.wait_but_few();
     while (is_due) {
@@ -280,7 +328,7 @@ class PathWork {
     }
   }
 
-  /// Calls for the ranks of other nodes, from the next one on, one thread a rank.
+  /// Calls for the ranks of other nodes, from the next one on, a thread for each.
   template <class Visit>
   __device__ void for_other_nodes(Visit&& visit) {
     const std::int32_t others = p_.world_size - p_.ranks_per_node;

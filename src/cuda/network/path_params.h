@@ -3,16 +3,16 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../device/call_words.h"
+#include "../device/params.h"
 #include "schedule/work.h"
 
 namespace waybill::cuda {
 
-/// Counters of one dispatcher's network path on its rank's device, zeros at first. They move on
+/// Counters of one dispatcher's network path on its rank's device, zeros at first. They advance
 /// when a network path ends, so that the same launch can be replayed.
 struct PathState {
-  std::uint64_t epoch;        ///< of the last network path that has ended
-  unsigned long long blocks;  ///< of the running one, that have done their part
+  std::uint64_t epoch;        ///< the last network path that has ended
+  unsigned long long blocks;  ///< blocks of the running one that are done
 };
 
 /// When a network path raises its rank's slot of the arrivals at all ranks of other nodes.
@@ -40,12 +40,12 @@ struct PathTables {
   bool one_block_of_peer;  ///< a block has all of a peer's, as it only posts them
 };
 
-/// What every backend's kernel of a network path needs. Memory is the rank's own part.
+/// Every backend's kernel of a network path takes these. Memory is the rank's own part.
 struct PathParams {
   std::int32_t rank;
   std::int32_t world_size;
   std::int32_t ranks_per_node;
-  std::uint32_t parity;  ///< of the epoch for which the window was chosen
+  std::uint32_t parity;  ///< the epoch's, for which the window was chosen
   FaultKind kind;
   PathArrival arrival;
   PathState* state;

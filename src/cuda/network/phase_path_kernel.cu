@@ -1,6 +1,6 @@
 #include "../device/signal.cuh"
 #include "path_kernel.cuh"
-#include "phase_path_kernel.h"
+#include "path_launch.h"
 
 namespace waybill::cuda {
 namespace {
@@ -13,8 +13,8 @@ __device__ bool is_given_up(const std::uint32_t* flag) {
   return *static_cast<const volatile std::uint32_t*>(flag) != 0;
 }
 
-/// Without a trap this kernel must not end before the host has given up what is behind it, as that
-/// would send rows that are not there.
+/// Without a trap this kernel must not end before the host has given up the later work, which would
+/// send rows that are not there.
 __device__ void report_and_stay(const PhaseWaits& phase, const FaultSink& sink, std::int32_t peer,
                                 std::uint64_t wanted, std::uint64_t seen, std::uint64_t waited_ns,
                                 FaultKind kind) {

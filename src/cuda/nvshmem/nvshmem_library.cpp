@@ -1,5 +1,3 @@
-#include "nvshmem_library.h"
-
 #include <dlfcn.h>
 
 #include <cstdlib>
@@ -7,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "nvshmem_api.h"
 #include "waybill/core/error.h"
 
 namespace waybill::cuda {
@@ -20,7 +19,7 @@ std::string variable(const char* name) {
   return text == nullptr ? "" : text;
 }
 
-/// What this code was linked into: a program or a shared library.
+/// Returns the folder of the program or shared library that this code is linked into.
 std::filesystem::path own_folder() {
   Dl_info info{};
   if (dladdr(reinterpret_cast<const void*>(&nvshmem_api), &info) == 0) return {};
@@ -30,7 +29,7 @@ std::filesystem::path own_folder() {
   return file.parent_path();
 }
 
-/// Loads NVSHMEM ahead, so that the library below finds it loaded.
+/// Loads NVSHMEM first, so that the library below finds it loaded.
 void load_host_library(std::string& tried) {
   const std::string home = variable("NVSHMEM_HOME");
   if (home.empty()) return;

@@ -3,8 +3,6 @@
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
-#include <cstdlib>
-
 #include "../device/signal.cuh"
 #include "../network/path_kernel.cuh"
 #include "nvshmem_api.h"
@@ -19,26 +17,30 @@ constexpr std::size_t alignment_bytes = 256;
 constexpr const char* version_text = WAYBILL_TEXT(NVSHMEM_VENDOR_MAJOR_VERSION) "." WAYBILL_TEXT(
     NVSHMEM_VENDOR_MINOR_VERSION) "." WAYBILL_TEXT(NVSHMEM_VENDOR_PATCH_VERSION);
 
-/// Waits for a slot, with the deadline of `sink`. NVSHMEM's own test also makes what a network card
-/// has written before the signal visible.
-__global__ void wait_kernel(NvshmemWait wait, FaultSink sink) {
-  spin_until([&] { return nvshmem_uint64_test(wait.flag, NVSHMEM_CMP_GE, wait.wanted) != 0; },
-             [&](std::uint64_t waited_ns) {
-               if (is_over(sink, waited_ns)) {
-                 report_and_trap(sink, FaultKind::wait, wait.rank, wait.peer, wait.wanted,
-                                 load_acquire(wait.flag), waited_ns);
-               }
-             });
+/// Waits for a slot, with the deadline of `sink`. NVSHMEM's own test also makes the writes of a
+/// network card before the signal visible.
+__global__ void wait_kernel(FlagWait wait, FaultSink sink) {
+  spin_until(
+      [&] {
+        return nvshmem_uint64_test(const_cast<std::uint64_t*>(wait.flag), NVSHMEM_CMP_GE,
+                                   wait.wanted) != 0;
+      },
+      [&](std::uint64_t waited_ns) {
+        if (is_over(sink, waited_ns)) {
+          report_and_trap(sink, FaultKind::wait, wait.rank, wait.peer, wait.wanted,
+                          load_acquire(wait.flag), waited_ns);
+        }
+      });
   *wait.seen = load_acquire(wait.flag);
 }
 
-/// What NVSHMEM's own waits ask before they let the rows be read.
+/// Asks as NVSHMEM's own waits do before they let the rows be read. No public call tells it
+/// (docs/decisions/worlds.md).
 __global__ void connectivity_kernel(int* enforces) {
   *enforces = nvshmemi_device_state_d.job_connectivity > NVSHMEMI_JOB_GPU_PROXY ? 1 : 0;
 }
 
-/// A network path's backend. What is put lies at the same place of the symmetric heap on every
-/// rank.
+/// A network path's backend. Rows have the same offset in the symmetric heap of every rank.
 class NvshmemBackend : public WholeBlock {
  public:
   __device__ explicit NvshmemBackend(const PathParams& p) : p_(p) {}
@@ -49,7 +51,7 @@ class NvshmemBackend : public WholeBlock {
   }
   __device__ void put_alone(const NetworkPut& all) { put(all); }
   __device__ void settle() {
-    __threadfence_system();  // of puts that were stores
+    __threadfence_system();  // some puts are stores
     __syncthreads();
     if (threadIdx.x == 0) nvshmem_quiet();
     __syncthreads();
@@ -65,14 +67,14 @@ class NvshmemBackend : public WholeBlock {
   __device__ void raise_arrival(std::int32_t peer, std::uint64_t epoch) {
     nvshmemx_signal_op(p_.arrivals + p_.rank, epoch, NVSHMEM_SIGNAL_SET, peer);
   }
-  /// The last put carries the signal, and is kept behind the others: nothing is waited for.
+  /// The last put carries the signal, and the fence keeps it after the others: nothing waits.
   __device__ bool put_step(const NetworkPut* puts, std::int32_t count, std::int32_t slot,
                            std::uint64_t epoch) {
     const NetworkPut& last = puts[count - 1];
     if (last.size_bytes == 0) return false;
     for (std::int32_t i = 0; i + 1 < count; ++i) put(puts[i]);
     if (count > 1) {
-      __threadfence_system();  // of puts that were stores
+      __threadfence_system();  // some puts are stores
       __syncthreads();
       if (threadIdx.x == 0) nvshmem_fence();
       __syncthreads();
@@ -98,31 +100,29 @@ int make_unique_id(void* id) {
   return nvshmemx_get_uniqueid(made);
 }
 
-/// Asked once, as it waits for the device. Below 0: it could not be.
+/// Asks once, as it waits for the device. Below 0: it failed.
 int ask_consistency() {
   int answer = -1;
   int* on_device = nullptr;
   if (cudaMalloc(&on_device, sizeof(int)) != cudaSuccess) return -1;
   connectivity_kernel<<<1, 1>>>(on_device);
   const cudaError_t status =
-      cudaMemcpy(&answer, on_device, sizeof(int), cudaMemcpyDeviceToHost);  // behind the kernel
+      cudaMemcpy(&answer, on_device, sizeof(int), cudaMemcpyDeviceToHost);  // after the kernel
   (void)cudaFree(on_device);
   return status == cudaSuccess ? answer : -1;
 }
 
 int consistency = -1;
 
-int enforces_consistency() {
-  // A test's transport, on one host.
-  return std::getenv("WAYBILL_TEST_NVSHMEM_ENFORCES") != nullptr ? 1 : consistency;
-}
+int enforces_consistency() { return consistency; }
 
 int initialize(int rank, int world_size, const void* id) {
   nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
   const int status = nvshmemx_set_attr_uniqueid_args(
       rank, world_size, static_cast<const nvshmemx_uniqueid_t*>(id), &attributes);
   if (status != 0) return status;
-  // What nvshmemx_init_attr calls, which would end the process on failure.
+  // The public nvshmemx_init_attr is an inline function that makes this call and ends the process
+  // if it fails (docs/decisions/worlds.md).
   const nvshmemi_version_t version = {NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION,
                                       NVSHMEM_VENDOR_PATCH_VERSION};
   nvshmemx_init_init_attr_ver_only(attributes);
@@ -155,7 +155,7 @@ void signal(std::uint64_t* slot, std::uint64_t epoch, int rank, cudaStream_t str
 
 void quiet(cudaStream_t stream) { nvshmemx_quiet_on_stream(stream); }
 
-cudaError_t wait(const NvshmemWait* wait, const FaultSink* sink, cudaStream_t stream) {
+cudaError_t wait(const FlagWait* wait, const FaultSink* sink, cudaStream_t stream) {
   wait_kernel<<<1, 1, 0, stream>>>(*wait, *sink);
   return cudaGetLastError();
 }

@@ -3,49 +3,24 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <charconv>
 #include <cstddef>
-#include <cstdlib>
-#include <cstring>
 
-#include "cuda_check.h"
+#include "core/test_hooks.h"
 #include "device_limits.h"
+#include "gpu_rank.h"
 
 namespace waybill::cuda {
 namespace {
 
-constexpr int least_shared_kb = 48;
 constexpr int bulk_version = 90;  // bulk.cuh: compute capability 9.0 and later
-constexpr const char* shared_variable = "WAYBILL_MAX_SHARED_KB";
 
-/// Compiled as all others are: its attributes say what those can.
+/// It is compiled as all other kernels are, so its attributes are theirs.
 __global__ void probe_kernel() {}
 
-/// Of each device, as it was read last; 0: it has not been.
+/// The last value read from each device; 0: none.
 std::array<std::atomic<int>, 64> known_shared_bytes{};
 
-const char* variable(const char* name) {
-  return std::getenv(name);  // NOLINT(concurrency-mt-unsafe): only read
-}
-
-int forced_shared_bytes(int of_device) {
-  const char* const text = variable(shared_variable);
-  if (text == nullptr) return of_device;
-  int kb = 0;
-  const char* const end = text + std::strlen(text);
-  const auto [stop, error] = std::from_chars(text, end, kb);
-  require(error == std::errc{} && stop == end && kb >= least_shared_kb && kb <= 1024,
-          shared_variable, " = \"", text, "\", expected a number of KiB, ", least_shared_kb,
-          "..1024");
-  return std::min(of_device, kb * 1024);
-}
-
-bool vector_path_is_forced() {
-  const char* const text = variable("WAYBILL_VECTOR_PATH");
-  return text != nullptr && *text != '\0' && std::strcmp(text, "0") != 0;
-}
-
-/// Whether what the device loaded of this build has bulk copies.
+/// Says whether the kernels that the device has loaded have bulk copies.
 bool kernels_have_bulk_copies(int device) {
   cudaFuncAttributes attributes{};
   const cudaError_t status = cudaFuncGetAttributes(&attributes, probe_kernel);
@@ -67,14 +42,17 @@ bool kernels_have_bulk_copies(int device) {
 }  // namespace
 
 DeviceLimits read_device_limits(int device) {
-  int most = 0;
+  int max_bytes = 0;
   cuda_check(cudaSetDevice(device), "choosing the device");
-  cuda_check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+  cuda_check(cudaDeviceGetAttribute(&max_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
              "asking for a block's shared memory");
   DeviceLimits limits;
-  limits.shared_bytes = forced_shared_bytes(most);
+  const waybill::detail::TestHooks& hooks = waybill::detail::test_hooks();
+  limits.shared_bytes = max_bytes;
+  if (hooks.max_shared_kb > 0)
+    limits.shared_bytes = std::min(max_bytes, static_cast<int>(hooks.max_shared_kb) * 1024);
   limits.bulk_copies = kernels_have_bulk_copies(device) &&
-                       limits.shared_bytes >= bulk_shared_bytes && !vector_path_is_forced();
+                       limits.shared_bytes >= bulk_shared_bytes && hooks.no_bulk_copies == 0;
   const auto index = static_cast<std::size_t>(device);
   if (index < known_shared_bytes.size()) known_shared_bytes[index] = limits.shared_bytes;
   return limits;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <cstring>
 #include <future>
 #include <limits>
 #include <mutex>
@@ -12,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "cuda_check.h"
 #include "device_limits.h"
 #include "runtime/fingerprint.h"
 
@@ -24,21 +22,16 @@ constexpr std::uint64_t shared_device_grace_ns = 300'000'000;
 constexpr std::uint64_t look_after_ns = 100'000'000;  // calls that go well rarely wait so long
 constexpr double yields_s = 0.02;
 
-/// The records of all ranks in this process, to say who took a shared device down.
-struct Registry {
-  struct Entry {
-    const FaultRecord* record;
-    int device;
-    std::int32_t rank;
-  };
-  std::mutex mutex;
-  std::vector<Entry> entries;
+/// The record of a rank of this process.
+struct LocalRecord {
+  const FaultRecord* record;
+  int device;
+  std::int32_t rank;
 };
 
-Registry& registry() {
-  static Registry all;
-  return all;
-}
+/// All records of this process: they tell which rank lost a shared device.
+std::mutex records_mutex;
+std::vector<LocalRecord> records;
 
 const char* name_of(FaultKind kind) {
   switch (kind) {
@@ -76,7 +69,7 @@ std::string describe_parity(const FaultRecord& record) {
                 "and of dispatches and of combines of a layer; its device is lost now");
 }
 
-/// What a call of experts was given and the device found wrong.
+/// Describes an input of a call of experts that the device found wrong.
 std::string describe_input(const FaultRecord& record) {
   const auto value = [&](int i) {
     return static_cast<std::int64_t>(i < fault_words ? record.mine[i]
@@ -130,18 +123,15 @@ GpuRank::GpuRank(Rank rank, Topology topology, int device, double timeout_s)
   has_bulk_copies_ = read_device_limits(device).bulk_copies;
   cuda_check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
   record_ = pinned_memory(sizeof(FaultRecord));
-  std::memset(record_.get(), 0, sizeof(FaultRecord));
   claimed_ = device_memory(sizeof(unsigned long long), stream_);
-  const std::lock_guard lock(registry().mutex);
-  registry().entries.push_back(
-      {static_cast<const FaultRecord*>(record_.get()), device, to_int(rank)});
+  const std::lock_guard lock(records_mutex);
+  records.push_back({static_cast<const FaultRecord*>(record_.get()), device, to_int(rank)});
 }
 
 GpuRank::~GpuRank() {
   (void)cudaStreamDestroy(stream_);
-  const std::lock_guard lock(registry().mutex);
-  std::erase_if(registry().entries,
-                [&](const Registry::Entry& entry) { return entry.record == record_.get(); });
+  const std::lock_guard lock(records_mutex);
+  std::erase_if(records, [&](const LocalRecord& entry) { return entry.record == record_.get(); });
 }
 
 void GpuRank::use() const { cuda_check(cudaSetDevice(device_), "choosing the device"); }
@@ -176,8 +166,8 @@ void GpuRank::wait_for(cudaEvent_t event, std::string_view doing,
         operation);
 }
 
-/// CUDA has no question for this, only a wait: another thread waits, and goes on to do so where
-/// this one is interrupted.
+/// CUDA can only wait for a device, not query it. So another thread waits, also after this one is
+/// interrupted.
 void GpuRank::wait_for_device(std::string_view doing, std::string_view operation) const {
   std::packaged_task<cudaError_t()> wait([device = device_] {
     const cudaError_t status = cudaSetDevice(device);
@@ -194,7 +184,7 @@ void GpuRank::wait_for_device(std::string_view doing, std::string_view operation
     waiter.detach();
     throw;
   }
-  waiter.join();  // nothing of it runs when the device's memory is freed
+  waiter.join();  // it must have ended when the device's memory is freed
   check(status.get(), doing, operation);
 }
 
@@ -203,12 +193,11 @@ bool GpuRank::has_fault() const noexcept {
 }
 
 std::vector<DeviceFault> reported_faults() {
-  const std::lock_guard lock(registry().mutex);
-  const auto& entries = registry().entries;
+  const std::lock_guard lock(records_mutex);
   std::vector<DeviceFault> faults;
-  for (const Registry::Entry& entry : entries) {
+  for (const LocalRecord& entry : records) {
     if (entry.record->kind == FaultKind::none) continue;
-    const auto sharing = std::ranges::count(entries, entry.device, &Registry::Entry::device);
+    const auto sharing = std::ranges::count(records, entry.device, &LocalRecord::device);
     faults.push_back({.rank = entry.rank,
                       .device = entry.device,
                       .num_ranks = static_cast<std::int32_t>(sharing),
@@ -244,15 +233,15 @@ void GpuRank::check(cudaError_t status, std::string_view doing, std::string_view
   if (status == cudaSuccess) [[likely]] {
     return;
   }
-  // A rank that gave up because another one failed says what that one said.
+  // A rank that gave up because another one failed throws the error of that one.
   const auto& record = *static_cast<const FaultRecord*>(record_.get());
   const bool names_more =
       record.kind == FaultKind::parity || record.kind >= FaultKind::disagreement;
   if (record.given_up != 0 && !names_more && peer_check_) peer_check_(operation);
   throw_fault();
   {
-    const std::lock_guard lock(registry().mutex);
-    for (const Registry::Entry& entry : registry().entries) {
+    const std::lock_guard lock(records_mutex);
+    for (const LocalRecord& entry : records) {
       if (entry.device == device_ && entry.record->kind != FaultKind::none) {
         throw PeerFailed(concat(operation, ": rank ", rank_, " lost device ", device_,
                                 ", which it shares with rank ", entry.rank, ": ",

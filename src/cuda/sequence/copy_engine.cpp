@@ -1,6 +1,7 @@
 #include <algorithm>
 
-#include "../rank/cuda_check.h"
+#include "../rank/gpu_rank.h"
+#include "core/to_size.h"
 #include "executor.h"
 
 namespace waybill::cuda {

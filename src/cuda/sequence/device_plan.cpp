@@ -3,7 +3,7 @@
 #include <cstring>
 #include <new>
 
-#include "../rank/cuda_check.h"
+#include "../rank/gpu_rank.h"
 #include "core/memory_layout.h"
 #include "executor.h"
 #include "runtime/fingerprint.h"

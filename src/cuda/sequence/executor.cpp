@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "../device/arrive_kernels.h"
-#include "../experts/executor.h"
-#include "../rank/cuda_check.h"
+#include "../experts/executor/executor.h"
+#include "../rank/gpu_rank.h"
 #include "waybill/core/error.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../device/arrive_params.h"
+#include "../device/params.h"
 #include "schedule/work.h"
 #include "waybill/core/dtype.h"
 

@@ -1,5 +1,3 @@
-#include "gpu_process_transport.h"
-
 #include <algorithm>
 #include <cstdlib>
 #include <optional>
@@ -8,28 +6,20 @@
 #include <utility>
 
 #include "../nccl/nccl_communicator.h"
-#include "../rank/cuda_check.h"
-#include "keep_memory.h"
-#include "map_trial.h"
-#include "nccl_path.h"
-#include "pinned_parts.h"
-#include "share_by_handle.h"
+#include "gpu_place.h"
+#include "gpu_transport.h"
+#include "network_paths.h"
+#include "rank_memory.h"
 #include "transport/peer_status.h"
-#include "transport/process_memory.h"
-#include "waybill/transport/agree.h"
+#include "transport/share_memory.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill::cuda {
 namespace {
 
 constexpr const char* process_world = "make_gpu_process_world";
 
-/// What a rank says about the block that it has made.
-struct SharedBlockInfo {
-  std::int64_t size_bytes;
-  cudaIpcMemHandle_t handle;
-};
-
-/// Others may have it mapped, and freeing it before they have closed it is not allowed.
+/// Other ranks may have it mapped; CUDA forbids to free it before they have closed it.
 std::shared_ptr<void> make_own(std::int64_t size_bytes, cudaStream_t stream) {
   return keep_until_released(make_shared_block(size_bytes, stream));
 }
@@ -39,7 +29,7 @@ const char* name_of(NetworkBackend backend) {
   return backend == NetworkBackend::nccl ? "nccl" : "automatic";
 }
 
-/// How ranks of different nodes reach each other, from what was asked for.
+/// Chooses how ranks of different nodes reach each other.
 NetworkBackend choose_backend(NetworkBackend asked, const std::vector<GpuPlace>& places,
                               const Topology& topology) {
   if (topology.num_nodes() == 1) return NetworkBackend::peer;
@@ -101,7 +91,7 @@ class GpuProcessTransport final : public GpuTransport {
     if (peer_memory() == PeerMemory::host) share_host_memory();
   }
 
-  /// Containers may have no shared memory in common: then this is said here, and on all ranks.
+  /// Containers may share no memory: then all ranks throw here.
   void share_host_memory() {
     shared_.emplace(bootstrap());
     try {
@@ -122,7 +112,7 @@ class GpuProcessTransport final : public GpuTransport {
     if (network_ != nullptr) network_->give_up(0);
   }
 
-  /// Null where the ranks have no shared memory: then their deadlines say who is gone.
+  /// Null if the ranks have no shared memory: then only deadlines tell which rank is gone.
   [[nodiscard]] std::shared_ptr<PeerStatus> peer_status() {
     try {
       return make_peer_status(bootstrap());
@@ -154,10 +144,7 @@ class GpuProcessTransport final : public GpuTransport {
       cuda_check(cudaIpcGetMemHandle(&mine.handle, parts[me].get()), "making a handle of memory");
     });
     const auto blocks = all_gather_value(bootstrap(), mine, operation);
-    for (std::size_t r = 0; r < blocks.size(); ++r) {
-      require(blocks[r].size_bytes == size_bytes, operation, ": size_bytes = ", size_bytes,
-              ", but ", blocks[r].size_bytes, " on rank ", r);
-    }
+    require_same_size(blocks, &SharedBlockInfo::size_bytes, size_bytes, operation);
     run_collectively(bootstrap(), operation, [&] {
       for (std::size_t r = 0; r < blocks.size(); ++r) {
         if (r == me || !is_mapped(static_cast<std::int32_t>(r))) continue;
@@ -178,7 +165,7 @@ class GpuProcessTransport final : public GpuTransport {
   void free_parts(Parts parts) override {
     std::shared_ptr<void> own = std::move(parts[to_int(rank())]);
     parts.clear();
-    bootstrap().barrier("release");  // nobody has it mapped any more
+    bootstrap().barrier("release");  // no rank has it mapped any more
     note_release(own);
   }
 

@@ -1,13 +1,10 @@
-#include "gpu_thread_transport.h"
-
 #include <cstdlib>
 #include <mutex>
 #include <set>
 #include <string>
 #include <utility>
 
-#include "../rank/cuda_check.h"
-#include "pinned_parts.h"
+#include "gpu_transport.h"
 #include "transport/share_memory.h"
 
 namespace waybill::cuda {
@@ -23,7 +20,7 @@ bool can_access(int device, int peer) {
   return can != 0;
 }
 
-/// Once a process: asking again is an error, which tools report.
+/// Enables it once per process: a second call is an error, which tools report.
 void enable_peer_access(int device, int peer) {
   static std::mutex lock;
   static std::set<std::pair<int, int>> enabled;
@@ -31,7 +28,7 @@ void enable_peer_access(int device, int peer) {
   const std::scoped_lock hold(lock);
   if (enabled.contains({device, peer})) return;
   const cudaError_t status = cudaDeviceEnablePeerAccess(peer, 0);
-  if (status == cudaErrorPeerAccessAlreadyEnabled) {  // by somebody else
+  if (status == cudaErrorPeerAccessAlreadyEnabled) {  // another library has enabled it
     (void)cudaGetLastError();
   } else {
     cuda_check(status, "enabling peer access");
@@ -67,7 +64,7 @@ class GpuThreadTransport final : public GpuTransport {
  private:
   Parts make_parts(std::int64_t size_bytes, std::string_view name) override {
     gpu().use();
-    auto mine = peer_memory() == PeerMemory::host ? make_pinned_part(size_bytes)
+    auto mine = peer_memory() == PeerMemory::host ? pinned_memory(size_bytes)
                                                   : device_memory(size_bytes, gpu().stream());
     return share_memory(bootstrap(), std::move(mine), size_bytes, name);
   }

@@ -4,9 +4,8 @@
 #include <utility>
 
 #include "../device/arrive_kernels.h"
-#include "../rank/cuda_check.h"
-#include "peer_path.h"
-#include "waybill/transport/agree.h"
+#include "network_paths.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill::cuda {
 
@@ -36,11 +35,11 @@ void GpuTransport::give_up(const char* after, std::string_view reason) noexcept 
 }
 
 void GpuTransport::put(const SymmetricBuffer& to, const PutRequest& piece) {
-  std::byte* const place = place_of(to, piece);
+  std::byte* const address = address_of(to, piece);
   if (piece.size_bytes == 0) return;
   gpu_->use();
   gpu_->check(
-      cudaMemcpyAsync(place, piece.source, piece.size_bytes, cudaMemcpyDefault, gpu_->stream()),
+      cudaMemcpyAsync(address, piece.source, piece.size_bytes, cudaMemcpyDefault, gpu_->stream()),
       "copying to a peer", "put");
 }
 

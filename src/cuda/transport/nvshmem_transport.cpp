@@ -1,15 +1,16 @@
-#include "nvshmem_transport.h"
-
 #include <algorithm>
 #include <cstdlib>
 #include <string>
 #include <utility>
 
-#include "../nvshmem/nvshmem_library.h"
-#include "../rank/cuda_check.h"
-#include "keep_memory.h"
-#include "nvshmem_path.h"
-#include "waybill/transport/agree.h"
+#include "../nvshmem/nvshmem_api.h"
+#include "core/test_hooks.h"
+#include "gpu_place.h"
+#include "gpu_transport.h"
+#include "network_paths.h"
+#include "rank_memory.h"
+#include "transport/share_memory.h"
+#include "waybill/transport/bootstrap.h"
 
 namespace waybill::cuda {
 namespace {
@@ -17,8 +18,8 @@ namespace {
 constexpr const char* nvshmem_world = "make_nvshmem_world";
 constexpr std::int64_t staging_bytes = std::int64_t{8} << 20;
 
-/// On one host NVSHMEM needs no network: without these it looks for cards and for an interface.
-/// Multicast is not used. What the caller has set stays.
+/// Without these variables NVSHMEM looks for network cards and an interface, which one host does
+/// not need. Multicast is off. Variables that the caller has set stay.
 void set_defaults(bool one_host) {
   (void)setenv("NVSHMEM_DISABLE_NVLS", "1", 0);
   if (!one_host) return;
@@ -26,7 +27,7 @@ void set_defaults(bool one_host) {
   (void)setenv("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo", 0);
 }
 
-/// NVSHMEM lives once a process: who made it first says which rank this is.
+/// NVSHMEM starts once per process: the first world decides the rank of the process.
 struct ProcessRank {
   bool initialized = false;
   std::int32_t rank = 0;
@@ -75,12 +76,13 @@ void start(Bootstrap& bootstrap, int device) {
   first = now;
 }
 
-/// Kernels look at signals themselves, by a load with acquire: what was put before a signal must be
-/// seen with it.
+/// Kernels load signals themselves, with acquire: rows that were put before a signal must be
+/// visible with it.
 void require_consistent_rows(Bootstrap& bootstrap) {
   const NvshmemApi& api = nvshmem_api();
   run_collectively(bootstrap, nvshmem_world, [&] {
-    const int enforces = api.enforces_consistency();
+    const bool forced = waybill::detail::test_hooks().nvshmem_enforces != 0;
+    const int enforces = forced ? 1 : api.enforces_consistency();
     if (enforces == 0) return;
     if (enforces < 0) {
       throw TransportError(concat("NVSHMEM ", api.nvshmem_version,
@@ -89,7 +91,7 @@ void require_consistent_rows(Bootstrap& bootstrap) {
     throw Unsupported(
         concat("NVSHMEM ", api.nvshmem_version,
                " enforces consistency at the target: with its transport between nodes a signal may "
-               "be seen before the rows that were put ahead of it; expected one that shows them in "
+               "be seen before the rows that were put before it; expected one that shows them in "
                "order. Load GDRCopy for IBRC, or take another transport (NVSHMEM_REMOTE_TRANSPORT; "
                "IBGDA alone: NVSHMEM_IB_ENABLE_IBGDA=1 NVSHMEM_REMOTE_TRANSPORT=none), or NCCL "
                "(make_gpu_process_world)"));
@@ -99,9 +101,9 @@ void require_consistent_rows(Bootstrap& bootstrap) {
 class NvshmemTransport final : public GpuTransport {
  public:
   NvshmemTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
-                   std::shared_ptr<GpuRank> gpu, const std::vector<GpuPlace>& addresses)
+                   std::shared_ptr<GpuRank> gpu, const std::vector<GpuPlace>& places)
       : GpuTransport(std::move(bootstrap), ranks_per_node, std::move(gpu), 1) {
-    require_own_processes(addresses, nvshmem_world);
+    require_own_processes(places, nvshmem_world);
     this->gpu().use();
     start(this->bootstrap(), this->gpu().device());
     api_ = &nvshmem_api();
@@ -114,7 +116,7 @@ class NvshmemTransport final : public GpuTransport {
     if (reach(piece.peer) != Reach::network) return GpuTransport::put(to, piece);
     check_piece(to, piece);
     gpu().use();
-    // A network card reads symmetric memory alone. The stream keeps slices apart.
+    // A network card reads only symmetric memory. The stream orders the slices.
     for (std::int64_t done = 0; done < piece.size_bytes; done += staging_bytes) {
       const std::size_t size = std::min(staging_bytes, piece.size_bytes - done);
       gpu().check(cudaMemcpyAsync(staging_.get(), piece.source + done, size, cudaMemcpyDefault,
@@ -138,8 +140,7 @@ class NvshmemTransport final : public GpuTransport {
     check_slot(slot);
     if (reach(peer) != Reach::network) return GpuTransport::wait(slot, wanted, peer, operation);
     gpu().use();
-    const NvshmemWait wait{slot.pad->local + slot.idx, wanted, to_int(rank()), to_int(peer),
-                           seen()};
+    const FlagWait wait{slot.pad->local + slot.idx, wanted, to_int(rank()), to_int(peer), seen()};
     const FaultSink to = sink();
     gpu().check(api_->wait(&wait, &to, gpu().stream()), "launching a wait", operation);
     wait_stream("waiting for a signal", operation);
@@ -157,8 +158,8 @@ class NvshmemTransport final : public GpuTransport {
   }
 
  private:
-  /// NVSHMEM's own part of an allocation waits for all ranks without a deadline: so they
-  /// synchronize first.
+  /// NVSHMEM's part of an allocation waits for all ranks without a deadline, so they synchronize
+  /// first.
   std::shared_ptr<void> make_own(std::int64_t size_bytes, const std::string& operation) {
     bootstrap().barrier(operation);
     std::shared_ptr<void> own;
@@ -178,11 +179,9 @@ class NvshmemTransport final : public GpuTransport {
 
   Parts make_parts(std::int64_t size_bytes, std::string_view name) override {
     const std::string operation = concat("allocate(", name, ")");
-    const auto sizes = all_gather_value(bootstrap(), size_bytes, operation);
-    for (std::size_t r = 0; r < sizes.size(); ++r) {
-      require(sizes[r] == size_bytes, operation, ": size_bytes = ", size_bytes, ", but ", sizes[r],
-              " on rank ", r);
-    }
+    const SharedBlockInfo mine{size_bytes, {}};  // NVSHMEM needs no handle
+    require_same_size(all_gather_value(bootstrap(), mine, operation), &SharedBlockInfo::size_bytes,
+                      size_bytes, operation);
     gpu().use();
     const std::shared_ptr<void> own = make_own(size_bytes, operation);
     Parts parts;
@@ -215,9 +214,9 @@ class NvshmemTransport final : public GpuTransport {
 std::unique_ptr<GpuTransport> make_nvshmem_transport(std::shared_ptr<Bootstrap> bootstrap,
                                                      std::int32_t ranks_per_node,
                                                      std::shared_ptr<GpuRank> gpu,
-                                                     const std::vector<GpuPlace>& addresses) {
+                                                     const std::vector<GpuPlace>& places) {
   return std::make_unique<NvshmemTransport>(std::move(bootstrap), ranks_per_node, std::move(gpu),
-                                            addresses);
+                                            places);
 }
 
 }  // namespace waybill::cuda

@@ -1,7 +1,7 @@
 #include <algorithm>
 
-#include "follow_plan.h"
-#include "index_reader.h"
+#include "plan_index.h"
+#include "send_table.h"
 
 namespace waybill::validation {
 namespace {
@@ -10,46 +10,25 @@ constexpr const char* attention_table = "attention";
 using Values = std::span<const std::int64_t>;
 using Flat = UninitializedVector<std::int64_t>;
 
-/// The layout as it must be: the received query shards of each rank in the global order.
-struct Expected {
-  const std::vector<std::int64_t>& rank_offsets;  ///< [W + 1]
-  UninitializedVector<std::int32_t> shard;        ///< [N]
-  Flat q_begin;
-  Flat q_len;
-  Flat kv_begin;
-  Flat kv_len;
-  std::vector<std::int64_t> max_q;   ///< [W]
-  std::vector<std::int64_t> max_kv;  ///< [W]
-
-  [[nodiscard]] std::int64_t count(std::int32_t rank) const {
-    return rank_offsets[rank + 1] - rank_offsets[rank];
-  }
-  [[nodiscard]] Values of(const Flat& values, std::int32_t rank) const {
-    return std::span(values).subspan(rank_offsets[rank], count(rank));
-  }
-};
-
-/// What a query reads of its rank's KV buffer.
-struct Context {
-  std::int64_t row;
-  std::int64_t len;
-};
-
-UninitializedVector<Context> find_contexts(const PlanIndex& index) {
-  UninitializedVector<Context> context(index.plan->shard_len.size());  // by shard
+/// The rows of its rank's KV buffer that each query reads: first and number, by shard. [N]
+std::pair<Flat, Flat> find_contexts(const PlanIndex& index) {
+  Flat row(index.plan->shard_len.size());
+  Flat len(row.size());
   for (std::int32_t r = 0; r < index.plan->world_size; ++r) {
     walk_kv(index, r, [&](const KvStep& step) {
-      context[index.shard(step.query)] = {step.kv_row, step.kv_len};
+      const std::int32_t shard = index.shard(step.query);
+      row[shard] = step.kv_row;
+      len[shard] = step.kv_len;
     });
   }
-  return context;
+  return {std::move(row), std::move(len)};
 }
 
 /// Whether the layout is as it must be, by one walk in the global order. Sizes are right.
 bool matches(const SparseAttnLayout& attention, const PlanIndex& index) {
   const QkvPlan& plan = *index.plan;
   if (attention.rank_offsets != index.rank_offsets) return false;
-  const UninitializedVector<Context> context = find_contexts(index);
+  const auto [context_row, context_len] = find_contexts(index);
   struct Progress {
     std::int64_t entry;
     std::int64_t rows = 0;
@@ -60,18 +39,18 @@ bool matches(const SparseAttnLayout& attention, const PlanIndex& index) {
   ranks.reserve(plan.world_size);
   for (std::int32_t r = 0; r < plan.world_size; ++r) ranks.push_back({index.rank_offsets[r]});
   bool same = true;
-  for (std::size_t s = 0; s < context.size(); ++s) {
+  for (std::size_t s = 0; s < plan.shard_len.size(); ++s) {
     Progress& rank = ranks[plan.q_dst[s]];
     const std::size_t entry = rank.entry++;
     const std::int64_t len = plan.shard_len[s];
     same &= attention.shard[entry] == static_cast<std::int32_t>(s);
     same &= attention.q_begin[entry] == rank.rows;
     same &= attention.q_len[entry] == len;
-    same &= attention.kv_begin[entry] == context[s].row;
-    same &= attention.kv_len[entry] == context[s].len;
+    same &= attention.kv_begin[entry] == context_row[s];
+    same &= attention.kv_len[entry] == context_len[s];
     rank.rows += len;
     rank.max_q = std::max(rank.max_q, len);
-    rank.max_kv = std::max(rank.max_kv, context[s].len);
+    rank.max_kv = std::max(rank.max_kv, context_len[s]);
   }
   for (std::size_t r = 0; r < ranks.size(); ++r) {
     same &= attention.max_seqlen_q[r] == ranks[r].max_q;
@@ -80,18 +59,19 @@ bool matches(const SparseAttnLayout& attention, const PlanIndex& index) {
   return same;
 }
 
-Expected expect(const PlanIndex& index) {
+/// The layout as it must be: the received query shards of each rank in the global order.
+SparseAttnLayout expect(const PlanIndex& index) {
   const QkvPlan& plan = *index.plan;
   const std::size_t n = plan.shard_len.size();
-  const UninitializedVector<Context> context = find_contexts(index);
-  Expected result{.rank_offsets = index.rank_offsets,
-                  .shard = UninitializedVector<std::int32_t>(n),
-                  .q_begin = Flat(n),
-                  .q_len = Flat(n),
-                  .kv_begin = Flat(n),
-                  .kv_len = Flat(n),
-                  .max_q = std::vector<std::int64_t>(plan.world_size),
-                  .max_kv = std::vector<std::int64_t>(plan.world_size)};
+  const auto [context_row, context_len] = find_contexts(index);
+  SparseAttnLayout result{.rank_offsets = index.rank_offsets,
+                          .shard = UninitializedVector<std::int32_t>(n),
+                          .q_begin = Flat(n),
+                          .q_len = Flat(n),
+                          .kv_begin = Flat(n),
+                          .kv_len = Flat(n),
+                          .max_seqlen_q = std::vector<std::int64_t>(plan.world_size),
+                          .max_seqlen_kv = std::vector<std::int64_t>(plan.world_size)};
   std::vector<std::int64_t> next(index.rank_offsets.begin(), index.rank_offsets.end() - 1);
   std::vector<std::int64_t> filled(plan.world_size);
   for (std::size_t s = 0; s < n; ++s) {
@@ -100,10 +80,10 @@ Expected expect(const PlanIndex& index) {
     result.shard[entry] = static_cast<std::int32_t>(s);
     result.q_begin[entry] = filled[r];
     result.q_len[entry] = plan.shard_len[s];
-    result.kv_begin[entry] = context[s].row;
-    result.kv_len[entry] = context[s].len;
-    result.max_q[r] = std::max(result.max_q[r], plan.shard_len[s]);
-    result.max_kv[r] = std::max(result.max_kv[r], context[s].len);
+    result.kv_begin[entry] = context_row[s];
+    result.kv_len[entry] = context_len[s];
+    result.max_seqlen_q[r] = std::max(result.max_seqlen_q[r], plan.shard_len[s]);
+    result.max_seqlen_kv[r] = std::max(result.max_seqlen_kv[r], context_len[s]);
     filled[r] += plan.shard_len[s];
   }
   return result;
@@ -126,7 +106,7 @@ void compare(const char* field, std::int32_t rank, Values got, Values expected,
   }
 }
 
-/// Compares one value a rank.
+/// Compares one value per rank.
 void compare_ranks(const char* field, Values got, Values expected, Findings& findings) {
   for (std::size_t r = 0; r < expected.size(); ++r) {
     if (got[r] != expected[r]) {
@@ -156,74 +136,34 @@ bool check_sizes(const SparseAttnLayout& attention, std::int64_t world, std::int
   return check("max_seqlen_kv", attention.max_seqlen_kv, world) && ok;
 }
 
-/// The arrays of the dense form, one rank at a time.
-class DenseAttention {
- public:
-  DenseAttention(const AttnLayout& layout, const Expected& expected, std::int32_t world,
-                 Findings& findings)
-      : layout_(layout), expected_(expected), world_(world), findings_(findings) {}
+/// The values of one rank in a table of all.
+Values values_of(const SparseAttnLayout& layout, const Flat& values, std::int32_t rank) {
+  const std::int64_t first = layout.rank_offsets[rank];
+  return std::span(values).subspan(first, layout.rank_offsets[rank + 1] - first);
+}
 
-  void run(KvLayout kv_layout) {
-    const bool per_query = kv_layout == KvLayout::per_query;
-    std::vector<std::int64_t> counts;
-    for (std::int32_t r = 0; r < world_; ++r) counts.push_back(expected_.count(r));
-    check_vector("max_seqlen_q", layout_.max_seqlen_q, expected_.max_q);
-    check_vector("max_seqlen_kv", layout_.max_seqlen_kv, expected_.max_kv);
-    check_vector("num_local_seqs_recv", layout_.num_local_seqs_recv, counts);
-    check_sums("cu_seqlens_q", layout_.cu_seqlens_q, expected_.q_len, true);
-    check_sums("cu_seqlens_kv", layout_.cu_seqlens_kv, expected_.kv_len, per_query);
-    check_lists("kv_begin", layout_.kv_begin, expected_.kv_begin, !per_query);
-    check_lists("kv_len", layout_.kv_len, expected_.kv_len, !per_query);
-  }
-
- private:
-  void check_vector(const char* field, const IndexArray& array, Values expected) {
-    check_dtype(attention_table, field, array, DType::int64, "attention layout", findings_);
-    if (!check_shape(attention_table, field, array, {world_}, findings_)) return;
-    compare_ranks(field, IndexReader(array).span(), expected, findings_);
-  }
-
-  bool check_arrays(const char* field, const std::vector<IndexArray>& arrays, bool wanted) {
-    if (!wanted && arrays.empty()) return false;
-    return check_size(field, std::ssize(arrays), wanted ? world_ : 0, findings_) && wanted;
-  }
-
-  void check_array(const char* field, std::int32_t rank, const IndexArray& array, Values expected) {
-    check_dtype(attention_table, field, array, DType::int64, "attention layout", findings_);
-    if (array.ndim() != 1 || array.size() != std::ssize(expected)) {
-      findings_.add(FindingKind::shape, attention_table, field, {.rank = rank},
-                    to_string(array.shape()), concat("[", expected.size(), "]"));
-      return;
+/// Compares the arrays of the dense form, one per rank. @param sums they are prefix sums of
+/// `values`
+void check_arrays(const char* field, const std::vector<IndexArray>& arrays, bool wanted,
+                  const SparseAttnLayout& expected, const Flat& values, bool sums,
+                  Findings& findings) {
+  const auto world = static_cast<std::int32_t>(expected.max_seqlen_q.size());
+  if (!wanted && arrays.empty()) return;
+  if (!check_size(field, std::ssize(arrays), wanted ? world : 0, findings) || !wanted) return;
+  std::vector<std::int64_t> list;
+  for (std::int32_t r = 0; r < world && !findings.full(); ++r) {
+    list.assign(sums ? 1 : 0, 0);
+    for (const std::int64_t value : values_of(expected, values, r))
+      list.push_back(sums ? add_rows(list.back(), value) : value);
+    check_dtype(attention_table, field, arrays[r], DType::int64, "attention layout", findings);
+    if (arrays[r].ndim() != 1 || arrays[r].size() != std::ssize(list)) {
+      findings.add(FindingKind::shape, attention_table, field, {.rank = r},
+                   to_string(arrays[r].shape()), concat("[", list.size(), "]"));
+      continue;
     }
-    compare(field, rank, IndexReader(array).span(), expected, findings_);
+    compare(field, r, IndexReader(arrays[r]).span(), list, findings);
   }
-
-  void check_sums(const char* field, const std::vector<IndexArray>& arrays, const Flat& lengths,
-                  bool wanted) {
-    if (!check_arrays(field, arrays, wanted)) return;
-    std::vector<std::int64_t> sums;
-    for (std::int32_t r = 0; r < world_ && !findings_.full(); ++r) {
-      sums.assign(1, 0);
-      for (const std::int64_t len : expected_.of(lengths, r)) {
-        sums.push_back(add_rows(sums.back(), len));
-      }
-      check_array(field, r, arrays[r], sums);
-    }
-  }
-
-  void check_lists(const char* field, const std::vector<IndexArray>& arrays, const Flat& values,
-                   bool wanted) {
-    if (!check_arrays(field, arrays, wanted)) return;
-    for (std::int32_t r = 0; r < world_ && !findings_.full(); ++r) {
-      check_array(field, r, arrays[r], expected_.of(values, r));
-    }
-  }
-
-  const AttnLayout& layout_;
-  const Expected& expected_;
-  std::int32_t world_;
-  Findings& findings_;
-};
+}
 
 }  // namespace
 
@@ -233,7 +173,7 @@ void check_attention(const SparseAttnLayout& attention, const PlanIndex& index,
   if (!check_sizes(attention, world, index.plan->num_shards(), findings)) return;
   if (matches(attention, index)) [[likely]]
     return;
-  const Expected expected = expect(index);
+  const SparseAttnLayout expected = expect(index);
   if (attention.rank_offsets != expected.rank_offsets) {
     for (std::int32_t r = 0; r <= world; ++r) {
       const std::int64_t got = attention.rank_offsets[r];
@@ -246,7 +186,7 @@ void check_attention(const SparseAttnLayout& attention, const PlanIndex& index,
     if (std::equal(got.begin(), got.end(), want.begin())) [[likely]]
       return;
     for (std::int32_t r = 0; r < world && !findings.full(); ++r) {
-      compare(field, r, expected.of(got, r), expected.of(want, r), findings);
+      compare(field, r, values_of(expected, got, r), values_of(expected, want, r), findings);
     }
   };
   if (!std::equal(attention.shard.begin(), attention.shard.end(), expected.shard.begin())) {
@@ -257,13 +197,33 @@ void check_attention(const SparseAttnLayout& attention, const PlanIndex& index,
   check("q_len", attention.q_len, expected.q_len);
   check("kv_begin", attention.kv_begin, expected.kv_begin);
   check("kv_len", attention.kv_len, expected.kv_len);
-  compare_ranks("max_seqlen_q", attention.max_seqlen_q, expected.max_q, findings);
-  compare_ranks("max_seqlen_kv", attention.max_seqlen_kv, expected.max_kv, findings);
+  compare_ranks("max_seqlen_q", attention.max_seqlen_q, expected.max_seqlen_q, findings);
+  compare_ranks("max_seqlen_kv", attention.max_seqlen_kv, expected.max_seqlen_kv, findings);
 }
 
 void check_attention(const AttnLayout& attention, const PlanIndex& index, Findings& findings) {
-  const Expected expected = expect(index);
-  DenseAttention(attention, expected, index.plan->world_size, findings).run(index.plan->kv_layout);
+  const SparseAttnLayout expected = expect(index);
+  const std::int32_t world = index.plan->world_size;
+  const bool per_query = index.plan->kv_layout == KvLayout::per_query;
+  std::vector<std::int64_t> counts;
+  for (std::int32_t r = 0; r < world; ++r)
+    counts.push_back(expected.rank_offsets[r + 1] - expected.rank_offsets[r]);
+  const auto check_vector = [&](const char* field, const IndexArray& array, Values values) {
+    check_dtype(attention_table, field, array, DType::int64, "attention layout", findings);
+    if (!check_shape(attention_table, field, array, {world}, findings)) return;
+    compare_ranks(field, IndexReader(array).span(), values, findings);
+  };
+  check_vector("max_seqlen_q", attention.max_seqlen_q, expected.max_seqlen_q);
+  check_vector("max_seqlen_kv", attention.max_seqlen_kv, expected.max_seqlen_kv);
+  check_vector("num_local_seqs_recv", attention.num_local_seqs_recv, counts);
+  const auto check = [&](const char* field, const std::vector<IndexArray>& arrays, bool wanted,
+                         const Flat& values, bool sums) {
+    check_arrays(field, arrays, wanted, expected, values, sums, findings);
+  };
+  check("cu_seqlens_q", attention.cu_seqlens_q, true, expected.q_len, true);
+  check("cu_seqlens_kv", attention.cu_seqlens_kv, per_query, expected.kv_len, true);
+  check("kv_begin", attention.kv_begin, !per_query, expected.kv_begin, false);
+  check("kv_len", attention.kv_len, !per_query, expected.kv_len, false);
 }
 
 }  // namespace waybill::validation

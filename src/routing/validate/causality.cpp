@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "follow_plan.h"
+#include "plan_index.h"
 
 namespace waybill::validation {
 namespace {
@@ -10,7 +10,7 @@ namespace {
 struct Held {
   std::int64_t entry;
   std::int64_t slot;   ///< copy; -1: any
-  std::int64_t place;  ///< of the KV shard in the plan; -1 for what is there
+  std::int64_t place;  ///< place of the KV shard in the plan; -1: unknown
   std::int64_t query;  ///< place of the first query that reads it
 };
 
@@ -168,15 +168,11 @@ void check_causality(const SendTable& table, const Arrivals& arrivals, const Pla
 
 void check_copy_order(const SendTable& table, const PlanIndex& index, Findings& findings) {
   const QkvPlan& plan = *index.plan;
-  struct LastQuery {
-    std::int64_t document = -1;
-    std::int64_t place = -1;
-  };
-  std::vector<LastQuery> last(plan.world_size);
+  std::vector<std::int64_t> last(plan.world_size, -1);  // place of the latest query of a rank
   for (std::int64_t d = 0; d < plan.num_documents() && !findings.full(); ++d) {
     const std::int64_t first = plan.doc_shard_offsets[d];
     const std::int64_t end = plan.doc_shard_offsets[d + 1];
-    for (std::int64_t p = first; p < end; ++p) last[plan.q_dst[index.shard(p)]] = {d, p};
+    for (std::int64_t p = first; p < end; ++p) last[plan.q_dst[index.shard(p)]] = p;
     for (std::int64_t p = first; p < end; ++p) {
       const std::int32_t shard = index.shard(p);
       const std::int32_t home = index.home[shard];
@@ -184,14 +180,14 @@ void check_copy_order(const SendTable& table, const PlanIndex& index, Findings& 
       std::int64_t before = end;
       for (std::int64_t c = table.destination_begin(entry); c < table.destination_begin(entry + 1);
            ++c) {
-        const LastQuery& query = last[table.dst_rank[c]];
-        if (query.document != d) continue;  // a copy that nobody reads: not a matter of order
-        if (query.place >= before) [[unlikely]] {
+        const std::int64_t query = last[table.dst_rank[c]];
+        if (query < first) continue;  // a copy that nobody reads: not a matter of order
+        if (query >= before) [[unlikely]] {
           findings.add(FindingKind::order, table.name, "dst_rank",
                        table.place(entry, table.slot(entry, c)), table.dst_rank[c],
                        "a rank whose last query comes before that of the copy before");
         }
-        before = query.place;
+        before = query;
       }
     }
   }

@@ -27,6 +27,13 @@ class Findings {
   [[nodiscard]] std::int64_t count() const { return std::ssize(list_); }
   [[nodiscard]] std::vector<Finding> take() && { return std::move(list_); }
 
+  void add(Finding finding) {
+    if (!full()) list_.push_back(std::move(finding));
+  }
+  void append(std::vector<Finding> more) {
+    for (Finding& finding : more) add(std::move(finding));
+  }
+
   /// `got` and `expected` are anything that prints.
   template <class Got, class Expected>
   [[gnu::cold, gnu::noinline]] void add(FindingKind kind, const char* table, const char* field,

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "findings.h"
+#include "send_table.h"
 #include "waybill/core/table_allocator.h"
 #include "waybill/routing/qkv_plan.h"
 
@@ -39,7 +40,7 @@ struct PlanIndex {
 
 [[nodiscard]] PlanIndex index_plan(const QkvPlan& plan);
 
-/// What one query reads and what it adds to the KV buffer of its rank.
+/// The KV rows that one query reads, and those that it adds to the buffer of its rank.
 struct KvStep {
   std::int32_t query;      ///< place
   std::int64_t kv_row;     ///< first row of its context in the buffer
@@ -82,5 +83,28 @@ std::int64_t walk_kv(const PlanIndex& index, std::int32_t rank, Step&& step) {
 /// No rank needs more rows than the capacities; -1: any.
 void check_plan_capacity(const PlanIndex& index, const ValidateOptions& options,
                          Findings& findings);
+
+/// False, and a finding, unless the entries of a forward table are the shards of the plan: shard j
+/// of a rank is its entry j, with the same length; further entries are padding.
+[[nodiscard]] bool check_entries(const SendTable& table, const PlanIndex& index,
+                                 Findings& findings);
+
+/// Queries go where the plan says, and land in the global order. After check_lines and
+/// check_tiling.
+void check_queries(const SendTable& table, const Arrivals& arrivals, const PlanIndex& index,
+                   Findings& findings);
+
+/// Every query meets exactly the KV shards that its mask asks for, in document order, and no
+/// buffer holds others. After check_lines.
+void check_causality(const SendTable& table, const Arrivals& arrivals, const PlanIndex& index,
+                     Findings& findings);
+
+/// KvLayout::per_rank: the copies of a shard are numbered by the last query of the document on
+/// the rank that holds them, last first. After check_lines.
+void check_copy_order(const SendTable& table, const PlanIndex& index, Findings& findings);
+
+/// The attention layout of a plan, sparse and dense.
+void check_attention(const SparseAttnLayout& attention, const PlanIndex& index, Findings& findings);
+void check_attention(const AttnLayout& attention, const PlanIndex& index, Findings& findings);
 
 }  // namespace waybill::validation

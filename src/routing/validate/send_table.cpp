@@ -1,6 +1,61 @@
 #include "send_table.h"
 
+#include <algorithm>
+#include <type_traits>
+
+#include "waybill/core/dtype.h"
+#include "waybill/core/host_tensor.h"
+#include "waybill/core/topology.h"
+
 namespace waybill::validation {
+namespace {
+
+template <class T>
+std::vector<std::int64_t> widen(const IndexArray& array) {
+  const auto* first = static_cast<const T*>(array.data());
+  std::vector<std::int64_t> values(array.size());
+  std::transform(first, first + array.size(), values.begin(), [](T value) {
+    return std::in_range<std::int64_t>(value) ? static_cast<std::int64_t>(value) : INT64_MAX;
+  });
+  return values;
+}
+
+}  // namespace
+
+IndexReader::IndexReader(const IndexArray& array) {
+  switch (array.dtype()) {
+    case DType::int64:
+      values_ = array.i64();
+      return;
+    case DType::int32:
+      converted_ = widen<std::int32_t>(array);
+      break;
+    case DType::uint32:
+      converted_ = widen<std::uint32_t>(array);
+      break;
+    case DType::uint64:
+      converted_ = widen<std::uint64_t>(array);
+      break;
+    default:
+      converted_ = widen<std::uint8_t>(array);  // bool: one byte each
+      break;
+  }
+  values_ = converted_;
+}
+
+bool check_shape(const char* table, const char* field, const IndexArray& array,
+                 const Shape& expected, Findings& findings) {
+  if (array.shape() == expected) return true;
+  findings.add(FindingKind::shape, table, field, {}, to_string(array.shape()), to_string(expected));
+  return false;
+}
+
+void check_dtype(const char* table, const char* field, const IndexArray& array, DType expected,
+                 const char* why, Findings& findings) {
+  if (array.dtype() == expected) return;
+  findings.add(FindingKind::normalization, table, field, {}, array.dtype(),
+               concat(expected, " (", why, ")"));
+}
 
 bool check_offsets(const char* table, const char* field, std::span<const std::int64_t> offsets,
                    std::int64_t num_parts, std::int64_t size, Findings& findings) {
@@ -54,6 +109,288 @@ bool sum_lengths(SendTable& table, Findings& findings) {
     }
   }
   return true;
+}
+
+namespace {
+
+bool check_shapes(const Metadata& m, const char* name, bool is_reverse, Findings& findings) {
+  if (m.seq_len.ndim() != 2) {
+    findings.add(FindingKind::shape, name, "seq_len", {}, to_string(m.seq_len.shape()),
+                 "[W, S]; the slice of one rank cannot be checked alone");
+    return false;
+  }
+  const std::int64_t world = m.seq_len.dim(0);
+  if (world < 1 || world > max_world_size || m.seq_len.size() > INT32_MAX) {
+    findings.add(FindingKind::shape, name, "seq_len", {}, to_string(m.seq_len.shape()),
+                 concat("a world_size of 1..", max_world_size, ", below 2^31 shards"));
+    return false;
+  }
+  Shape entries = m.seq_len.shape();
+  if (m.has_copies() && !is_reverse) entries.push_back(m.dst_rank.dim(-1));
+  bool ok = check_shape(name, "dst_rank", m.dst_rank, entries, findings);
+  ok &= check_shape(name, "dst_offset", m.dst_offset, entries, findings);
+  if (m.world_size && *m.world_size != world) {
+    findings.add(FindingKind::shape, name, "world_size", {}, *m.world_size,
+                 concat(world, ", the first extent of seq_len"));
+  }
+  return ok;
+}
+
+void check_dtypes(const Metadata& m, const char* name, Findings& findings) {
+  const bool device = m.normalized;
+  const char* why = device ? "normalized" : "not normalized";
+  const auto check = [&](const char* field, const IndexArray& array, DType device_type,
+                         DType host_type = DType::int64) {
+    check_dtype(name, field, array, device ? device_type : host_type, why, findings);
+  };
+  check("dst_rank", m.dst_rank, DType::int32);
+  check("dst_offset", m.dst_offset, DType::uint32);
+  check("seq_len", m.seq_len, DType::uint32);
+  check("num_recv_tokens", m.num_recv_tokens, DType::uint64);
+  if (m.num_seqs) check("num_seqs", *m.num_seqs, DType::int32);
+  if (m.seq_recv_mask) {
+    check("seq_recv_mask", *m.seq_recv_mask, DType::uint32, DType::boolean);
+  }
+  if (m.recv_seq_lens) check("recv_seq_lens", *m.recv_seq_lens, DType::uint32);
+}
+
+/// Reads the entries of one dense table into the entries and copies of a SendTable.
+class DenseLoader {
+ public:
+  DenseLoader(const Metadata& m, SendTable& table, Findings& findings)
+      : len_(m.seq_len),
+        dst_(m.dst_rank),
+        row_(m.dst_offset),
+        per_entry_(m.has_copies() ? m.dst_rank.dim(-1) : 1),
+        table_(table),
+        findings_(findings) {}
+
+  /// False: not safe to go on.
+  bool run(std::int64_t num_shards) {
+    const std::int64_t world = table_.world_size;
+    table_.entries.resize(world * num_shards);
+    table_.own_copy_offsets.assign(1, 0);
+    for (std::int64_t r = 0; r <= world; ++r) table_.rank_offsets.push_back(r * num_shards);
+    for (std::int64_t entry = 0; entry < world * num_shards; ++entry) {
+      table_.entries[entry] = {.len = len_[entry],
+                               .begin = 0,
+                               .rank = static_cast<std::int32_t>(entry / num_shards),
+                               .shard = static_cast<std::int32_t>(entry % num_shards)};
+      read_entry(entry);
+      table_.own_copy_offsets.push_back(std::ssize(table_.own_dst_rank));
+    }
+    table_.copy_offsets = table_.own_copy_offsets;
+    table_.dst_rank = table_.own_dst_rank;
+    table_.dst_row = table_.own_dst_row;
+    table_.copy_slot = table_.own_copy_slot;
+    return safe_;
+  }
+
+ private:
+  void read_entry(std::int64_t entry) {
+    const std::int64_t len = len_[entry];
+    if (len < 0 || len > max_offset) {
+      fail(len < 0 ? FindingKind::negative : FindingKind::bounds, "seq_len", table_.place(entry),
+           len, concat("0..", max_offset));
+    }
+    const std::int64_t before = std::ssize(table_.own_dst_rank);
+    for (std::int64_t k = 0; k < per_entry_; ++k) read_copy(entry, k);
+    if (std::ssize(table_.own_dst_rank) > before || len <= 0 || !safe_) return;
+    if (table_.reverse) {
+      findings_.add(FindingKind::padding, table_.name, "seq_len", table_.place(entry), len,
+                    "0, as dst_rank is -1");
+    } else {
+      findings_.add(FindingKind::undispatched, table_.name, "dst_rank", table_.place(entry),
+                    concat("no destination for ", len, " rows"), "one");
+    }
+  }
+
+  void read_copy(std::int64_t entry, std::int64_t k) {
+    const std::int64_t dst = dst_[entry * per_entry_ + k];
+    const std::int64_t row = row_[entry * per_entry_ + k];
+    if (dst == -1) {
+      if (row != 0) {
+        findings_.add(FindingKind::padding, table_.name, "dst_offset", table_.place(entry, k), row,
+                      "0, as dst_rank is -1");
+      }
+      return;
+    }
+    if (dst < -1 || dst >= table_.world_size) {
+      fail(FindingKind::rank_range, "dst_rank", table_.place(entry, k), dst,
+           concat("-1 (none) or 0..", table_.world_size - 1));
+      return;
+    }
+    if (row < 0 || row > max_offset) {
+      fail(row < 0 ? FindingKind::negative : FindingKind::bounds, "dst_offset",
+           table_.place(entry, k), row, concat("0..", max_offset));
+    }
+    table_.own_dst_rank.push_back(static_cast<std::int32_t>(dst));
+    table_.own_dst_row.push_back(row);
+    table_.own_copy_slot.push_back(static_cast<std::int32_t>(k));
+  }
+
+  void fail(FindingKind kind, const char* field, Place place, std::int64_t got,
+            const std::string& expected) {
+    safe_ = false;
+    findings_.add(kind, table_.name, field, place, got, expected);
+  }
+
+  IndexReader len_;
+  IndexReader dst_;
+  IndexReader row_;
+  std::int64_t per_entry_;
+  SendTable& table_;
+  Findings& findings_;
+  bool safe_ = true;
+};
+
+}  // namespace
+
+std::optional<SendTable> load(const Metadata& m, const char* name, bool is_reverse,
+                              Findings& findings) {
+  if (!check_shapes(m, name, is_reverse, findings)) return std::nullopt;
+  check_dtypes(m, name, findings);
+  SendTable table;
+  table.name = name;
+  table.world_size = static_cast<std::int32_t>(m.seq_len.dim(0));
+  table.one_copy = !m.has_copies();
+  table.reverse = is_reverse;
+  if (!DenseLoader(m, table, findings).run(m.seq_len.dim(1))) return std::nullopt;
+  if (!sum_lengths(table, findings)) return std::nullopt;
+  return table;
+}
+
+namespace {
+
+bool check_sizes(const SparseMetadata& m, const char* name, Findings& findings) {
+  if (m.world_size < 1 || m.world_size > max_world_size) {
+    findings.add(FindingKind::shape, name, "world_size", {}, m.world_size,
+                 concat("1..", max_world_size));
+    return false;
+  }
+  if (m.num_entries() > INT32_MAX) {
+    findings.add(FindingKind::shape, name, "seq_len", {}, concat(m.num_entries(), " entries"),
+                 "at most 2^31 - 1");
+    return false;
+  }
+  const bool entries_ok =
+      check_offsets(name, "rank_offsets", m.rank_offsets, m.world_size, m.num_entries(), findings);
+  if (m.dst_offset.size() != m.dst_rank.size()) {
+    findings.add(FindingKind::shape, name, "dst_offset", {}, concat(m.dst_offset.size(), " values"),
+                 concat(m.num_destinations(), ", as dst_rank"));
+    return false;
+  }
+  if (m.copy_offsets.empty()) {
+    if (m.num_destinations() == m.num_entries()) return entries_ok;
+    findings.add(FindingKind::shape, name, "dst_rank", {}, concat(m.num_destinations(), " copies"),
+                 concat(m.num_entries(), ", one per entry"));
+    return false;
+  }
+  return check_offsets(name, "copy_offsets", m.copy_offsets, m.num_entries(), m.num_destinations(),
+                       findings) &&
+         entries_ok;
+}
+
+/// Whether all values lie in 0..limit. Without branches, so that the compiler can use vectors.
+template <class Values>
+bool all_within(const Values& values, std::uint64_t limit) {
+  using Unsigned = std::make_unsigned_t<typename Values::value_type>;
+  bool beyond = false;
+  for (const auto value : values) beyond |= static_cast<Unsigned>(value) > limit;
+  return !beyond;
+}
+
+/// Whether every entry has as many copies as it may have: exactly one in a reverse table, and in a
+/// forward table at least one if it has rows.
+bool copies_fit(const SendTable& table) {
+  if (table.copy_offsets.empty()) return true;
+  bool fit = true;
+  for (std::int64_t i = 0; i < table.num_entries(); ++i) {
+    const std::int64_t copies = table.destination_begin(i + 1) - table.destination_begin(i);
+    fit &= table.reverse ? copies == 1 : copies > 0 || table.entries[i].len == 0;
+  }
+  return fit;
+}
+
+[[gnu::cold]] bool check_lengths(const SendTable& table, Findings& findings) {
+  bool safe = true;
+  for (std::int64_t i = 0; i < table.num_entries(); ++i) {
+    const std::int64_t len = table.entries[i].len;
+    if (0 <= len && len <= max_offset) [[likely]]
+      continue;
+    safe = false;
+    findings.add(len < 0 ? FindingKind::negative : FindingKind::bounds, table.name, "seq_len",
+                 table.place(i), len, concat("0..", max_offset));
+  }
+  return safe;
+}
+
+[[gnu::cold]] bool check_copies(const SendTable& table, Findings& findings) {
+  bool safe = true;
+  for (std::int64_t i = 0; i < table.num_entries(); ++i) {
+    const std::int64_t first = table.destination_begin(i);
+    const std::int64_t last = table.destination_begin(i + 1);
+    if (last == first && table.entries[i].len > 0) {
+      // Safe to go on: the rows stay at home.
+      findings.add(FindingKind::undispatched, table.name, "dst_rank", table.place(i),
+                   concat("no destination for ", table.entries[i].len, " rows"), "one");
+    }
+    if (table.reverse && last != first + 1) {
+      findings.add(FindingKind::shape, table.name, "copy_offsets", table.place(i),
+                   concat(last - first, " copies"), "1 in a reverse table");
+      safe = false;
+    }
+    for (std::int64_t c = first; c < last; ++c) {
+      const std::int32_t dst = table.dst_rank[c];
+      const std::int64_t row = table.dst_row[c];
+      if (dst < 0 || dst >= table.world_size) [[unlikely]] {
+        safe = false;
+        findings.add(FindingKind::rank_range, table.name, "dst_rank", table.place(i, c - first),
+                     dst, concat("0..", table.world_size - 1));
+      }
+      if (row < 0 || row > max_offset) [[unlikely]] {
+        safe = false;
+        findings.add(row < 0 ? FindingKind::negative : FindingKind::bounds, table.name,
+                     "dst_offset", table.place(i, c - first), row, concat("0..", max_offset));
+      }
+    }
+  }
+  return safe;
+}
+
+}  // namespace
+
+std::optional<SendTable> load(const SparseMetadata& m, const char* name, bool is_reverse,
+                              Findings& findings) {
+  if (!check_sizes(m, name, findings)) return std::nullopt;
+  SendTable table;
+  table.name = name;
+  table.world_size = m.world_size;
+  table.rank_offsets = m.rank_offsets;
+  table.copy_offsets = m.copy_offsets;
+  table.dst_rank = m.dst_rank;
+  table.dst_row = m.dst_offset;
+  table.one_copy = m.copy_offsets.empty();
+  table.reverse = is_reverse;
+  table.entries.resize(m.seq_len.size());
+  for (std::int32_t r = 0; r < m.world_size; ++r) {
+    const std::int64_t first = m.rank_offsets[r];
+    for (std::int64_t entry = first; entry < m.rank_offsets[r + 1]; ++entry) {
+      table.entries[entry] = {.len = m.seq_len[entry],
+                              .begin = 0,
+                              .rank = r,
+                              .shard = static_cast<std::int32_t>(entry - first)};
+    }
+  }
+  const bool in_range = all_within(m.seq_len, max_offset) && all_within(m.dst_offset, max_offset) &&
+                        all_within(m.dst_rank, static_cast<std::uint64_t>(m.world_size) - 1) &&
+                        copies_fit(table);
+  if (!in_range) [[unlikely]] {
+    const bool lengths_ok = check_lengths(table, findings);
+    if (!check_copies(table, findings) || !lengths_ok) return std::nullopt;
+  }
+  if (!sum_lengths(table, findings)) return std::nullopt;
+  return table;
 }
 
 }  // namespace waybill::validation

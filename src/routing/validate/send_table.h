@@ -6,11 +6,35 @@
 #include <vector>
 
 #include "findings.h"
+#include "waybill/core/index_array.h"
 #include "waybill/core/table_allocator.h"
 #include "waybill/routing/metadata.h"
 #include "waybill/routing/sparse_metadata.h"
 
 namespace waybill::validation {
+
+/// The elements of an array of any dtype as int64, without copying where they are. Never throws
+/// for a value: one over 2^63 - 1 reads as 2^63 - 1, which no check lets pass.
+class IndexReader {
+ public:
+  explicit IndexReader(const IndexArray& array);
+  [[nodiscard]] std::int64_t operator[](std::int64_t idx) const { return values_[idx]; }
+  [[nodiscard]] std::span<const std::int64_t> span() const { return values_; }
+  IndexReader(const IndexReader&) = delete;
+  IndexReader& operator=(const IndexReader&) = delete;
+
+ private:
+  std::vector<std::int64_t> converted_;
+  std::span<const std::int64_t> values_;
+};
+
+/// False, and a finding, unless `array` has this shape.
+[[nodiscard]] bool check_shape(const char* table, const char* field, const IndexArray& array,
+                               const Shape& expected, Findings& findings);
+
+/// A finding unless `array` has this dtype.
+void check_dtype(const char* table, const char* field, const IndexArray& array, DType expected,
+                 const char* why, Findings& findings);
 
 /// No buffer has more rows, and no offset may be larger.
 inline constexpr std::int64_t max_offset = std::int64_t{1} << 62;
@@ -18,15 +42,13 @@ inline constexpr std::int64_t max_offset = std::int64_t{1} << 62;
 /// The most rows that the lengths of a plan or a table may add up to.
 inline constexpr std::int64_t max_total_rows = std::int64_t{1} << 40;
 
-/// What the checks ask of a shard.
+/// A shard as the checks see it.
 struct Entry {
   std::int64_t len;
   std::int64_t begin;  ///< first row on its rank
   std::int32_t rank;   ///< sending rank
   std::int32_t shard;  ///< place among the entries of its rank
 };
-
-enum class TableDirection { forward, reverse };
 
 /// One direction of one tensor, dense or sparse, in the one form that the checks know. Loading
 /// proves what they rely on: sizes agree, ranks are in the world, lengths and offsets are in
@@ -64,7 +86,7 @@ struct SendTable {
   SendTable& operator=(const SendTable&) = delete;
   ~SendTable() = default;
 
-  // What the spans above look at where the table is not sparse already.
+  // The spans above look at these where the table is not sparse already.
   std::vector<std::int64_t> own_copy_offsets;
   std::vector<std::int32_t> own_dst_rank;
   std::vector<std::int64_t> own_dst_row;
@@ -74,9 +96,9 @@ struct SendTable {
 /// Checks sizes, padding and ranges. Nothing when it is not safe to go on; the findings say why.
 /// The table borrows from `metadata`.
 [[nodiscard]] std::optional<SendTable> load(const SparseMetadata& metadata, const char* name,
-                                            TableDirection direction, Findings& findings);
+                                            bool is_reverse, Findings& findings);
 [[nodiscard]] std::optional<SendTable> load(const Metadata& metadata, const char* name,
-                                            TableDirection direction, Findings& findings);
+                                            bool is_reverse, Findings& findings);
 
 /// Fills begin and rank_rows from the lengths, which are >= 0. False: some sum is too large, which
 /// is a finding.
@@ -86,5 +108,74 @@ struct SendTable {
 [[nodiscard]] bool check_offsets(const char* table, const char* field,
                                  std::span<const std::int64_t> offsets, std::int64_t num_parts,
                                  std::int64_t size, Findings& findings);
+
+/// A copy, seen from where it lands.
+struct Arrival {
+  std::int64_t row;    ///< first row in the destination's buffer
+  std::int32_t entry;  ///< entry of the table
+  std::int32_t slot;   ///< which copy of the entry
+};
+
+/// The copies of a table by destination, in the order of their rows there. At the same row, those
+/// without rows come first; among these the order is the global one.
+struct Arrivals {
+  std::vector<std::int64_t> offsets;  ///< [W + 1]
+  UninitializedVector<Arrival> list;  ///< [destinations]
+  std::vector<std::int64_t> rows;     ///< [W]: sum of the lengths
+  /// [W]: 1 where the rows are without gap or overlap. Before check_tiling only of those whose
+  /// rows come in the global order.
+  std::vector<std::uint8_t> tiled;
+
+  [[nodiscard]] std::span<const Arrival> of(std::int32_t rank) const {
+    return {list.data() + offsets[rank], list.data() + offsets[rank + 1]};
+  }
+};
+
+/// Counting sort by rank. Where the global order is not the order of rows: a radix sort of that
+/// rank's copies. Linear.
+[[nodiscard]] Arrivals sort_arrivals(const SendTable& table);
+
+/// Every buffer is written exactly once, from row 0 without gap or overlap.
+void check_tiling(const SendTable& table, Arrivals& arrivals, Findings& findings);
+
+/// No buffer is larger than `capacity` rows; -1: any.
+void check_capacity(const SendTable& table, const Arrivals& arrivals, std::int64_t capacity,
+                    Findings& findings);
+
+/// The reverse table sends back what arrived, in the order of rows, to `copy * T + begin`.
+void check_reverse(const SendTable& forward, const Arrivals& arrivals, const SendTable& reverse,
+                   Findings& findings);
+
+/// The reverse of a table with copies, by itself: what arrives at a home rank is exactly the copies
+/// that its seq_recv_mask names, each at `copy * T + begin`. After the table's load as reverse.
+void check_planes(const Metadata& reverse, const SendTable& table, const Arrivals& arrivals,
+                  Findings& findings);
+
+/// The kind of a wrong number of rows or tokens.
+[[nodiscard]] inline FindingKind count_kind(std::int64_t got) {
+  return got < 0 ? FindingKind::negative : FindingKind::count;
+}
+
+/// The counts of received rows agree with the entries: rows by pair of ranks, totals, and num_seqs
+/// of the dense form. `received_rows` [W] is the sum of the lengths by destination. Where the
+/// arrivals are known they make the check of the sparse form faster; otherwise null.
+/// @param counts_copies a table of KV or of copies: its num_seqs counts either the entries with
+///   rows or all that are sent; that of Q those with rows
+void check_counts(const SparseMetadata& metadata, const SendTable& table,
+                  std::span<const std::int64_t> received_rows, const Arrivals* arrivals,
+                  bool counts_copies, Findings& findings);
+void check_counts(const Metadata& metadata, const SendTable& table,
+                  std::span<const std::int64_t> received_rows, const Arrivals* arrivals,
+                  bool counts_copies, Findings& findings);
+
+/// Sum of the lengths by destination, where there are no arrivals to tell it. [W]
+[[nodiscard]] std::vector<std::int64_t> received_rows(const SendTable& table);
+
+/// seq_recv_mask and recv_seq_lens: in the reverse of a forward table with copies only, and there
+/// they repeat which copies and lengths went out.
+void check_masks(const Metadata& fwd, const Metadata& rev, const SendTable& forward,
+                 const char* reverse_name, Findings& findings);
+inline void check_masks(const SparseMetadata&, const SparseMetadata&, const SendTable&, const char*,
+                        Findings&) {}  // the sparse form has none
 
 }  // namespace waybill::validation

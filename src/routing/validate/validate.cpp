@@ -1,62 +1,106 @@
 #include "waybill/routing/validate.h"
 
 #include <optional>
+#include <ostream>
+#include <utility>
 
-#include "counts.h"
-#include "follow_plan.h"
-#include "planes.h"
+#include "findings.h"
+#include "plan_index.h"
+#include "send_table.h"
 
 namespace waybill {
+
+std::string_view to_string(FindingKind kind) {
+  switch (kind) {
+    case FindingKind::shape:
+      return "shape";
+    case FindingKind::padding:
+      return "padding";
+    case FindingKind::rank_range:
+      return "rank_range";
+    case FindingKind::negative:
+      return "negative";
+    case FindingKind::bounds:
+      return "bounds";
+    case FindingKind::capacity:
+      return "capacity";
+    case FindingKind::overlap:
+      return "overlap";
+    case FindingKind::coverage:
+      return "coverage";
+    case FindingKind::undispatched:
+      return "undispatched";
+    case FindingKind::order:
+      return "order";
+    case FindingKind::count:
+      return "count";
+    case FindingKind::transpose:
+      return "transpose";
+    case FindingKind::identity:
+      return "identity";
+    case FindingKind::plan:
+      return "plan";
+    case FindingKind::document:
+      return "document";
+    case FindingKind::causality:
+      return "causality";
+    case FindingKind::attention:
+      return "attention";
+    case FindingKind::mask:
+      return "mask";
+    case FindingKind::normalization:
+      return "normalization";
+  }
+  return "unknown";
+}
+
+std::string to_string(const Finding& finding) {
+  std::string place;
+  const auto append = [&](const char* what, std::int64_t idx) {
+    if (idx >= 0) place += concat(place.empty() ? " " : ", ", what, " ", idx);
+  };
+  append("rank", finding.rank);
+  append("shard", finding.shard);
+  append("copy", finding.copy);
+  if (!place.empty()) place += ":";
+  return concat(finding.table, ".", finding.field, ":", place, " got ", finding.got, ", expected ",
+                finding.expected, " (", to_string(finding.kind), ")");
+}
+
+std::ostream& operator<<(std::ostream& out, const Finding& finding) {
+  return out << to_string(finding);
+}
+
 namespace {
 
 using namespace validation;
 
 /// A forward table that is sound in itself, with what lands where.
-struct Checked {
-  SendTable table;
-  Arrivals arrivals;
-};
+using Checked = std::pair<SendTable, Arrivals>;
 
-void check_table_counts(const SparseMetadata& metadata, const SparseMetadata& /*fwd*/,
-                        const SendTable& table, std::span<const std::int64_t> rows,
-                        const Arrivals* arrivals, Findings& findings) {
-  check_counts(metadata, table, rows, arrivals, findings);
-}
-
-void check_table_counts(const Metadata& metadata, const Metadata& fwd, const SendTable& table,
-                        std::span<const std::int64_t> rows, const Arrivals* /*arrivals*/,
-                        Findings& findings) {
-  const NumSeqs rule = fwd.has_copies() ? NumSeqs::with_rows_or_copies : NumSeqs::with_rows;
-  check_counts(metadata, table, rows, rule, findings);
-}
-
-void check_pair_masks(const SparseMetadata&, const SparseMetadata&, const SendTable&, const char*,
-                      Findings&) {}  // the sparse form has none
-
-void check_pair_masks(const Metadata& fwd, const Metadata& rev, const SendTable& forward,
-                      const char* reverse_name, Findings& findings) {
-  check_masks(fwd, rev, forward, reverse_name, findings);
-}
+bool has_copies(const Metadata& metadata) { return metadata.has_copies(); }
+bool has_copies(const SparseMetadata& metadata) { return !metadata.copy_offsets.empty(); }
 
 /// Forward and reverse of one tensor, dense or sparse. Nothing when forward is not sound.
 template <class Table>
 std::optional<Checked> check_pair(const Table& fwd, const Table& rev, const char* fwd_name,
                                   const char* rev_name, Findings& findings) {
-  std::optional<SendTable> forward = load(fwd, fwd_name, TableDirection::forward, findings);
-  const std::optional<SendTable> reverse = load(rev, rev_name, TableDirection::reverse, findings);
-  if (reverse) check_table_counts(rev, fwd, *reverse, received_rows(*reverse), nullptr, findings);
+  std::optional<SendTable> forward = load(fwd, fwd_name, false, findings);
+  const std::optional<SendTable> reverse = load(rev, rev_name, true, findings);
+  if (reverse)
+    check_counts(rev, *reverse, received_rows(*reverse), nullptr, has_copies(fwd), findings);
   if (!forward) return std::nullopt;
   Arrivals arrivals = sort_arrivals(*forward);
   check_tiling(*forward, arrivals, findings);
-  check_table_counts(fwd, fwd, *forward, arrivals.rows, &arrivals, findings);
-  check_pair_masks(fwd, rev, *forward, rev_name, findings);
+  check_counts(fwd, *forward, arrivals.rows, &arrivals, has_copies(fwd), findings);
+  check_masks(fwd, rev, *forward, rev_name, findings);
   if (reverse && reverse->world_size == forward->world_size) {
     check_reverse(*forward, arrivals, *reverse, findings);
   } else if (reverse) {
     findings.add(FindingKind::shape, rev_name, "world_size", {}, reverse->world_size,
                  concat(forward->world_size, ", as ", fwd_name));
   }
-  return Checked{*std::move(forward), std::move(arrivals)};
+  return Checked(*std::move(forward), std::move(arrivals));
 }
 
 template <class Table>
@@ -65,9 +109,9 @@ std::vector<Finding> validate_pair(const Table& fwd, const Table& rev,
   Findings findings(options.max_findings);
   const std::optional<Checked> checked = check_pair(fwd, rev, "fwd", "rev", findings);
   if (checked) {
-    const bool is_q = checked->table.one_copy;
-    check_capacity(checked->table, checked->arrivals,
-                   is_q ? options.q_capacity : options.kv_capacity, findings);
+    const bool is_q = checked->first.one_copy;
+    check_capacity(checked->first, checked->second, is_q ? options.q_capacity : options.kv_capacity,
+                   findings);
   }
   return std::move(findings).take();
 }
@@ -79,16 +123,16 @@ std::vector<Finding> validate_routing(const QkvPlan& plan, const Routing& routin
   if (!check_plan(plan, findings)) return std::move(findings).take();
   const PlanIndex index = index_plan(plan);
   if (const auto q = check_pair(routing.fwd_q, routing.rev_q, "fwd_q", "rev_q", findings)) {
-    check_capacity(q->table, q->arrivals, options.q_capacity, findings);
-    if (check_entries(q->table, index, findings)) {
-      check_queries(q->table, q->arrivals, index, findings);
+    check_capacity(q->first, q->second, options.q_capacity, findings);
+    if (check_entries(q->first, index, findings)) {
+      check_queries(q->first, q->second, index, findings);
     }
   }
   if (const auto kv = check_pair(routing.fwd_kv, routing.rev_kv, "fwd_kv", "rev_kv", findings)) {
-    check_capacity(kv->table, kv->arrivals, options.kv_capacity, findings);
-    if (check_entries(kv->table, index, findings)) {
-      check_causality(kv->table, kv->arrivals, index, findings);
-      if (plan.kv_layout == KvLayout::per_rank) check_copy_order(kv->table, index, findings);
+    check_capacity(kv->first, kv->second, options.kv_capacity, findings);
+    if (check_entries(kv->first, index, findings)) {
+      check_causality(kv->first, kv->second, index, findings);
+      if (plan.kv_layout == KvLayout::per_rank) check_copy_order(kv->first, index, findings);
     }
   }
   check_attention(routing.attention, index, findings);
@@ -106,8 +150,7 @@ std::vector<Finding> validate(const QkvPlan& plan, const ValidateOptions& option
 std::vector<Finding> validate(const Metadata& metadata, const ValidateOptions& options) {
   Findings findings(options.max_findings);
   const bool planes = metadata.seq_recv_mask.has_value();
-  const auto table = load(metadata, "metadata",
-                          planes ? TableDirection::reverse : TableDirection::forward, findings);
+  const auto table = load(metadata, "metadata", planes, findings);
   if (!table) return std::move(findings).take();
   Arrivals arrivals = sort_arrivals(*table);
   if (planes) {
@@ -117,9 +160,7 @@ std::vector<Finding> validate(const Metadata& metadata, const ValidateOptions& o
     check_capacity(*table, arrivals, table->one_copy ? options.q_capacity : options.kv_capacity,
                    findings);
   }
-  const bool of_copies = planes || !table->one_copy;
-  check_counts(metadata, *table, arrivals.rows,
-               of_copies ? NumSeqs::with_rows_or_copies : NumSeqs::with_rows, findings);
+  check_counts(metadata, *table, arrivals.rows, &arrivals, planes || !table->one_copy, findings);
   return std::move(findings).take();
 }
 

@@ -158,6 +158,10 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
     :param max_per_expert: topk slots of one expert that a rank may have in a dispatch, None: any
         number. More, of tokens that choose an expert twice, are an InvalidArgument: in host memory
         before any communication, on GPUs the device reports it
+    :param combine: provisional, until both have been timed over links: "pull": ranks fetch expert
+        outputs from where they are; "push": they send them to the ranks of the tokens, which takes
+        more memory. The same on all ranks; results are the same bits. Over several nodes they pull.
+        The attribute is ``combine_way``
     :param device: of ranks from a process group: "cpu", "cuda" for torch's current device,
         "cuda:1"; None is "cuda" where the group's backend is NCCL, else "cpu"
     """
@@ -197,6 +201,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         fixed_rows: Union[int, float, None] = None,
         copy_out: bool = True,
         max_per_expert: Optional[int] = None,
+        combine: str = "pull",
         device: Any = None,
     ) -> None:
         super().__init__()
@@ -235,6 +240,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
             self.copy_out = flag(copy_out, f"{who}: copy_out")
             self.enable_local_combine = flag(enable_local_combine, f"{who}: enable_local_combine")
             self.use_aot = flag(use_aot, f"{who}: use_aot")
+            self.combine_way = choice(combine, f"{who}: combine", "pull", "push")
             factor, most = room_of(capacity, fixed, max_per_expert, who)
             return {}
 
@@ -249,8 +255,9 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         given_id = self._options["dropped_id"]
         self.dropped_id: int = self.num_tot_experts if given_id is None else given_id
         layer_options = _core.layer_options(
-            options, self.num_sm, self.enable_local_combine, factor, fixed or 0, most
-        )
+            options, self.num_sm, self.enable_local_combine, factor, fixed or 0, most,
+            self.combine_way == "push",
+        )  # fmt: skip
         self._layer: Any = _core.ExpertLayer(self.world._world, compiled, layer_options)
         self._lock, self._unwinding = threading.RLock(), Unwinding()
         #: Views of windows that autograd may keep: (number of dispatch, view, whether of weights)
@@ -397,6 +404,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         parts = [sizes, f"world_size={config.world_size}", f"dtype={config.token_dtype}"]
         parts += [f"num_sm={self.num_sm}", f"enable_local_combine={self.enable_local_combine}"]
         parts += [] if self.fixed_rows is None else [f"fixed_rows={self.fixed_rows}"]
+        parts += [] if self.combine_way == "pull" else [f"combine={self.combine_way}"]
         return ", ".join(parts)
 
     def _need_slot_layer(self) -> None:
@@ -411,7 +419,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
             self.world, config.max_tokens, config.topk, config.topk, config.rank,
             config.num_experts, config.local_world_size, config.world_size,
             torch.float64 if wide else torch.float32, num_sm=self.num_sm,
-            fixed_rows=self.fixed_rows, **self._options,
+            fixed_rows=self.fixed_rows, combine=self.combine_way, **self._options,
         )  # fmt: skip
         self._slot_layers.append(layer)
 

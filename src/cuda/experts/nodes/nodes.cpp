@@ -4,7 +4,7 @@
 #include <span>
 #include <utility>
 
-#include "../../rank/cuda_check.h"
+#include "../../rank/gpu_rank.h"
 #include "../launch.h"
 #include "core/memory_layout.h"
 #include "params.h"
@@ -27,22 +27,19 @@ std::int64_t max_whole_puts(const EPConfig& config) {
 
 }  // namespace
 
-ChunkProgram::ChunkProgram(Transport& transport, std::shared_ptr<GpuRank> gpu,
-                           const EPConfig& config, std::int64_t max_row_bytes)
-    : transport_(transport),
-      gpu_(std::move(gpu)),
-      config_(config),
-      chunk_shift_(chunk_shift(max_row_bytes, config.max_tokens)),
-      num_chunks_(static_cast<std::int32_t>(num_chunks(config.max_tokens, chunk_shift_))) {
-  if (config_.max_tokens >= tokens_in_pieces) {
+ChunkProgram::ChunkProgram(const GpuExpertLayer& layer, std::int64_t max_row_bytes)
+    : layer_(layer),
+      chunk_shift_(chunk_shift(max_row_bytes, layer.config.max_tokens)),
+      num_chunks_(static_cast<std::int32_t>(num_chunks(layer.config.max_tokens, chunk_shift_))) {
+  if (layer_.config.max_tokens >= tokens_in_pieces) {
     ready_pieces_ = pieces_of_node;
-    const std::int64_t each = (config_.max_tokens + pieces_of_node - 1) / pieces_of_node;
+    const std::int64_t each = (layer_.config.max_tokens + pieces_of_node - 1) / pieces_of_node;
     const std::int64_t chunk = std::int64_t{1} << chunk_shift_;
     piece_tokens_ = (each + chunk - 1) / chunk * chunk;
   }
   const std::int64_t steps = others() * (1 + num_chunks_);
   const std::int64_t row_puts = (std::int64_t{num_chunks_} << chunk_shift_) * max_node_parts;
-  const std::int64_t puts = others() * (max_whole_puts(config_) + row_puts);
+  const std::int64_t puts = others() * (max_whole_puts(layer_.config) + row_puts);
   waybill::detail::MemoryLayout parts;
   const std::int64_t put_table = parts.take(puts * std::int64_t{sizeof(NetworkPut)});
   const std::int64_t step_table = parts.take(steps * std::int64_t{sizeof(NetworkStep)});
@@ -52,28 +49,28 @@ ChunkProgram::ChunkProgram(Transport& transport, std::shared_ptr<GpuRank> gpu,
   const std::int64_t state = parts.take(sizeof(PathState));
   const std::int64_t ready =
       parts.take((2 + others() * ready_pieces_) * std::int64_t{sizeof(std::uint64_t)});
-  memory_ = device_memory(parts.total(), gpu_->stream());
-  auto* const base = static_cast<std::byte*>(memory_.get());
+  tables_ = device_memory(parts.total(), layer_.gpu->stream());
+  auto* const base = static_cast<std::byte*>(tables_.get());
   program_ = {
       reinterpret_cast<PathState*>(base + state), reinterpret_cast<NetworkStep*>(base + step_table),
       reinterpret_cast<NetworkPut*>(base + put_table), reinterpret_cast<BatchSlot*>(base + waits),
       reinterpret_cast<BatchSlot*>(base + signals)};
   done_ = reinterpret_cast<unsigned*>(base + done);
   ready_ = reinterpret_cast<std::uint64_t*>(base + ready);
-  pad_ = transport.allocate_signals(std::int64_t{config_.num_nodes()} * (1 + num_chunks_),
-                                    "expert chunks");
+  pad_ = layer_.transport.allocate_signals(
+      std::int64_t{layer_.config.num_nodes()} * (1 + num_chunks_), "expert chunks");
 }
 
 ChunkProgram::~ChunkProgram() {
-  transport_.defer_release(std::move(pad_.memory));
-  transport_.defer_release({memory_});
+  layer_.transport.defer_release(std::move(pad_.memory));
+  layer_.transport.defer_release({tables_});
 }
 
 void ChunkProgram::add_to(ListPutsParams& params) const {
   params.chunk_shift = chunk_shift_;
   params.num_chunks = num_chunks_;
   params.whole_slot = 0;
-  params.chunk_slot = config_.num_nodes();
+  params.chunk_slot = layer_.config.num_nodes();
   params.ready_pieces = ready_pieces_;
   params.piece_tokens = static_cast<std::int32_t>(piece_tokens_);
   params.out = program_;
@@ -97,9 +94,9 @@ PathTables ChunkProgram::tables(const ListPutsParams& params) const {
 
 std::vector<SumPiece> ChunkProgram::pieces() const {
   std::vector<SumPiece> pieces;
-  const std::int64_t tokens = config_.max_tokens;
-  const std::int64_t nodes = config_.num_nodes();
-  const std::int64_t own = config_.rank / config_.local_world_size;
+  const std::int64_t tokens = layer_.config.max_tokens;
+  const std::int64_t nodes = layer_.config.num_nodes();
+  const std::int64_t own = layer_.config.rank / layer_.config.local_world_size;
   if (ready_pieces_ == 0) {
     pieces.push_back({(own + 1) * tokens, (nodes - own - 1) * tokens, 0});
     pieces.push_back({0, own * tokens, 1});
@@ -116,18 +113,12 @@ std::vector<SumPiece> ChunkProgram::pieces() const {
   return pieces;
 }
 
-NodeSlices::NodeSlices(std::shared_ptr<GpuRank> gpu, int share, const EPConfig& config,
-                       const EPDispatchOptions& options, const ExpertMemory& memory,
-                       const ExpertParams& params)
-    : gpu_(std::move(gpu)),
-      share_(share),
-      config_(config),
-      options_(options),
-      memory_(memory),
+NodeSlices::NodeSlices(const GpuExpertLayer& layer, const ExpertParams& params)
+    : layer_(layer),
       params_(params),
-      sum_bytes_(config.hidden * dtype_bytes(config.token_dtype)),
-      token_bytes_(payload_row_bytes(config, options)),
-      scale_bytes_(scale_row_bytes(config, options)) {}
+      sum_bytes_(layer.config.hidden * dtype_bytes(layer.config.token_dtype)),
+      token_bytes_(payload_row_bytes(layer.config, layer.options)),
+      scale_bytes_(scale_row_bytes(layer.config, layer.options)) {}
 
 bool NodeSlices::fit() const { return token_bytes_ + scale_bytes_ <= sum_bytes_; }
 
@@ -135,43 +126,47 @@ void NodeSlices::count(const ExpertCall& call, GpuExpertRouting& made) const {
   made.expect_node_rows();
   NodeRowsParams params{};
   params.shape = params_.shape(made);
-  params.ids = reinterpret_cast<const std::int32_t*>(memory_.workspace.local +
-                                                     memory_.workspace_layout.forward_ids);
+  params.ids = reinterpret_cast<const std::int32_t*>(layer_.memory.workspace.local +
+                                                     layer_.memory.workspace_layout.forward_ids);
   params.tokens = made.part(made.fixed().node_tokens);
   params.counts = made.part(made.fixed().node_counts);
   params.host = made.node_counts();
   params.ticket = made.ticket();
-  gpu_->check(launch_node_rows(params, stream_of(call)), "launching a kernel", call.operation);
+  layer_.gpu->check(launch_node_rows(params, stream_of(call)), "launching a kernel",
+                    call.operation);
 }
 
 MoveNodeRowsParams NodeSlices::rows_of(const GpuExpertRouting& routing, Direction direction) const {
-  const std::int64_t nodes = direction == Direction::to_nodes ? 0 : config_.num_nodes();
+  const std::int64_t nodes = direction == Direction::to_nodes ? 0 : layer_.config.num_nodes();
   MoveNodeRowsParams params{};
   params.shape = params_.shape(routing);
-  params.tokens = routing.part(routing.fixed().node_tokens) + nodes * config_.max_tokens;
+  params.tokens = routing.part(routing.fixed().node_tokens) + nodes * layer_.config.max_tokens;
   params.counts = routing.part(routing.fixed().node_counts) + nodes;
   return params;
 }
 
 /// No other kernel runs meanwhile.
-int NodeSlices::pack_blocks() const { return std::max(1, 2 * gpu_->num_sms() / share_); }
+int NodeSlices::pack_blocks() const {
+  return std::max(1, 2 * layer_.gpu->num_sms() / layer_.share);
+}
 
 void NodeSlices::move(const MoveNodeRowsParams& params, int blocks, cudaStream_t stream,
                       const char* operation) const {
   const int word = common_word({address_of(params.from), params.from_node_bytes,
                                 address_of(params.to), params.to_node_bytes, params.row_bytes});
-  gpu_->check(launch_move_node_rows(params, word, blocks, stream), "launching a kernel", operation);
+  layer_.gpu->check(launch_move_node_rows(params, word, blocks, stream), "launching a kernel",
+                    operation);
 }
 
 /// Packs from this rank's slice into the array of sums, and unpacks from the array of partial sums
 /// to where rows are forwarded.
 NodeSlices::Phase NodeSlices::pack_tokens(const ExpertCall& call, const GpuExpertRouting& routing,
                                           int path_sms) const {
-  const ExpertWorkspaceLayout& layout = memory_.workspace_layout;
-  std::byte* const base = memory_.workspace.local;
-  const std::int64_t slice = config_.max_tokens * sum_bytes_;
+  const ExpertWorkspaceLayout& layout = layer_.memory.workspace_layout;
+  std::byte* const base = layer_.memory.workspace.local;
+  const std::int64_t slice = layer_.config.max_tokens * sum_bytes_;
   const std::int64_t own_slice =
-      std::int64_t{config_.rank / config_.local_world_size} * config_.max_tokens;
+      std::int64_t{layer_.config.rank / layer_.config.local_world_size} * layer_.config.max_tokens;
   const int blocks = pack_blocks();
   Phase phase{.rows = routing.wait_node_rows(), .parts = {}, .unpack = {}};
   std::vector<MoveNodeRowsParams> unpacks;
@@ -187,7 +182,7 @@ NodeSlices::Phase NodeSlices::pack_tokens(const ExpertCall& call, const GpuExper
     unpack.from = base + layout.partial_sums + staged;
     unpack.from_node_bytes = slice;
     unpack.to = base + part;
-    unpack.to_node_bytes = config_.max_tokens * row_bytes;
+    unpack.to_node_bytes = layer_.config.max_tokens * row_bytes;
     unpack.row_bytes = row_bytes;
     unpacks.push_back(unpack);
     phase.parts.push_back({.from_bytes = layout.sums + staged,
@@ -197,7 +192,8 @@ NodeSlices::Phase NodeSlices::pack_tokens(const ExpertCall& call, const GpuExper
                            .row_bytes = row_bytes});
   };
   add(layout.forward_rows, token_bytes_, 0);
-  if (scale_bytes_ > 0) add(layout.forward_scales, scale_bytes_, config_.max_tokens * token_bytes_);
+  if (scale_bytes_ > 0)
+    add(layout.forward_scales, scale_bytes_, layer_.config.max_tokens * token_bytes_);
   phase.unpack = [this, unpacks, path_sms, operation = call.operation](cudaStream_t stream) {
     for (const MoveNodeRowsParams& unpack : unpacks) move(unpack, path_sms, stream, operation);
   };
@@ -209,9 +205,9 @@ NodeSlices::Phase NodeSlices::pack_tokens(const ExpertCall& call, const GpuExper
 /// unpacked into the array of partial sums.
 NodeSlices::Phase NodeSlices::pack_sums(const ExpertCall& call, const GpuExpertRouting& routing,
                                         int path_sms) const {
-  const ExpertWorkspaceLayout& layout = memory_.workspace_layout;
-  std::byte* const base = memory_.workspace.local;
-  const std::int64_t slice = config_.max_tokens * sum_bytes_;
+  const ExpertWorkspaceLayout& layout = layer_.memory.workspace_layout;
+  std::byte* const base = layer_.memory.workspace.local;
+  const std::int64_t slice = layer_.config.max_tokens * sum_bytes_;
   const auto between = [&](Direction direction, std::int64_t from, std::int64_t to) {
     MoveNodeRowsParams params = rows_of(routing, direction);
     params.packs = direction == Direction::from_nodes;
@@ -246,24 +242,16 @@ std::int64_t max_row_bytes(const EPConfig& config, const EPDispatchOptions& opti
 
 }  // namespace
 
-ExpertNodes::ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
-                         NetworkPath& path, const EPConfig& config,
-                         const EPDispatchOptions& options, const ExpertMemory& memory,
-                         const ExpertParams& params)
-    : transport_(transport),
-      gpu_(std::move(gpu)),
-      share_(share),
+ExpertNodes::ExpertNodes(const GpuExpertLayer& layer, NetworkPath& path, const ExpertParams& params)
+    : layer_(layer),
       path_(path),
-      config_(config),
-      options_(options),
-      memory_(memory),
       params_(params),
       by_phases_(path.needs_phases()),
-      own_node_(config.rank / config.local_world_size),
-      program_(transport, gpu_, config, max_row_bytes(config, options)) {
-  cuda_check(prepare_nodes(config_.token_dtype), "loading kernels");
+      own_node_(layer.config.rank / layer.config.local_world_size),
+      program_(layer, max_row_bytes(layer.config, layer.options)) {
+  cuda_check(prepare_nodes(layer_.config.token_dtype), "loading kernels");
   if (by_phases_) {
-    slices_ = std::make_unique<NodeSlices>(gpu_, share_, config_, options_, memory_, params_);
+    slices_ = std::make_unique<NodeSlices>(layer_, params_);
   }
 }
 
@@ -272,26 +260,26 @@ int ExpertNodes::path_sms(int num_sms) { return std::clamp(num_sms / 4, 1, 8); }
 int ExpertNodes::kernel_sms(int num_sms) { return std::max(1, num_sms - path_sms(num_sms)); }
 
 std::byte* ExpertNodes::own_rows() const {
-  return memory_.workspace.local + memory_.workspace_layout.forward_rows +
-         own_slice() * payload_row_bytes(config_, options_);
+  return layer_.memory.workspace.local + layer_.memory.workspace_layout.forward_rows +
+         own_slice() * payload_row_bytes(layer_.config, layer_.options);
 }
 
 std::byte* ExpertNodes::own_scales() const {
-  return memory_.workspace.local + memory_.workspace_layout.forward_scales +
-         own_slice() * scale_row_bytes(config_, options_);
+  return layer_.memory.workspace.local + layer_.memory.workspace_layout.forward_scales +
+         own_slice() * scale_row_bytes(layer_.config, layer_.options);
 }
 
 /// The slots that say that whole parts of a node have arrived. With phases one slot of the layer
 /// per rank says that, and also that all chunks have arrived.
 const std::uint64_t* ExpertNodes::whole_slots(ExpertSignal signal) const {
   if (!by_phases_) return program_.whole_slots();
-  return memory_.signals.local + static_cast<std::int64_t>(signal) * config_.world_size +
-         local_rank();
+  return layer_.memory.signals.local +
+         static_cast<std::int64_t>(signal) * layer_.config.world_size + local_rank();
 }
 
 ChunkSlots ExpertNodes::chunk_slots(ExpertSignal signal) const {
   constexpr std::int32_t all_tokens = 31;
-  if (by_phases_) return {whole_slots(signal), config_.local_world_size, all_tokens};
+  if (by_phases_) return {whole_slots(signal), layer_.config.local_world_size, all_tokens};
   return program_.chunk_slots();
 }
 
@@ -317,28 +305,30 @@ void ExpertNodes::copy(std::byte* to, const ConstTensorView& from, std::int64_t 
                        const ExpertCall& call) const {
   const std::int64_t bytes = from.shape[0] * row_bytes;
   if (bytes == 0 || from.data == nullptr || from.data == to) return;
-  gpu_->check(cudaMemcpyAsync(to, from.data, bytes, cudaMemcpyDeviceToDevice, stream_of(call)),
-              "copying to the workspace", call.operation);
+  layer_.gpu->check(
+      cudaMemcpyAsync(to, from.data, bytes, cudaMemcpyDeviceToDevice, stream_of(call)),
+      "copying to the workspace", call.operation);
 }
 
 /// Sends max_tokens ids. Those after the last token say that there is none.
 void ExpertNodes::add_ids(const ExpertDispatchInput& input, ListPutsParams& params) const {
-  const std::int64_t row_bytes = std::int64_t{config_.topk} * 4;
-  const std::int64_t part = memory_.workspace_layout.forward_ids;
+  const std::int64_t row_bytes = std::int64_t{layer_.config.topk} * 4;
+  const std::int64_t part = layer_.memory.workspace_layout.forward_ids;
   params.given_ids = input.ids.data;
   params.wide_ids = input.ids.dtype == DType::int64;
-  params.dropped_id = options_.dropped(config_);
-  params.made_ids =
-      reinterpret_cast<std::int32_t*>(memory_.workspace.local + part + own_slice() * row_bytes);
-  params.whole[params.num_whole++] = own_slice_of(part, row_bytes, config_.max_tokens);
+  params.dropped_id = layer_.options.dropped(layer_.config);
+  params.made_ids = reinterpret_cast<std::int32_t*>(layer_.memory.workspace.local + part +
+                                                    own_slice() * row_bytes);
+  params.whole[params.num_whole++] = own_slice_of(part, row_bytes, layer_.config.max_tokens);
 }
 
 void ExpertNodes::add_weights(const ExpertCall& call, const ExpertDispatchInput& input,
                               ListPutsParams& params) const {
   if (!is_given(input.weights)) return;
-  const std::int64_t row_bytes = config_.topk * dtype_bytes(config_.weight_dtype);
-  const std::int64_t part = memory_.workspace_layout.forward_weights;
-  copy(memory_.workspace.local + part + own_slice() * row_bytes, input.weights, row_bytes, call);
+  const std::int64_t row_bytes = layer_.config.topk * dtype_bytes(layer_.config.weight_dtype);
+  const std::int64_t part = layer_.memory.workspace_layout.forward_weights;
+  copy(layer_.memory.workspace.local + part + own_slice() * row_bytes, input.weights, row_bytes,
+       call);
   params.whole[params.num_whole++] = own_slice_of(part, row_bytes, input.weights.shape[0]);
 }
 
@@ -346,8 +336,8 @@ void ExpertNodes::add_weights(const ExpertCall& call, const ExpertDispatchInput&
 /// path can read it; else they are copied to the workspace.
 std::int64_t ExpertNodes::row_offset(const ExpertCall& call, const ConstTensorView& from,
                                      std::byte* in_workspace, std::int64_t row_bytes) const {
-  const std::int64_t workspace = address_of(memory_.workspace.local);
-  if (options_.payload == EPPayload::quantized) return address_of(in_workspace) - workspace;
+  const std::int64_t workspace = address_of(layer_.memory.workspace.local);
+  if (layer_.options.payload == EPPayload::quantized) return address_of(in_workspace) - workspace;
   if (path_.maps_peers() && from.data != nullptr) return address_of(from.data) - workspace;
   copy(in_workspace, from, row_bytes, call);
   return address_of(in_workspace) - workspace;
@@ -355,12 +345,12 @@ std::int64_t ExpertNodes::row_offset(const ExpertCall& call, const ConstTensorVi
 
 void ExpertNodes::add_rows(const ExpertCall& call, const ExpertDispatchInput& input,
                            const GpuExpertRouting& routing, ListPutsParams& params) const {
-  const ExpertWorkspaceLayout& layout = memory_.workspace_layout;
-  const std::int64_t row_bytes = payload_row_bytes(config_, options_);
-  const std::int64_t scale_bytes = scale_row_bytes(config_, options_);
+  const ExpertWorkspaceLayout& layout = layer_.memory.workspace_layout;
+  const std::int64_t row_bytes = payload_row_bytes(layer_.config, layer_.options);
+  const std::int64_t scale_bytes = scale_row_bytes(layer_.config, layer_.options);
   params.filter = NodeFilter::tokens;
-  params.ids = routing.part(routing.fixed().ids) + own_slice() * config_.topk;
-  const std::int64_t rows = config_.max_tokens;
+  params.ids = routing.part(routing.fixed().ids) + own_slice() * layer_.config.topk;
+  const std::int64_t rows = layer_.config.max_tokens;
   params.parts[params.num_parts] = own_slice_of(layout.forward_rows, row_bytes, rows);
   params.parts[params.num_parts++].from = row_offset(call, input.tokens, own_rows(), row_bytes);
   if (scale_bytes == 0) return;
@@ -370,9 +360,9 @@ void ExpertNodes::add_rows(const ExpertCall& call, const ExpertDispatchInput& in
 
 void ExpertNodes::add_partial_sums_to(const GpuExpertRouting& routing,
                                       ListPutsParams& params) const {
-  const ExpertWorkspaceLayout& layout = memory_.workspace_layout;
-  const std::int64_t row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
-  const std::int64_t slice_bytes = config_.max_tokens * row_bytes;
+  const ExpertWorkspaceLayout& layout = layer_.memory.workspace_layout;
+  const std::int64_t row_bytes = layer_.config.hidden * dtype_bytes(layer_.config.token_dtype);
+  const std::int64_t slice_bytes = layer_.config.max_tokens * row_bytes;
   params.filter = NodeFilter::partial_sums;
   params.ids = routing.part(routing.fixed().ids);
   params.parts[params.num_parts++] = {layout.sums, slice_bytes,
@@ -383,7 +373,7 @@ void ExpertNodes::add_partial_sums_to(const GpuExpertRouting& routing,
 void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, int num_sms,
                         std::function<void(cudaStream_t)> unpack) {
   const cudaStream_t stream = stream_of(call);
-  gpu_->check(launch_list_puts(params, stream), "launching a kernel", call.operation);
+  layer_.gpu->check(launch_list_puts(params, stream), "launching a kernel", call.operation);
   path_.start({.operation = call.operation,
                .kind = params.m.arrive.kind,
                .arrival = params.begins >= 0 ? PathArrival::first : PathArrival::none,
@@ -391,10 +381,10 @@ void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, in
                .state = program_.state(),
                .phases = std::span(&phase_, 1),
                .unpack = std::move(unpack),
-               .window = &memory_.workspace,
-               .slots = by_phases_ ? &memory_.signals : &program_.pad(),
+               .window = &layer_.memory.workspace,
+               .slots = by_phases_ ? &layer_.memory.signals : &program_.pad(),
                .first_slot = 0,
-               .arrivals = &memory_.signals,
+               .arrivals = &layer_.memory.signals,
                .fingerprint = params.m.arrive.fingerprint,
                .epoch = call.epoch,
                .num_sms = num_sms,
@@ -403,11 +393,12 @@ void ExpertNodes::start(const ListPutsParams& params, const ExpertCall& call, in
 
 /// A phase of whole slices, whose size all ranks know.
 NodeSlices::Phase ExpertNodes::whole(std::span<const NodePart> from) const {
-  NodeSlices::Phase phase{.rows = whole_slices(config_.num_nodes(), own_node_, config_.max_tokens),
-                          .parts = {},
-                          .unpack = {}};
+  NodeSlices::Phase phase{
+      .rows = whole_slices(layer_.config.num_nodes(), own_node_, layer_.config.max_tokens),
+      .parts = {},
+      .unpack = {}};
   for (const NodePart& part : from) {
-    const std::int64_t slice_bytes = config_.max_tokens * part.row_bytes;
+    const std::int64_t slice_bytes = layer_.config.max_tokens * part.row_bytes;
     phase.parts.push_back({part.from, part.from_node_bytes, part.to - own_node_ * slice_bytes,
                            slice_bytes, part.row_bytes});
   }
@@ -416,8 +407,8 @@ NodeSlices::Phase ExpertNodes::whole(std::span<const NodePart> from) const {
 
 void ExpertNodes::start_phase(const ListPutsParams& params, const NodeSlices::Phase& phase,
                               ExpertSignal signal, const ExpertCall& call, int num_sms) {
-  const std::int64_t first_slot = static_cast<std::int64_t>(signal) * config_.world_size;
-  phase_ = workspace_phase(transport_.topology(), config_.rank, phase.parts, phase.rows,
+  const std::int64_t first_slot = static_cast<std::int64_t>(signal) * layer_.config.world_size;
+  phase_ = workspace_phase(layer_.transport.topology(), layer_.config.rank, phase.parts, phase.rows,
                            static_cast<std::int32_t>(first_slot), params.begins >= 0);
   ListPutsParams listed = params;
   listed.filter = NodeFilter::none;
@@ -430,12 +421,13 @@ WaitNodesParams ExpertNodes::wait_params(const ListPutsParams& params) const {
   wait.m = params.m;
   wait.shape = params.shape;
   wait.begins = params.begins;
-  wait.node_stride = by_phases_ ? config_.local_world_size : 1;
+  wait.node_stride = by_phases_ ? layer_.config.local_world_size : 1;
   return wait;
 }
 
 void ExpertNodes::launch(const WaitNodesParams& params, const ExpertCall& call) const {
-  gpu_->check(launch_wait_nodes(params, stream_of(call)), "launching a kernel", call.operation);
+  layer_.gpu->check(launch_wait_nodes(params, stream_of(call)), "launching a kernel",
+                    call.operation);
 }
 
 void ExpertNodes::begin_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
@@ -466,17 +458,18 @@ void ExpertNodes::note_runs(const ExpertCall& call, GpuExpertRouting& made) cons
   params.shape = params_.shape(made);
   params.ids = made.part(made.fixed().ids);
   params.runs = made.part(made.fixed().send_reqs);
-  gpu_->check(launch_node_runs(params, stream_of(call)), "launching a kernel", call.operation);
+  layer_.gpu->check(launch_node_runs(params, stream_of(call)), "launching a kernel",
+                    call.operation);
 }
 
 void ExpertNodes::start_rows(const ExpertCall& call, const ExpertDispatchInput& input,
                              const GpuExpertRouting& routing, int num_sms, RowsParams& rows) {
-  const std::int64_t row_bytes = payload_row_bytes(config_, options_);
-  const std::int64_t scale_bytes = scale_row_bytes(config_, options_);
-  rows.tokens = memory_.workspace.local + memory_.workspace_layout.forward_rows;
+  const std::int64_t row_bytes = payload_row_bytes(layer_.config, layer_.options);
+  const std::int64_t scale_bytes = scale_row_bytes(layer_.config, layer_.options);
+  rows.tokens = layer_.memory.workspace.local + layer_.memory.workspace_layout.forward_rows;
   rows.scales = scale_bytes == 0
                     ? nullptr
-                    : memory_.workspace.local + memory_.workspace_layout.forward_scales;
+                    : layer_.memory.workspace.local + layer_.memory.workspace_layout.forward_scales;
   rows.own_tokens = rows.tokens;
   rows.own_scales = rows.scales;
   rows.forwarded = chunk_slots(ExpertSignal::forwarded);
@@ -485,7 +478,7 @@ void ExpertNodes::start_rows(const ExpertCall& call, const ExpertDispatchInput& 
     const auto begin = address_of(own.data) - own_slice() * bytes;
     return reinterpret_cast<const std::byte*>(begin);  // NOLINT(performance-no-int-to-ptr)
   };
-  const bool is_copied = options_.payload == EPPayload::quantized || !path_.maps_peers();
+  const bool is_copied = layer_.options.payload == EPPayload::quantized || !path_.maps_peers();
   if (!is_copied && input.tokens.data != nullptr)
     rows.own_tokens = at_slice(input.tokens, row_bytes);
   if (!is_copied && scale_bytes > 0 && input.scales.data != nullptr)
@@ -522,9 +515,9 @@ void ExpertNodes::begin_combine(const ExpertCall& call, const GpuExpertRouting& 
 
 void ExpertNodes::finish_piece(const ExpertCall& call, const SumPiece& piece) {
   if (by_phases_ || piece.count == 0) return;
-  gpu_->check(launch_raise_ready(params_.arrive(call, FaultKind::moe_combine),
-                                 program_.ready(piece), stream_of(call)),
-              "launching a kernel", call.operation);
+  layer_.gpu->check(launch_raise_ready(params_.arrive(call, FaultKind::moe_combine),
+                                       program_.ready(piece), stream_of(call)),
+                    "launching a kernel", call.operation);
 }
 
 void ExpertNodes::finish_pieces(const ExpertCall& call, const GpuExpertRouting& routing,
@@ -541,7 +534,7 @@ void ExpertNodes::finish_pieces(const ExpertCall& call, const GpuExpertRouting& 
 
 void ExpertNodes::add_partial_sums(const ExpertCall& call, const ExpertCombineInput& input,
                                    const GpuExpertRouting& routing, int num_sms) {
-  const std::int64_t row_bytes = config_.hidden * dtype_bytes(config_.token_dtype);
+  const std::int64_t row_bytes = layer_.config.hidden * dtype_bytes(layer_.config.token_dtype);
   ListPutsParams params = list(call, routing, FaultKind::moe_combine);
   if (by_phases_) {
     path_.join(stream_of(call));
@@ -556,17 +549,18 @@ void ExpertNodes::add_partial_sums(const ExpertCall& call, const ExpertCombineIn
   add.shape = params.shape;
   add.arrived = chunk_slots(ExpertSignal::shared);
   add.row_bytes = row_bytes;
-  add.ids = routing.part(routing.fixed().ids) + own_slice() * config_.topk;
-  add.partial_sums = memory_.workspace.local + memory_.workspace_layout.partial_sums;
+  add.ids = routing.part(routing.fixed().ids) + own_slice() * layer_.config.topk;
+  add.partial_sums = layer_.memory.workspace.local + layer_.memory.workspace_layout.partial_sums;
   add.own_sums = sums() + own_slice() * row_bytes;
   for (std::size_t i = 0; i < input.biases.size(); ++i) add.biases[i] = input.biases[i].data;
   add.output = input.output.data;
   const bool wide = common_word({row_bytes, address_of(add.output), address_of(add.biases[0]),
                                  address_of(add.biases[1])}) == 16;
   // Blocks that wait must leave SMs for the network path and for other ranks on the device.
-  const int blocks = share_ == 1 ? gpu_->num_sms() : kernel_sms(num_sms);
-  gpu_->check(launch_add_partial_sums(add, config_.token_dtype, wide, blocks, stream_of(call)),
-              "launching a kernel", call.operation);
+  const int blocks = layer_.share == 1 ? layer_.gpu->num_sms() : kernel_sms(num_sms);
+  layer_.gpu->check(
+      launch_add_partial_sums(add, layer_.config.token_dtype, wide, blocks, stream_of(call)),
+      "launching a kernel", call.operation);
   if (!by_phases_) path_.join(stream_of(call));
 }
 

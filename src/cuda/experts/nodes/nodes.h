@@ -31,8 +31,7 @@ class ChunkProgram {
  public:
   /// Collective.
   /// @param max_row_bytes the largest row that is sent
-  ChunkProgram(Transport& transport, std::shared_ptr<GpuRank> gpu, const EPConfig& config,
-               std::int64_t max_row_bytes);
+  ChunkProgram(const GpuExpertLayer& layer, std::int64_t max_row_bytes);
   ChunkProgram(const ChunkProgram&) = delete;
   ChunkProgram& operator=(const ChunkProgram&) = delete;
   ~ChunkProgram();
@@ -46,7 +45,7 @@ class ChunkProgram {
   [[nodiscard]] const SignalPad& pad() const { return pad_; }
   [[nodiscard]] const std::uint64_t* whole_slots() const { return pad_.local; }
   [[nodiscard]] ChunkSlots chunk_slots() const {
-    return {pad_.local + config_.num_nodes(), num_chunks_, chunk_shift_};
+    return {pad_.local + layer_.config.num_nodes(), num_chunks_, chunk_shift_};
   }
 
   /// Which sums are made for other nodes, in the order of sending.
@@ -54,17 +53,15 @@ class ChunkProgram {
   [[nodiscard]] std::uint64_t* ready(const SumPiece& piece) const { return ready_ + piece.ready; }
 
  private:
-  [[nodiscard]] std::int64_t others() const { return config_.num_nodes() - 1; }
+  [[nodiscard]] std::int64_t others() const { return layer_.config.num_nodes() - 1; }
 
-  Transport& transport_;
-  std::shared_ptr<GpuRank> gpu_;
-  EPConfig config_;
+  const GpuExpertLayer& layer_;
   std::int32_t chunk_shift_;
   std::int32_t num_chunks_;        ///< chunks per node
   std::int32_t ready_pieces_ = 0;  ///< pieces per node; 0: see ListPutsParams
   std::int64_t piece_tokens_ = 0;
   SignalPad pad_;  ///< [nodes] for whole parts, then [nodes, num_chunks]
-  std::shared_ptr<void> memory_;
+  std::shared_ptr<void> tables_;
   PathProgram program_{};
   unsigned* done_ = nullptr;        ///< used by the network path: puts of a step that have arrived
   std::uint64_t* ready_ = nullptr;  ///< counters of partial sums that are made
@@ -83,9 +80,7 @@ class NodeSlices {
     std::function<void(cudaStream_t)> unpack;
   };
 
-  NodeSlices(std::shared_ptr<GpuRank> gpu, int share, const EPConfig& config,
-             const EPDispatchOptions& options, const ExpertMemory& memory,
-             const ExpertParams& params);
+  NodeSlices(const GpuExpertLayer& layer, const ExpertParams& params);
 
   /// Whether hosts know the counts. They do if windows may grow, because then each host has waited
   /// for them. All ranks get the same answer.
@@ -112,11 +107,7 @@ class NodeSlices {
   void move(const MoveNodeRowsParams& params, int blocks, cudaStream_t stream,
             const char* operation) const;
 
-  std::shared_ptr<GpuRank> gpu_;
-  int share_;
-  EPConfig config_;
-  EPDispatchOptions options_;
-  const ExpertMemory& memory_;
+  const GpuExpertLayer& layer_;
   const ExpertParams& params_;
   std::int64_t sum_bytes_;    ///< bytes of a row of sums
   std::int64_t token_bytes_;  ///< bytes of a row that travels
@@ -135,9 +126,7 @@ class ExpertNodes {
   /// The other SMs.
   [[nodiscard]] static int kernel_sms(int num_sms);
 
-  ExpertNodes(Transport& transport, std::shared_ptr<GpuRank> gpu, int share, NetworkPath& path,
-              const EPConfig& config, const EPDispatchOptions& options, const ExpertMemory& memory,
-              const ExpertParams& params);
+  ExpertNodes(const GpuExpertLayer& layer, NetworkPath& path, const ExpertParams& params);
   ExpertNodes(const ExpertNodes&) = delete;
   ExpertNodes& operator=(const ExpertNodes&) = delete;
   ~ExpertNodes() = default;
@@ -168,7 +157,7 @@ class ExpertNodes {
 
   /// Where the combine of a node's ranks leaves sums: [nodes, M] rows, by home node.
   [[nodiscard]] std::byte* sums() const {
-    return memory_.workspace.local + memory_.workspace_layout.sums;
+    return layer_.memory.workspace.local + layer_.memory.workspace_layout.sums;
   }
 
   /// Which sums are made for other nodes, in the order of sending. Call finish_piece() after each.
@@ -210,16 +199,13 @@ class ExpertNodes {
   [[nodiscard]] const std::uint64_t* whole_slots(ExpertSignal signal) const;
   void copy(std::byte* to, const ConstTensorView& from, std::int64_t row_bytes,
             const ExpertCall& call) const;
-  [[nodiscard]] std::int64_t own_slice() const { return own_node_ * config_.max_tokens; }
-  [[nodiscard]] std::int32_t local_rank() const { return config_.rank % config_.local_world_size; }
+  [[nodiscard]] std::int64_t own_slice() const { return own_node_ * layer_.config.max_tokens; }
+  [[nodiscard]] std::int32_t local_rank() const {
+    return layer_.config.rank % layer_.config.local_world_size;
+  }
 
-  Transport& transport_;
-  std::shared_ptr<GpuRank> gpu_;
-  int share_;
+  const GpuExpertLayer& layer_;
   NetworkPath& path_;
-  EPConfig config_;
-  EPDispatchOptions options_;
-  const ExpertMemory& memory_;
   const ExpertParams& params_;
   const bool by_phases_;  ///< the host must know what is sent
   const std::int32_t own_node_;

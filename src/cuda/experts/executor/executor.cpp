@@ -1,0 +1,406 @@
+#include "executor.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "../../rank/gpu_rank.h"
+#include "../call_params.h"
+#include "../launch.h"
+#include "../nodes/nodes.h"
+#include "../tables.h"
+#include "combine_calls.h"
+#include "experts/expert_executor.h"
+#include "runtime/executor.h"
+#include "transport/transport.h"
+#include "waybill/core/error.h"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr const char* barrier_operation = "ep_barrier_all";
+constexpr int default_sms = 16;
+static_assert(weight_gradient_sums == gradient_partial_sums);
+
+void check_supported(const Transport& transport, const NetworkPath* path, const EPConfig& config) {
+  const std::int32_t world = config.world_size;
+  if (config.num_experts > max_experts_on_gpu(world)) {
+    throw Unsupported(concat("experts on GPUs: num_experts = ", config.num_experts, " of ", world,
+                             " ranks, expected at most ", max_experts_on_gpu(world)));
+  }
+  const std::int32_t local = config.local_world_size;
+  for (std::int32_t r = 0; r < world; ++r) {
+    const bool of_node = r / local == config.rank / local;
+    if (of_node && transport.reach(Rank{r}) == Reach::network) {
+      throw Unsupported(concat("experts on GPUs: rank ", r,
+                               " is on another node, expected ranks that reach each other by load "
+                               "and store"));
+    }
+  }
+  if (config.is_intra_node()) return;
+  if (path == nullptr) {
+    throw Unsupported(concat("experts on GPUs: ", config.num_nodes(),
+                             " nodes, expected one: this world does not carry rows between nodes"));
+  }
+  const std::int32_t of_world = transport.topology().ranks_per_node;
+  if (local != of_world) {
+    throw Unsupported(concat("experts on GPUs: local_world_size = ", local, ", expected ", of_world,
+                             ", as the nodes of the world"));
+  }
+}
+
+class GpuExpertExecutor final : public ExpertExecutor {
+ public:
+  GpuExpertExecutor(const GpuExpertLayer& layer, NetworkPath* path)
+      : layer_(layer),
+        links_(layer.transport.links()),
+        params_(layer_),
+        barrier_epochs_(device_memory(2 * sizeof(std::uint64_t), layer.gpu->stream())),
+        pool_(std::make_shared<TablePool>(layer.gpu)) {
+    const bool nodes = !layer_.config.is_intra_node();
+    if (nodes) nodes_ = std::make_unique<ExpertNodes>(layer_, *path, params_);
+    combine_ = std::make_unique<GpuExpertCombine>(layer_, params_, nodes_.get());
+    cuda_check(prepare_barrier(), "loading kernels");
+    cuda_check(prepare_route(nodes), "loading kernels");
+    if (params_.is_low_latency()) cuda_check(prepare_low_latency_route(), "loading kernels");
+    cuda_check(prepare_stage(layer_.config.token_dtype, layer_.config.weight_dtype),
+               "loading kernels");
+    cuda_check(prepare_weight_gradient(layer_.config.token_dtype, layer_.config.weight_dtype),
+               "loading kernels");
+    for (const bool bulk : {false, true}) {
+      if (bulk && !layer_.gpu->has_bulk_copies()) continue;
+      cuda_check(prepare_rows(bulk), "loading kernels");
+    }
+  }
+  GpuExpertExecutor(const GpuExpertExecutor&) = delete;
+  GpuExpertExecutor& operator=(const GpuExpertExecutor&) = delete;
+  ~GpuExpertExecutor() override { layer_.transport.defer_release({pool_, barrier_epochs_}); }
+
+  void realign(const ExpertCall& call, std::uint32_t next_dispatch,
+               std::uint32_t next_combine) override {
+    if (nodes_ != nullptr) return;
+    begin();
+    ExpertCall empty = call;
+    empty.fingerprint = {.call = CollectiveCall::realign};
+    const MoeArrive arrive = params_.arrive(empty, FaultKind::moe_dispatch);
+    check(launch_realign(arrive, {{next_dispatch, next_combine}}, stream_of(call)), call);
+  }
+
+  std::shared_ptr<ExpertTables> route(const ExpertCall& call,
+                                      const ExpertDispatchInput& input) override {
+    begin();
+    const TableCall table_call = table_call_of(call);
+    last_ticket_ = (last_ticket_ + 1) & 0xFFFFFFFF;
+    auto tables = std::make_shared<GpuExpertTables>(
+        std::make_shared<GpuExpertRouting>(layer_.config, layer_.options,
+                                           layer_.memory.capacity_rows, input.ids.shape[0],
+                                           last_ticket_, pool_, layer_.gpu, table_call),
+        weight_memory(input, table_call), layer_.config.weight_dtype, table_call);
+    if (nodes_ != nullptr) begin_on_nodes(call, input, tables->routing(), true);
+    if (nodes_ != nullptr) nodes_->count_rows(call, *tables->being_made());
+    const RouteParams params = params_.route(call, input, *tables);
+    const int blocks = num_route_blocks(params.shape, call);
+    // No event may be recorded after it: the rows' kernel begins early only if it follows directly.
+    if (params_.is_low_latency()) {
+      check(launch_low_latency_route(params, blocks, is_alone(), stream_of(call)), call);
+    } else {
+      check(launch_route(params, blocks, stream_of(call)), call);
+    }
+    return tables;
+  }
+
+  std::shared_ptr<ExpertTables> enter(const ExpertCall& call, const ExpertDispatchInput& input,
+                                      const ExpertTables& earlier) override {
+    begin();
+    const TableCall table_call = table_call_of(call);
+    auto tables = std::make_shared<GpuExpertTables>(
+        static_cast<const GpuExpertTables&>(earlier).shared_routing(),
+        weight_memory(input, table_call), layer_.config.weight_dtype, table_call);
+    if (nodes_ != nullptr) begin_on_nodes(call, input, tables->routing(), false);
+    const EnterParams params = params_.enter(call, input, *tables);
+    const int blocks = params.weights == nullptr ? 1 : route_blocks(params.shape, num_sms(call));
+    check(launch_enter(params, blocks, is_alone(), stream_of(call)), call);
+    return tables;
+  }
+
+  void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
+                ExpertTables& begun) override {
+    begin();
+    auto& made_tables = static_cast<GpuExpertTables&>(begun);
+    const TableCall table_call = table_call_of(call);
+    GpuExpertRouting* const made = made_tables.being_made();
+    if (made != nullptr) made->fit(layer_.memory.capacity_rows, table_call);
+    RowsParams params = params_.rows(call, input, made_tables);
+    if (call.sums_locally && nodes_ == nullptr && layer_.options.rows == EPRows::grouped) {
+      params.kept_weights = keep_weights(made_tables, table_call);
+    }
+    params.tokens = input.tokens.data;
+    params.scales = input.scales.data;
+    const int blocks = kernel_sms(call);
+    if (nodes_ != nullptr) {
+      nodes_->start_rows(call, input, made_tables.routing(), num_sms(call), params);
+    } else if (layer_.options.payload == EPPayload::quantized) {
+      quantize(call, input, params_.elements(), params_.scales());
+      params.tokens = params_.elements();
+      params.scales = params_.scales();
+    }
+    const std::int64_t row_bytes = payload_row_bytes(layer_.config, layer_.options);
+    const std::int64_t scale_bytes = scale_row_bytes(layer_.config, layer_.options);
+    const int word =
+        common_word({address_of(params.tokens), row_bytes, address_of(params.scales), scale_bytes,
+                     address_of(params.own_tokens), address_of(params.own_scales)});
+    const bool bulk = layer_.gpu->has_bulk_copies() && word == 16;
+    params.cuts = cut_rows(row_bytes, static_cast<std::int32_t>(scale_bytes), bulk, word);
+    if (layer_.options.rows == EPRows::compact) params.cuts.signal_less();
+    params.num_senders =
+        num_sending_blocks(links_, layer_.config, layer_.options, blocks, params.shape.num_tokens);
+    if (made != nullptr && is_given(input.full_scatter_indices)) claim_rows(call, *made, params);
+    const bool early =
+        is_alone() && layer_.options.payload != EPPayload::quantized && !params.claims_rows;
+    if (bulk && early) params.early_work = early_work_of(made_tables, params);
+    if (params.early_work == EarlyWork::to_slots) {
+      // A block that found no free SM could begin only after the route has ended.
+      const int free_sms = layer_.gpu->num_sms() - num_route_blocks(params.shape, call);
+      params.num_senders = std::clamp(free_sms, 1, params.num_senders);
+    }
+    check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
+    if (nodes_ != nullptr && made != nullptr) nodes_->note_runs(call, *made);
+    if (nodes_ != nullptr) nodes_->finish_rows(call);
+    made_tables.finish(table_call);
+  }
+
+  void combine(const ExpertCall& call, const ExpertCombineInput& input,
+               const ExpertTables& tables) override {
+    begin();
+    const auto& made_tables = static_cast<const GpuExpertTables&>(tables);
+    combine_->run(call, input, made_tables, num_sms(call));
+    made_tables.note_use(table_call_of(call), input.options.weighted);
+  }
+
+  void weigh_gradients(const ExpertGradientInput& input, const ExpertTables& tables,
+                       const Stream& stream) override {
+    begin();
+    const auto& made_tables = static_cast<const GpuExpertTables&>(tables);
+    if (input.gradients.shape[0] == 0) return;
+    const WeightGradientParams params{
+        .gradients = input.gradients.data,
+        .weights = input.weights.data,
+        .rows = input.rows.data,
+        .row_gradients = input.row_gradients.data,
+        .weight_gradients = reinterpret_cast<float*>(input.weight_gradients.data),
+        .hidden = layer_.config.hidden,
+        .num_rows = input.gradients.shape[0],
+        .num_recv_rows = num_recv_rows(made_tables)};
+    const bool wide = layer_.config.hidden % 8 == 0 &&
+                      common_word({address_of(params.gradients), address_of(params.rows),
+                                   address_of(params.row_gradients)}) == 16;
+    layer_.gpu->check(
+        launch_weight_gradient(params, layer_.config.token_dtype, layer_.config.weight_dtype, wide,
+                               2 * layer_.gpu->num_sms(), stream_of(stream)),
+        "launching a kernel", "weigh_gradients");
+    made_tables.note_use(table_call(*layer_.gpu, stream_of(stream)), false);
+  }
+
+  void copy_rows(const ConstTensorView& from, const TensorView& to, const ExpertTables& tables,
+                 const Stream& stream) override {
+    begin();
+    const auto& made_tables = static_cast<const GpuExpertTables&>(tables);
+    if (from.shape[0] == 0) return;
+    StageParams params{};
+    params.shape.capacity_rows = from.shape[0];  // no row is missing, so nothing is reported
+    params.input = from.data;
+    params.num_rows = from.shape[0];
+    params.window = to.data;
+    params.row_bytes = layer_.config.hidden * dtype_bytes(from.dtype);
+    params.num_recv_rows = num_recv_rows(made_tables);
+    const int word =
+        common_word({address_of(params.input), address_of(params.window), params.row_bytes});
+    layer_.gpu->check(launch_copy_rows(params, word, 2 * layer_.gpu->num_sms(), stream_of(stream)),
+                      "launching a kernel", "copy_rows");
+    made_tables.note_use(table_call(*layer_.gpu, stream_of(stream)), false);
+  }
+
+  void barrier(const SignalPad& signals, bool of_world, std::uint64_t /*epoch*/,
+               const Stream& stream) override {
+    begin();
+    BarrierParams params{};
+    params.rank = layer_.config.rank;
+    params.count = of_world ? layer_.config.world_size : layer_.config.local_world_size;
+    params.first = layer_.config.rank / params.count * params.count;
+    for (std::int32_t i = 0; i < params.count; ++i) {
+      // Ranks of another logical node count, too, if their memory is mapped.
+      if (signals.memory[params.first + i] == nullptr) return barrier_on_host(stream);
+    }
+    const std::int64_t first_slot = of_world ? layer_.config.world_size : 0;
+    params.epoch = static_cast<std::uint64_t*>(barrier_epochs_.get()) + (of_world ? 1 : 0);
+    params.sink = layer_.gpu->sink(layer_.share);
+    params.own = signals.local + first_slot;
+    params.peers =
+        peers_of<std::uint64_t>(signals.table, first_slot * std::int64_t{sizeof(std::uint64_t)});
+    layer_.gpu->check(launch_barrier(params, stream_of(stream)), "launching a kernel",
+                      barrier_operation);
+  }
+
+  ExpertOverflow take_overflow() override {
+    layer_.gpu->throw_fault();
+    const std::uint64_t overflow_word = params_.faults()->overflow;
+    params_.faults()->overflow = 0;
+    return {.rows = static_cast<std::int32_t>(overflow_word),
+            .call = overflow_word >> overflow_epoch_shift};
+  }
+
+ private:
+  void begin() const {
+    layer_.gpu->use();
+    layer_.gpu->throw_fault();
+  }
+
+  /// Lets the host wait instead of a kernel, for nodes that reach each other over a network only.
+  void barrier_on_host(const Stream& stream) const {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    layer_.gpu->check(cudaStreamIsCapturing(stream_of(stream), &status), "asking a stream",
+                      barrier_operation);
+    if (status != cudaStreamCaptureStatusNone) {
+      throw Unsupported(concat(barrier_operation, ": the host waits for ranks of other nodes, ",
+                               "which a graph cannot hold: expected intra_node_only = true, or no ",
+                               "capture"));
+    }
+    layer_.gpu->wait_for(stream_of(stream), "waiting for a stream", barrier_operation);
+    layer_.transport.barrier(barrier_operation);
+  }
+
+  /// The number of rows that this rank has received, on the device.
+  [[nodiscard]] const std::int32_t* num_recv_rows(const GpuExpertTables& tables) const {
+    const GpuExpertRouting& routing = tables.routing();
+    return routing.part(routing.fixed().num_recv_rows) + layer_.config.rank;
+  }
+
+  /// If the host has waited for the counts, all addresses are known when it launches the rows.
+  static EarlyWork early_work_of(const GpuExpertTables& tables, const RowsParams& params) {
+    if (tables.being_made() == nullptr) return EarlyWork::loads;
+    const bool fits =
+        params.receive_slots.tokens > 0 && params.shape.num_tokens <= params.receive_slots.tokens;
+    return fits && !tables.routing().has_waited() ? EarlyWork::to_slots : EarlyWork::nothing;
+  }
+
+  [[nodiscard]] int num_route_blocks(const MoeShape& shape, const ExpertCall& call) const {
+    return params_.is_low_latency() ? low_latency_route_blocks(shape, num_sms(call))
+                                    : route_blocks(shape, kernel_sms(call));
+  }
+
+  /// Whether kernels may take their places early. With several ranks on the device early blocks
+  /// would take the places that another rank needs to proceed. With several nodes other kernels
+  /// come between.
+  [[nodiscard]] bool is_alone() const { return layer_.share == 1 && nodes_ == nullptr; }
+
+  void check(cudaError_t status, const ExpertCall& call) const {
+    layer_.gpu->check(status, "launching a kernel", call.operation);
+  }
+
+  [[nodiscard]] TableCall table_call_of(const ExpertCall& call) const {
+    return table_call(*layer_.gpu, stream_of(call));
+  }
+
+  /// Memory for the weights of a dispatch, if it carries any.
+  [[nodiscard]] TableMemory weight_memory(const ExpertDispatchInput& input,
+                                          const TableCall& call) const {
+    if (!is_given(input.weights)) return {};
+    const std::int64_t topk_slots =
+        layer_.config.num_nodes() * layer_.config.max_tokens * layer_.config.topk;
+    return pool_->take(topk_slots * dtype_bytes(layer_.config.weight_dtype), false, call);
+  }
+
+  /// Memory for the weights of received rows, which outlive those in the window.
+  /// @return null without weights
+  [[nodiscard]] std::byte* keep_weights(GpuExpertTables& tables, const TableCall& call) const {
+    if (!tables.has_weights()) return nullptr;
+    const std::int64_t rows = tables.routing().rows().capacity_rows;
+    return tables.keep_weights(
+        pool_->take(rows * dtype_bytes(layer_.config.weight_dtype), false, call));
+  }
+
+  /// Blocks of a kernel. Ranks that share a device wait for each other, so their blocks must fit on
+  /// it together.
+  [[nodiscard]] int num_sms(const ExpertCall& call) const {
+    const int wanted = call.num_sms > 0 ? call.num_sms : default_sms;
+    return std::max(1, std::min(wanted, layer_.gpu->num_sms() / layer_.share));
+  }
+
+  /// Those of them that are not needed for a network path.
+  [[nodiscard]] int kernel_sms(const ExpertCall& call) const {
+    return nodes_ != nullptr ? ExpertNodes::kernel_sms(num_sms(call)) : num_sms(call);
+  }
+
+  void begin_on_nodes(const ExpertCall& call, const ExpertDispatchInput& input,
+                      const GpuExpertRouting& routing, bool counts) {
+    if (layer_.options.payload == EPPayload::quantized)
+      quantize(call, input, nodes_->own_rows(), nodes_->own_scales());
+    nodes_->begin_dispatch(call, input, routing, counts, num_sms(call));
+  }
+
+  /// Converts tokens to float8 with scales.
+  void quantize(const ExpertCall& call, const ExpertDispatchInput& input, std::byte* elements,
+                std::byte* scales) {
+    QuantizeParams q{};
+    q.input = input.tokens.data;
+    q.elements = reinterpret_cast<std::uint8_t*>(elements);
+    q.scales = reinterpret_cast<float*>(scales);
+    q.num_groups = input.tokens.shape[0] * num_scales(layer_.config, layer_.options);
+    if (q.num_groups == 0) return;
+    constexpr int blocks_per_sm = 4;  // as many as an SM holds, because memory bounds the kernel
+    check(launch_quantize(q, layer_.config.token_dtype, blocks_per_sm * layer_.gpu->num_sms(),
+                          stream_of(call)),
+          call);
+  }
+
+  /// Lets receivers see that a row is taken twice.
+  void claim_rows(const ExpertCall& call, GpuExpertRouting& made, RowsParams& params) const {
+    params.claims_rows = true;
+    layer_.gpu->check(
+        cudaMemsetAsync(made.row_part(made.rows().primary_rows), 0xFF,
+                        static_cast<std::size_t>(made.rows().capacity_rows) * 4, stream_of(call)),
+        "clearing a table", call.operation);
+  }
+
+  const GpuExpertLayer layer_;
+  const LinkSpeeds links_;  ///< as they were when the layer was made
+  ExpertParams params_;
+  std::shared_ptr<void> barrier_epochs_;  ///< [2] on the device: for the node, for the world
+  std::unique_ptr<ExpertNodes> nodes_;    ///< null on one node
+  std::unique_ptr<GpuExpertCombine> combine_;
+  std::shared_ptr<TablePool> pool_;
+  std::uint64_t last_ticket_ = 0;
+};
+
+}  // namespace
+
+int num_sending_blocks(const LinkSpeeds& links, const EPConfig& config,
+                       const EPDispatchOptions& options, int blocks, std::int64_t num_tokens) {
+  const double fill_links = links.nvlink_bytes_per_second / links.block_bytes_per_second;
+  // With few tokens per warp no receiver waits long for a warp that still sends, so all warps do
+  // both.
+  if (blocks == 1 || num_tokens <= std::int64_t{2} * ring_warps * blocks) return blocks;
+  const double world = config.world_size;
+  const double sent = world * (1 - std::pow(1 - 1 / world, config.topk));
+  const double all = options.rows == EPRows::compact ? sent : config.topk;
+  auto senders = static_cast<int>(std::lround(blocks * sent / all));
+  if (world > 1) {
+    senders = static_cast<int>(std::min<double>(senders, fill_links * world / (world - 1)));
+  }
+  return std::clamp(senders, 1, blocks);
+}
+
+std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(Transport& transport,
+                                                         std::shared_ptr<GpuRank> gpu, int share,
+                                                         NetworkPath* path, const EPConfig& config,
+                                                         const EPDispatchOptions& options,
+                                                         const ExpertMemory& memory) {
+  gpu->use();
+  check_supported(transport, path, config);
+  return std::make_unique<GpuExpertExecutor>(
+      GpuExpertLayer{transport, std::move(gpu), share, config, options, memory}, path);
+}
+
+}  // namespace waybill::cuda
