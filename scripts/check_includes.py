@@ -132,7 +132,7 @@ def check_quoted(path, name):
             if not allowed:
                 return f'"{name}": {module}/{mine} may not include {other or name}'
         return None if (ROOT / path.parent / name).is_file() else f'"{name}" does not exist'
-    # A private header of src, "transport/bootstrap/tcp/handshake.h": of the own module, of one that may be
+    # A private header of src, "transport/peer_status.h": of the own module, of one that may be
     # included, or of any for tests.
     if (ROOT / "src" / name).is_file() and ".." not in name and name.split("/")[0] in modules():
         target = name.split("/")[0]

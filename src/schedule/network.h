@@ -29,7 +29,7 @@ void split_network(SequencePlan& plan, const Topology& topology, std::int64_t st
 /// A phase has a level and a part of it. The level of a step is the number of crossings that come
 /// before it one after another, where a batch also comes after the earlier batches of its rank: so
 /// when the phases of lower levels are done on all ranks, the waits of a level end, whatever the
-/// number of workers on the batches (docs/decisions/nccl_backend.md). Parts of a level are for
+/// number of workers on the batches (docs/decisions/nodes.md). Parts of a level are for
 /// pipelining: each takes about `phase_bytes` of each rank's steps.
 [[nodiscard]] std::vector<NetworkPhase> network_phases(std::span<const SequencePlan* const> plans,
                                                        const Topology& topology, Rank rank,

@@ -110,7 +110,7 @@ void expand_chunks(SequencePlan& plan);
 
 /// Compiles the sums for `rank`: `metadata` are those of the forward dispatch of K and V. Row x of
 /// the result is the sum of the copies of row x, in the order of the copies, 0 without copies.
-/// With batches sums are made on the way: docs/decisions/sums_on_the_way.md says in which order.
+/// With batches sums are made on the way: docs/decisions/numbers.md says in which order.
 /// Tensors of float16, bfloat16, float32 or float64, all of one dtype. Chunks are of at most 2048
 /// bytes.
 /// @throws InvalidArgument as above and for other dtypes.

@@ -22,7 +22,7 @@ enum class ExpertPath : std::uint8_t {
 [[nodiscard]] std::string_view to_string(ExpertPath path);
 
 /// The costs of a call of experts besides bytes over links ("measured" and "nominal" as in
-/// HardwareFacts; docs/functions/predict_experts.md says from which runs).
+/// HardwareFacts; docs/functions/predictions.md says from which runs).
 struct ExpertCosts {
   std::int32_t num_sms = 32;  ///< multiprocessors of the call; a quarter of them, 1 to 8, puts
   ExpertPath path = ExpertPath::pipelined;
@@ -103,7 +103,7 @@ struct ExpertCallPrediction {
 /// Predicts the calls of a layer for these choices: from rows and bytes of each link, counted as a
 /// call would send them, and from measured and nominal costs. Nothing runs. A token goes over the
 /// network once for each node, to the rank of the same local index, which forwards it; with
-/// low_latency once for each rank. docs/functions/predict_experts.md has the formulas.
+/// low_latency once for each rank. docs/functions/predictions.md has the formulas.
 /// @param ids one entry per rank, [T, topk] each, of read_expert_ids: a dropped topk slot is
 ///   num_experts
 /// @throws InvalidArgument as summarize_experts, and when options.check() does

@@ -145,7 +145,7 @@ struct StepPrediction {
 /// its four links, plus phase_seconds. Bytes to all peers leave side by side, so a rank has its
 /// rows when its own links are done and those of each sender; where rows are forwarded, also the
 /// sender's sender, and a piece and a message for each rank on the way. Ranks begin a phase when
-/// their phase before has ended: there is no barrier. docs/functions/predict_step.md has the
+/// their phase before has ended: there is no barrier. docs/functions/predictions.md has the
 /// formulas. Linear in shards, copies, hops and ranks, but for a sort of what is forwarded.
 ///
 /// The work of a query follows the mask's window; without one, the plan's kv_begin and mask.

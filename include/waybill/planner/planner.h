@@ -16,7 +16,7 @@ namespace waybill {
 /// Queries stay at home where work allows. A rank with too much gives contiguous slabs of its
 /// longest documents away, cut so that the bytes of Q and KV for the work are least; the rank with
 /// the most room takes the slab that ends last, ranks that hold KV of the document first. Near
-/// linear in documents and ranks, deterministic. docs/decisions/planner_algorithm.md tells why.
+/// linear in documents and ranks, deterministic. docs/decisions/planner.md tells why.
 ///
 /// @param doc_lengths tokens, each >= 1, packed in order into the ranks: a document may lie across
 ///   ranks. Their sum at most world_size * tokens_per_rank.

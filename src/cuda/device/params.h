@@ -77,7 +77,7 @@ struct FingerprintParams {
 
 /// A part of symmetric memory on each rank: a table of addresses on the device, which lives as long
 /// as the memory (SymmetricBuffer::table), and the offset of the part.
-/// docs/decisions/device_tables.md
+/// docs/decisions/sequences.md
 template <class T>
 struct Peers {
   std::byte* const* bases;  ///< [ranks]

@@ -430,7 +430,7 @@ class CallComparison {
 /// The previous kernel on the stream, with which the call began. With receive slots it announces
 /// its results in words, before it ends. A kernel must wait for these words: that the previous
 /// kernel has released its place says nothing about what it has written
-/// (docs/decisions/begin_words.md). Each thread has its own.
+/// (docs/decisions/experts.md). Each thread has its own.
 class CallBegin {
  public:
   template <class Rows>

@@ -335,7 +335,7 @@ struct QuantizeParams {
 };
 
 // The combine that pushes: each rank sends what its experts made of a token to a slab on the
-// token's home rank, which has a fixed row for each contribution. docs/decisions/push_combine.md
+// token's home rank, which has a fixed row for each contribution. docs/decisions/experts.md
 
 /// A unit is pushed, signalled and summed as a whole. It has some neighbouring tokens, and of their
 /// rows one part.
