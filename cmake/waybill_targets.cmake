@@ -20,7 +20,7 @@ function(waybill_target_defaults target)
   target_compile_options(${target} PRIVATE $<${cxx}:-Wall> $<${cxx}:-Wextra>)
   if(WAYBILL_DEV)
     target_compile_options(
-      ${target} PRIVATE "$<${cxx}:-Wpedantic;-Wshadow;-Wconversion>")
+      ${target} PRIVATE "$<${cxx}:-Wpedantic;-Wshadow;-Wconversion;-Wno-sign-conversion>")
     if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
       # What gcc's optimiser guesses about inlined std::string and std::vector is often wrong.
       target_compile_options(

@@ -248,8 +248,8 @@ void fill_duplicate_maps(const ExpertDispatch& dispatch, std::int32_t rank,
       topk_slots[std::int64_t{first} * config.topk + topk_slot] = row;
     }
   }
-  desc.skipped_token_mapping_indices = IndexArray({count}, std::move(primary_row));
-  desc.skipped_token_topk_mapping_indices = IndexArray({count, config.topk}, std::move(topk_slots));
+  desc.skipped_token_mapping_indices = IndexArray({count}, primary_row);
+  desc.skipped_token_topk_mapping_indices = IndexArray({count, config.topk}, topk_slots);
 }
 
 /// Makes the maps between compact rows and the rows that a grouped dispatch would have given.

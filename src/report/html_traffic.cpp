@@ -35,7 +35,7 @@ struct Heat {
 
 Heat make_heat(const PlanSummary& summary) {
   Heat heat{.blocks = RankBlocks::make(summary.world_size, max_blocks), .bytes = {}};
-  heat.bytes.resize(heat.blocks.count() * heat.blocks.count());
+  heat.bytes.resize(std::size_t{1} * heat.blocks.count() * heat.blocks.count());
   for (const TrafficPair& pair : summary.pairs) {
     const std::int32_t src = pair.src_rank / heat.blocks.ranks_per_block;
     const std::int32_t dst = pair.dst_rank / heat.blocks.ranks_per_block;

@@ -426,8 +426,8 @@ void append(std::vector<Value>& to, std::span<const Value> values) {
 void drop_repeated(std::vector<BatchSlot>& waits) {
   const auto key = [](const BatchSlot& slot) { return std::tuple(slot.rank, slot.slot); };
   std::ranges::sort(waits, {}, key);
-  const auto repeated = std::ranges::unique(waits, {}, key);
-  waits.erase(repeated.begin(), repeated.end());
+  const auto same = [&](const BatchSlot& a, const BatchSlot& b) { return key(a) == key(b); };
+  waits.erase(std::unique(waits.begin(), waits.end(), same), waits.end());
 }
 
 }  // namespace

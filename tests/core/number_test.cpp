@@ -149,7 +149,6 @@ TEST(Float8E4m3, RoundsToTheNearestTiesToEven) {
 }
 
 TEST(Float8E4m3, InfinityIsTheLargestAndNanIsNan) {
-  constexpr float infinity = std::numeric_limits<float>::infinity();
   EXPECT_EQ(float_to_float8_e4m3fn(infinity), 0x7E);
   EXPECT_EQ(float_to_float8_e4m3fn(-infinity), 0xFE);
   EXPECT_EQ(float_to_float8_e4m3fn(std::numeric_limits<float>::quiet_NaN()), 0x7F);

@@ -20,24 +20,24 @@ class TextPart {
   TextPart(const Value& value) noexcept {  // NOLINT(google-explicit-constructor): any value is one
     if constexpr (std::same_as<Value, char> || std::same_as<Value, signed char> ||
                   std::same_as<Value, unsigned char>) {
-      integer_ = static_cast<char>(value);
+      content_.natural = static_cast<unsigned char>(value);
       write_ = &write_character;
     } else if constexpr (std::signed_integral<Value> || std::same_as<Value, bool>) {
-      integer_ = value;
+      content_.integer = value;
       write_ = &write_integer;
     } else if constexpr (std::unsigned_integral<Value>) {
-      natural_ = value;
+      content_.natural = value;
       write_ = &write_natural;
     } else if constexpr (std::same_as<Value, double> || std::same_as<Value, float>) {
-      real_ = static_cast<double>(value);
+      content_.real = static_cast<double>(value);
       write_ = &write_real;
     } else if constexpr (std::is_convertible_v<const Value&, std::string_view>) {
       const std::string_view text = value;
-      object_ = text.data();
+      content_.object = text.data();
       size_ = text.size();
       write_ = &write_text;
     } else {
-      object_ = &value;
+      content_.object = &value;
       write_ = &write_object<Value>;
     }
   }
@@ -53,15 +53,17 @@ class TextPart {
   static void write_text(std::ostream& out, const TextPart& part);
   template <class Value>
   static void write_object(std::ostream& out, const TextPart& part) {
-    out << *static_cast<const Value*>(part.object_);
+    out << *static_cast<const Value*>(part.content_.object);
   }
 
-  union {
-    std::int64_t integer_;
-    std::uint64_t natural_;
-    double real_;
-    const void* object_;
+  union Content {
+    std::int64_t integer;
+    std::uint64_t natural;
+    double real;
+    const void* object;
   };
+
+  Content content_;
   std::size_t size_ = 0;  // bytes of a text
   void (*write_)(std::ostream& out, const TextPart& part);
 };

@@ -7,15 +7,12 @@
 
 #include "../rank/gpu_rank.h"
 #include "core/memory_layout.h"
-#include "core/to_size.h"
 #include "params.h"
 #include "runtime/executor.h"
 #include "waybill/core/error.h"
 
 namespace waybill::cuda {
 namespace {
-
-using waybill::detail::to_size;
 
 /// Lets the thread allocate while one of its streams is being captured.
 class RelaxedCapture {
@@ -135,7 +132,6 @@ void TablePool::give_back(std::list<TableBlock>& block) noexcept {
 namespace {
 
 using waybill::detail::MemoryLayout;
-using waybill::detail::to_size;
 
 /// Compact rows have places in the grouped order, too.
 std::int64_t max_grouped_rows(const EPConfig& config, EPDispatchOptions options) {

@@ -137,8 +137,8 @@ template <class Result, class... Arguments>
 auto ours(Result (*)(Arguments...))
     -> decltype(ours(std::declval<Result>())) (*)(decltype(ours(std::declval<Arguments>()))...);
 
-template <auto theirs, class Declared>
-constexpr bool same = std::is_same_v<decltype(ours(theirs)), Declared>;
+template <auto Theirs, class Declared>
+constexpr bool same = std::is_same_v<decltype(ours(Theirs)), Declared>;
 
 static_assert(same<&ncclGetUniqueId, decltype(NcclApi::get_unique_id)>);
 static_assert(same<&ncclCommInitRankConfig, decltype(NcclApi::init_rank)>);

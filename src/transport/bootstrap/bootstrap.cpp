@@ -36,7 +36,7 @@ std::string take_name(Bytes& bytes, std::size_t rank, std::string_view operation
     throw TransportError(concat(operation, ": the exchange returned ", bytes.size(),
                                 " bytes of rank ", rank, ", which that rank has not given"));
   }
-  const std::string name(reinterpret_cast<const char*>(bytes.data()) + 1, size);
+  std::string name(reinterpret_cast<const char*>(bytes.data()) + 1, size);
   bytes.erase(bytes.begin(), bytes.begin() + 1 + static_cast<std::ptrdiff_t>(size));
   return name;
 }
