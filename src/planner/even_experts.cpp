@@ -72,7 +72,7 @@ class EvenExpertsPlanner::State {
   std::vector<std::int64_t> expert_rows_, rank_rows_;
   std::int64_t mean_ = 0, total_ = 0;
 
-  // Of the pass that is tried.
+  // State of the pass that is tried.
   std::int64_t limit_ = 0;
   std::vector<std::int64_t> home_rows_, load_;
   std::vector<std::int32_t> free_, sent_;
@@ -179,7 +179,7 @@ void EvenExpertsPlanner::State::count(std::span<const std::int64_t> rows) {
   mean_ = (total_ + num_ranks_ - 1) / num_ranks_;
 }
 
-/// What the k fullest ranks keep if the others take their `room` largest experts.
+/// The rows that the k fullest ranks keep if the others take their `room` largest experts.
 std::int64_t EvenExpertsPlanner::State::kept_by_fullest(std::int32_t k, std::int64_t room) {
   sorted_.clear();
   for (std::int32_t i = 0; i < k; ++i) {

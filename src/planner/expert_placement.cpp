@@ -235,7 +235,7 @@ Placement::Change Placement::best_change(std::int64_t max_moves) const {
   std::vector<std::int32_t> order(num_ranks_);
   std::iota(order.begin(), order.end(), 0);
   std::ranges::stable_sort(order, {}, [&](std::int32_t r) { return -rank_loads_[r]; });
-  // What is less than this share of the load is noise of the sums.
+  // A difference below this is noise of the sums.
   const double noise = 1e-12 * rank_loads_[order.front()];
   const auto helps = [&](const Change& change, std::int32_t from) {
     return change.slot >= 0 && change.fullest < rank_loads_[from] - noise &&

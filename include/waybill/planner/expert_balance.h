@@ -78,8 +78,8 @@ struct ExpertPlacementOptions {
   /// Experts of a group (num_experts / num_groups, in order) lie on one node, and a node holds as
   /// many groups as any other; 0: experts lie anywhere.
   std::int32_t num_groups = 0;
-  /// What lies where now, [layers, num_ranks, slots_per_rank], -1 for an empty slot; empty:
-  /// nothing.
+  /// The experts that lie in the slots now, [layers, num_ranks, slots_per_rank], -1 for an empty
+  /// slot; empty: nothing.
   std::span<const std::int32_t> present = {};
   /// Experts that may come to a rank per layer; -1: any number. Needs `present`.
   std::int64_t max_moves = -1;
