@@ -7,6 +7,13 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-scripts/build_tests.sh "$@"
+python_options=()
+[[ ${WAYBILL_TEST_TORCH:-0} == 1 ]] && python_options+=(--torch)
+
+scripts/setup.sh
+scripts/python_env.sh "${python_options[@]}"
+cmake --preset release --log-level=WARNING -DWAYBILL_PYTHON=ON \
+  -DPython_EXECUTABLE="$PWD/build/venv/bin/python" "$@"
+cmake --build --preset release
 scripts/run_ctest.sh release
 scripts/test_python.sh
