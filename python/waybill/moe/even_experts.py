@@ -73,7 +73,8 @@ def even_experts(
             expert twice; an option out of range.
     """
     counts = _counts(rows)
-    _check_numbers(spare_experts=spare_experts, min_rows=min_rows, alignment=alignment)
+    numbers = {"spare_experts": spare_experts, "min_rows": min_rows, "alignment": alignment}
+    _check_integers("even_experts", numbers, 2**53, "2^53")
     factor = 1.0 if limit is None else limit
     if isinstance(factor, bool) or not isinstance(factor, (int, float)):
         raise InvalidArgument(f"even_experts: limit = {factor!r}, expected a number >= 1")
@@ -120,12 +121,12 @@ def _counts(rows: Any) -> IntArray:
     return table
 
 
-def _check_numbers(**numbers: Any) -> None:
+def _check_integers(who: str, numbers: dict[str, Any], largest: int, shown: str) -> None:
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-            raise InvalidArgument(f"even_experts: {name} = {value!r}, expected an integer")
-        if abs(int(value)) > 2**53:
-            raise InvalidArgument(f"even_experts: {name} = {value}, expected at most 2^53")
+            raise InvalidArgument(f"{who}: {name} = {value!r}, expected an integer")
+        if abs(int(value)) > largest:
+            raise InvalidArgument(f"{who}: {name} = {value}, expected at most {shown}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,11 +191,7 @@ def plan_expert_placement(
         "num_groups": 0 if num_groups is None else num_groups,
         "max_moves": -1 if max_moves is None else max_moves,
     }
-    for name, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-            raise InvalidArgument(f"{who}: {name} = {value!r}, expected an integer")
-        if not -(2**31) <= value < 2**31:
-            raise InvalidArgument(f"{who}: {name} = {value}, expected at most 2^31 - 1")
+    _check_integers(who, options, 2**31 - 1, "2^31 - 1")
     for name, given in (("slots_per_rank", slots_per_rank), ("num_groups", num_groups)):
         if given is not None and given < 1:
             raise InvalidArgument(f"{who}: {name} = {given}, expected >= 1")
