@@ -13,6 +13,8 @@ from ._arrays import Path, instance, json_text, kept, number, within
 from ._errors import shown
 from .errors import InvalidArgument, WrongType
 
+__all__ = ["AttentionCosts", "LinkSpeeds", "read_links"]
+
 #: Bytes per second that make sense, and the usual ones.
 _LEAST, _MOST = _core.link_speed_range
 _NVLINK, _NETWORK, _BLOCK = _core.default_links

@@ -31,6 +31,8 @@ from .metadata import (
     layout_fields,
 )
 
+__all__ = ["Finding", "QkvPlan", "QkvRouting", "RankAttention", "SparseMetadata", "validate"]
+
 
 class SparseMetadata(Unchanging):
     """Which rows of one tensor go where, in one direction, without padding. Immutable.
