@@ -18,7 +18,7 @@ from ._arrays import (
     within,
 )
 from ._errors import flat_names, said_by
-from ._lifetime import OfThisProcess, forwarded
+from ._lifetime import Made, OfThisProcess, forwarded
 from .costs import AttentionCosts, LinkSpeeds, check_speeds, predicted
 from .errors import InvalidArgument
 from .planner import AttentionPlan, _limit, _mask, _world, in_words
@@ -74,7 +74,7 @@ class Remedy(NamedTuple):
     seconds: float
 
 
-class StepPrediction(OfThisProcess):
+class StepPrediction(OfThisProcess, Made):
     """One attention layer, forward and backward, as it would run. From ``predict_step``."""
 
     __slots__ = ("_name", "_num_shards", "_plan", "_step")
@@ -83,17 +83,11 @@ class StepPrediction(OfThisProcess):
     _num_shards: int
     _plan: Any
     _step: Any
-
-    def __init__(self) -> None:
-        raise InvalidArgument(
-            "StepPrediction: got a constructor call, expected waybill.predict_step(...)"
-        )
+    _made_by = "waybill.predict_step(...)"
 
     @classmethod
     def _wrap(cls, step: Any, name: str, num_shards: int, plan: Any = None) -> StepPrediction:
-        self = cls.__new__(cls)
-        self._step, self._name, self._num_shards, self._plan = step, name, num_shards, plan
-        return self
+        return cls._with(_step=step, _name=name, _num_shards=num_shards, _plan=plan)
 
     seconds: float = forwarded("_step.seconds", "When the last rank has ended.")
     forward_seconds: float = forwarded(
@@ -336,9 +330,7 @@ def zigzag_plan(
     as divide the world, at most 8), each sequence in 2 * degree chunks, rank i has the i-th and the
     i-th from the end.
     """
-    return _static(
-        _core.zigzag_plan, "zigzag_plan", doc_lengths, world_size, tokens_per_rank, degree, mask
-    )
+    return _static("zigzag_plan", doc_lengths, world_size, tokens_per_rank, degree, mask)
 
 
 def per_document_plan(
@@ -349,38 +341,17 @@ def per_document_plan(
     mask: str = "causal",
 ) -> QkvPlan:
     """Static context parallelism as in zigzag_plan, with 2 * degree chunks of every document."""
-    return _static(
-        _core.per_document_plan,
-        "per_document_plan",
-        doc_lengths,
-        world_size,
-        tokens_per_rank,
-        degree,
-        mask,
-    )
+    return _static("per_document_plan", doc_lengths, world_size, tokens_per_rank, degree, mask)
 
 
 def _static(
-    make: Any,
-    who: str,
-    doc_lengths: Any,
-    world_size: Any,
-    tokens_per_rank: Any,
-    degree: Any,
-    mask: str,
+    who: str, doc_lengths: Any, world_size: Any, tokens_per_rank: Any, degree: Any, mask: str
 ) -> QkvPlan:
     world = _world(world_size, who)
     group = _core.static_degree(world, 8) if degree is None else _degree(degree, who)
     lengths = flat_list(doc_lengths, f"{who}: doc_lengths")
-    return QkvPlan._wrap(
-        make(
-            lengths,
-            world,
-            int64(tokens_per_rank, f"{who}: tokens_per_rank"),
-            group,
-            _mask(mask, who),
-        )
-    )
+    rows = int64(tokens_per_rank, f"{who}: tokens_per_rank")
+    return QkvPlan._wrap(getattr(_core, who)(lengths, world, rows, group, _mask(mask, who)))
 
 
 def _degree(value: Any, who: str) -> int:

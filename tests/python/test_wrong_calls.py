@@ -139,7 +139,10 @@ def test_other_type_errors_stay_as_they_are():
 def test_texts_of_any_shape_are_described():
     one = "f(): incompatible function arguments. The following argument types are supported:\n"
     several = one + "    1. f(a: int, b: str | None = None, c: dict[str, int] = {}) -> None\n"
-    describe = _errors._describe
+
+    def describe(text, given, by_name):
+        return str(_errors._wrong_call(text, given, by_name))
+
     assert describe("no signature", [1], {}) == "no signature"
     assert describe(several, [1.5], {}) == "f: a = 1.5, expected an integer"
     assert describe(several, [1], {"b": 2}) == "f: b = 2, expected str or None"

@@ -10,7 +10,7 @@ import numpy as np
 from .. import _core
 from .._arrays import AnyArray, IntArray, as_numpy, flag, index_array, instance, sequence
 from .._errors import said_by
-from .._lifetime import OfThisProcess
+from .._lifetime import Made, OfThisProcess
 from ..errors import InvalidArgument
 from .config import EPConfig
 
@@ -173,7 +173,7 @@ class EPAllToAllLayoutDesc:
     recv_scales: Optional[Any] = None  #: layers with a float8 payload: [R, hidden / 128]
 
 
-class ExpertDispatch(OfThisProcess):
+class ExpertDispatch(OfThisProcess, Made):
     """The result of ``simulate_dispatch``: one entry per rank in every list."""
 
     _why_not_copied = "compiled tables: simulate_dispatch makes it again; its arrays can be"
@@ -188,9 +188,8 @@ class ExpertDispatch(OfThisProcess):
     num_recv_tokens_per_rank: IntArray  #: [W] rows of each output
     recv_buf_offset_per_expert: IntArray  #: [W, P, W source] first rows
     traffic: Dict[str, IntArray]  #: payloads that cross links
-
-    def __init__(self) -> None:
-        raise InvalidArgument("ExpertDispatch: got a constructor call, expected simulate_dispatch")
+    _compiled: Any
+    _made_by = "simulate_dispatch"
 
     def combine(
         self,
@@ -222,8 +221,6 @@ class ExpertDispatch(OfThisProcess):
             flag(weighted, f"{who}: weighted"),
         )  # fmt: skip
         return [as_float(bits, dtype, native) for bits in sums]
-
-    _compiled: Any
 
 
 def simulate_dispatch(
@@ -294,21 +291,16 @@ def _result(
     config: EPConfig, made: Any, native: bool, weights_native: bool, has_weights: bool
 ) -> ExpertDispatch:
     compiled, tokens, scales, weights, origins, layouts, tables = made
-    self = ExpertDispatch.__new__(ExpertDispatch)
-    self._compiled = compiled
-    self.config = config
-    if scales:
-        self.recv_tokens = [as_float8(bits) for bits in tokens]
-        self.recv_scales = [bits.view(np.float32) for bits in scales]
-    else:
-        self.recv_tokens = [as_float(bits, config.token_dtype_name, native) for bits in tokens]
-        self.recv_scales = None
-    self.recv_weights = None
-    if has_weights:
-        name = config.weight_dtype_name
-        self.recv_weights = [as_float(bits, name, weights_native) for bits in weights]
-    self.recv_origin = list(origins)
-    self.layout = [EPAllToAllLayoutDesc(**layout) for layout in layouts]
-    for name, table in tables.items():
-        setattr(self, name, table)
-    return self
+    dtype, weight_dtype = config.token_dtype_name, config.weight_dtype_name
+    floats = [as_float8(t) if scales else as_float(t, dtype, native) for t in tokens]
+    recv_weights = [as_float(w, weight_dtype, weights_native) for w in weights]
+    return ExpertDispatch._with(
+        _compiled=compiled,
+        config=config,
+        recv_tokens=floats,
+        recv_scales=[bits.view(np.float32) for bits in scales] if scales else None,
+        recv_weights=recv_weights if has_weights else None,
+        recv_origin=list(origins),
+        layout=[EPAllToAllLayoutDesc(**layout) for layout in layouts],
+        **tables,
+    )
