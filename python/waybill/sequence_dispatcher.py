@@ -547,13 +547,7 @@ class SequenceDispatcher(Dispatcher[AnyArray]):
 
 
 def _library_name(array: AnyArray, name: str) -> str:
-    size = array.dtype.itemsize
-    if size not in (1, 2, 4, 8) or array.dtype.hasobject:
-        raise Unsupported(
-            f"{name} has dtype {array.dtype} of {size} bytes, expected elements of 1, 2, 4 or 8"
-            " bytes"
-        )
-    return library_dtype(dtype_name(array), size)
+    return library_dtype(dtype_name(array, name), array.dtype.itemsize)
 
 
 def _strides(array: AnyArray, name: str) -> list[int]:

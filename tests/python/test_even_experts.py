@@ -284,8 +284,8 @@ def test_edges():
 ROWS = [[4, 1, 0, 2], [3, 1, 5, 0]]
 REFUSED = [
     (([[1, -1], [0, 0]],), {}, "rows of rank 0 for expert 1 = -1, expected 0 to 2\\^53"),
-    (([[0.5, 1], [0, 0]],), {}, "rows has fractions"),
-    (([[float("nan"), 1], [0, 0]],), {}, "rows has fractions"),
+    (([[0.5, 1], [0, 0]],), {}, "rows\\[0, 0\\] = 0.5, expected a whole number"),
+    (([[float("nan"), 1], [0, 0]],), {}, "rows\\[0, 0\\] = nan, expected a whole"),
     (([[2**53, 1], [0, 0]],), {}, "all rows are more than 9007199254740992"),
     (([[2**62, 2**62], [2**62, 2**62]],), {}, "expected 0 to 2\\^53"),
     (([1, 2],), {}, "rows has shape \\[2\\], expected \\[num_ranks, num_experts\\]"),

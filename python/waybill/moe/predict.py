@@ -12,7 +12,7 @@ from .._lifetime import Made, OfThisProcess
 from ..costs import LinkSpeeds, check_speed
 from ..errors import InvalidArgument
 from .config import EPConfig
-from .simulate import id_array, per_rank
+from .simulate import ids_of_ranks
 
 
 def choices_of(
@@ -26,8 +26,7 @@ def choices_of(
     compiled = config._compiled()
     with said_by(who):
         options = _core.ep_dispatch_options(compiled, dropped_id, "grouped", 1, payload)
-    entries = per_rank(exp_indices, f"{who}: exp_indices", config.world_size)
-    arrays = [id_array(v, config.topk, f"{who}: exp_indices[{r}]") for r, v in enumerate(entries)]
+    arrays = ids_of_ranks(exp_indices, config.topk, f"{who}: exp_indices", config.world_size)
     return compiled, options, arrays
 
 

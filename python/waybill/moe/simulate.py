@@ -8,14 +8,13 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 
 from .. import _core
-from .._arrays import AnyArray, IntArray, as_numpy, flag, index_array, instance, sequence
+from .._arrays import BITS, AnyArray, IntArray, as_numpy, flag, index_array, instance, sequence
 from .._errors import said_by
 from .._lifetime import Made, OfThisProcess
 from ..errors import InvalidArgument
 from .config import EPConfig
 
 _NUMPY = {"float32": np.float32, "float16": np.float16, "float64": np.float64}
-_BITS = {2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def _bfloat16_bits(array: AnyArray) -> AnyArray:
@@ -28,24 +27,19 @@ def _bfloat16_bits(array: AnyArray) -> AnyArray:
     return result
 
 
-def _numbers(value: Any, name: str) -> AnyArray:
-    array = as_numpy(value, name)
-    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
-        raise InvalidArgument(f"{name} has dtype {array.dtype}, expected floating-point numbers")
-    return array
-
-
 def payload_bits(value: Any, dtype: str, columns: int, name: str) -> Tuple[AnyArray, bool]:
     """Integers of the dtype's size, and whether the caller's array was of that dtype already.
 
     float32 values are rounded to nearest even where the dtype cannot hold them.
     """
-    array = _numbers(value, name)
+    array = as_numpy(value, name)
+    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+        raise InvalidArgument(f"{name} has dtype {array.dtype}, expected floating-point numbers")
     if array.ndim == 1 and array.size == 0:
         array = array.reshape(0, columns)
     if array.dtype.name == dtype and array.dtype.isnative:
         native = np.ascontiguousarray(array)
-        return native.view(_BITS[native.dtype.itemsize]), True
+        return native.view(BITS[native.dtype.itemsize]), True
     with np.errstate(over="ignore"):
         if dtype == "bfloat16":
             return _bfloat16_bits(array.astype(np.float32)), False
@@ -54,7 +48,7 @@ def payload_bits(value: Any, dtype: str, columns: int, name: str) -> Tuple[AnyAr
         if dtype != "float64":
             array = array.astype(np.float32)
         plain = np.ascontiguousarray(array.astype(_NUMPY[dtype]))
-    return plain.view(_BITS[plain.dtype.itemsize]), False
+    return plain.view(BITS[plain.dtype.itemsize]), False
 
 
 def payloads(
@@ -78,6 +72,12 @@ def per_rank(values: Any, name: str, world_size: int) -> Sequence[Any]:
             f"{name} has {len(values)} entries, expected one for each of {world_size} ranks"
         )
     return list(values)
+
+
+def ids_of_ranks(values: Any, columns: int, name: str, world_size: int) -> List[AnyArray]:
+    """Expert ids of each rank."""
+    entries = per_rank(values, name, world_size)
+    return [id_array(v, columns, f"{name}[{r}]") for r, v in enumerate(entries)]
 
 
 def id_array(value: Any, columns: int, name: str) -> AnyArray:
@@ -265,10 +265,7 @@ def simulate_dispatch(
         native = False
     else:
         bits, native = payloads(tokens, token_dtype, hidden, f"{who}: tokens", world)
-    id_arrays = [
-        id_array(v, topk, f"{who}: exp_indices[{r}]")
-        for r, v in enumerate(per_rank(exp_indices, f"{who}: exp_indices", world))
-    ]
+    id_arrays = ids_of_ranks(exp_indices, topk, f"{who}: exp_indices", world)
     weight_bits, weights_native = (
         ([], False)
         if weights is None
