@@ -237,9 +237,7 @@ def _check_hints(dispatch: IntArray, q_seq_to_dst: ArrayLike, max_num_local_seqs
             f" {list(dispatch.shape)}"
         )
     if q_seq_to_dst is not None:
-        shape = list(
-            q_seq_to_dst.shape if hasattr(q_seq_to_dst, "shape") else np.shape(q_seq_to_dst)
-        )
+        shape = list(np.shape(q_seq_to_dst))
         expected = [dispatch.shape[0], dispatch.shape[1], dispatch.shape[0]]
         if shape != expected:
             raise InvalidArgument(
