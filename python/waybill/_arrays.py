@@ -37,19 +37,16 @@ def as_numpy(value: Any, name: str) -> AnyArray:
     if hasattr(value, "__dlpack_device__"):
         try:
             device = value.__dlpack_device__()[0]
-        except (BufferError, RuntimeError, TypeError, ValueError) as error:  # torch's "meta"
+            if device == _DLPACK_CPU:
+                tracked = getattr(value, "requires_grad", False)
+                return np.from_dlpack(value.detach() if tracked else value)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            # torch's "meta", or a dtype that numpy lacks
             raise InvalidArgument(f"{name} cannot be seen as a numpy array: {error}") from None
-        if device != _DLPACK_CPU:
-            where = "a CUDA device" if device in _CUDA_DEVICES else f"DLPack device {int(device)}"
-            raise InvalidArgument(
-                f"{name} lies on {where}, expected host memory: use waybill.torch for GPU tensors"
-            )
-        if getattr(value, "requires_grad", False):
-            value = value.detach()
-        try:
-            return np.from_dlpack(value)
-        except (BufferError, RuntimeError, TypeError, ValueError) as error:  # a dtype numpy lacks
-            raise InvalidArgument(f"{name} cannot be seen as a numpy array: {error}") from None
+        where = "a CUDA device" if device in _CUDA_DEVICES else f"DLPack device {int(device)}"
+        raise InvalidArgument(
+            f"{name} lies on {where}, expected host memory: use waybill.torch for GPU tensors"
+        )
     try:
         return np.asarray(value)
     except (ValueError, OverflowError) as error:

@@ -62,10 +62,8 @@ class LinkSpeeds:
         """Keywords for ``plan``, ``compare``, ``predict_step`` and ``waybill.moe.predict``:
         ``plan(lengths, 8, **links.rates)``.
         """
-        return {
-            "nvlink_bytes_per_second": self.nvlink_bytes_per_second,
-            "network_bytes_per_second": self.network_bytes_per_second,
-        }
+        names = ("nvlink_bytes_per_second", "network_bytes_per_second")
+        return {name: getattr(self, name) for name in names}
 
 
 def read_links(path: Path) -> LinkSpeeds:

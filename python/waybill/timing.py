@@ -235,14 +235,15 @@ def predict_step(
         backward_flops_per_second=backward_flops_per_second,
     )  # fmt: skip
     given["forward_chunk_bytes"] = int64(forward_chunk_bytes, f"{who}: forward_chunk_bytes")
-    whole = {"q_hidden": q_hidden, "kv_hidden": kv_hidden, "window": window}
-    whole["ranks_per_node"] = ranks_per_node
+    whole = {
+        "q_hidden": q_hidden, "kv_hidden": kv_hidden, "window": window,
+        "ranks_per_node": ranks_per_node,
+    }  # fmt: skip
     given.update({k: int64(v, f"{who}: {k}") for k, v in whole.items() if v is not None})
-    real = {"message_seconds": message_seconds, "pairs_per_second": pairs_per_second}
     if costs is not None:
         given.update(predicted(costs, forward_flops_per_second))
-    real = {name: value for name, value in real.items() if value is not None}
-    given.update(numbers("predict_step", **real))
+    real = {"message_seconds": message_seconds, "pairs_per_second": pairs_per_second}
+    given.update(numbers(who, **{k: v for k, v in real.items() if v is not None}))
     given.update(check_speeds(who, nvlink_bytes_per_second, network_bytes_per_second, True))
     if dtype is not None:
         given["dtype"] = library_dtype_of(dtype, f"{who}: dtype")
