@@ -72,11 +72,7 @@ def even_experts(
             that the ranks do not divide; ``present`` that names a home expert of its rank or an
             expert twice; an option out of range.
     """
-    counts = whole_numbers(rows, "even_experts: rows", floats=True)
-    if counts.ndim != 2:
-        raise InvalidArgument(
-            f"even_experts: rows has shape {list(counts.shape)}, expected [num_ranks, num_experts]"
-        )
+    counts = _counts(rows, "even_experts")
     numbers = {"spare_experts": spare_experts, "min_rows": min_rows, "alignment": alignment}
     _check_integers("even_experts", numbers, 2**53, "2^53")
     factor = number(1.0 if limit is None else limit, "even_experts: limit")
@@ -96,6 +92,45 @@ def even_experts(
     for name in ("slots", "quotas", "local_rows", "first_row"):
         made[name] = made[name].reshape([counts.shape[0], -1])
     return EvenExperts(**made)
+
+
+def slot_ids(plan: EvenExperts, rows: ArrayLike, ids: ArrayLike, *, rank: int) -> IntArray:
+    """Sends a rank's tokens to the slots of a plan: its expert ids with copies in place of experts.
+
+    A layer of ``plan.slots.size`` experts takes the result as its ids: slot ``s`` of rank ``r`` is
+    expert ``r * plan.slots.shape[1] + s`` there. Empty slots get no rows. A combine gives what it
+    gives without copies, as sums go by topk slot.
+
+    Args:
+        plan: of ``even_experts``, the same on all ranks.
+        rows: integers ``[num_ranks, num_experts]`` that the plan was made from.
+        ids: integers ``[T, topk]`` (or any shape, in token order) of this rank; ``num_experts`` or
+            -1 is a dropped topk slot.
+        rank: the rank whose ids these are.
+
+    Returns:
+        int32, of the shape of ``ids``. A dropped topk slot is ``plan.slots.size``, or stays -1.
+
+    Raises:
+        InvalidArgument: the plan is not one of ``rows``; ``ids`` have other numbers of an expert
+            than ``rows[rank]``; an id or the rank is out of range.
+    """
+    _check_integers("slot_ids", {"rank": rank}, 2**31 - 1, "2^31 - 1")
+    tables = (plan.slots, plan.quotas, plan.local_rows, plan.first_row)
+    result: IntArray = _core.slot_ids(
+        *tables, _counts(rows, "slot_ids"), index_array(ids, "slot_ids: ids"), int(rank)
+    )
+    return result
+
+
+def _counts(rows: Any, who: str) -> IntArray:
+    """Integers [num_ranks, num_experts]; floats are taken where they are whole."""
+    table = whole_numbers(rows, f"{who}: rows", floats=True)
+    if table.ndim != 2:
+        raise InvalidArgument(
+            f"{who}: rows has shape {list(table.shape)}, expected [num_ranks, num_experts]"
+        )
+    return table
 
 
 def _check_integers(who: str, numbers: dict[str, Any], largest: int, shown: str) -> None:
