@@ -28,9 +28,8 @@ GpuFacts facts_of(int device) {
     int ipc = 0;
     (void)cudaDeviceGetAttribute(&ipc, cudaDevAttrIpcEventSupport, device);
     facts.ipc = ipc != 0;
-    const cuda::DeviceLimits limits = cuda::read_device_limits(device);
-    facts.shared_bytes = limits.shared_bytes;
-    facts.bulk_copies = limits.bulk_copies;
+    facts.shared_bytes = cuda::read_shared_bytes(device);
+    facts.bulk_copies = cuda::has_bulk_copies(device);
   } catch (const Error& error) {
     facts.trouble = error.what();
   }

@@ -137,32 +137,26 @@ void allocate_outputs(ExpertDispatch& dispatch) {
   }
 }
 
-/// A token on its way: its bytes and its scales.
-struct Payload {
-  std::vector<std::byte> row;
-  std::vector<float> scales;
-};
-
+/// Loads a token as it travels.
 void load_payload(const ExpertDispatch& dispatch, const ExpertInputs& inputs, std::size_t src,
-                  std::int64_t token, Payload& payload) {
+                  std::int64_t token, std::span<std::byte> payload, std::span<float> scales) {
   const ConstTensorView& tokens = inputs.tokens[src];
   const std::byte* const row = tokens.data + token * tokens.strides[0] * dtype_bytes(tokens.dtype);
   if (dispatch.options.payload == EPPayload::quantized) {
-    auto* const elements = reinterpret_cast<std::uint8_t*>(payload.row.data());
-    quantize_row(row, tokens.dtype, {elements, payload.row.size()}, payload.scales);
+    auto* const elements = reinterpret_cast<std::uint8_t*>(payload.data());
+    quantize_row(row, tokens.dtype, {elements, payload.size()}, scales);
     return;
   }
-  std::memcpy(payload.row.data(), row, payload.row.size());
+  std::memcpy(payload.data(), row, payload.size());
   if (dispatch.options.payload != EPPayload::scaled) return;
-  const ConstTensorView& scales = inputs.scales[src];
-  std::memcpy(payload.scales.data(),
-              scales.data + token * scales.strides[0] * dtype_bytes(DType::float32),
-              payload.scales.size() * sizeof(float));
+  const ConstTensorView& given = inputs.scales[src];
+  std::memcpy(scales.data(), given.data + token * given.strides[0] * dtype_bytes(DType::float32),
+              scales.size_bytes());
 }
 
 /// Writes one topk slot of a token where it goes. @return false when another row is there already
 bool deliver(ExpertDispatch& dispatch, std::int32_t src, std::int64_t token, std::int64_t topk_slot,
-             const Payload& payload) {
+             std::span<const std::byte> payload, std::span<const float> scales) {
   const EPConfig& config = dispatch.config;
   const std::size_t entry = token * config.topk + topk_slot;
   const std::int32_t row = dispatch.dst_row[src][entry];
@@ -181,11 +175,11 @@ bool deliver(ExpertDispatch& dispatch, std::int32_t src, std::int64_t token, std
   origin[0] = src;
   origin[1] = static_cast<std::int32_t>(token);
   origin[2] = static_cast<std::int32_t>(topk_slot);
-  std::memcpy(dispatch.recv_tokens[dst].bytes().data() + row * payload.row.size(),
-              payload.row.data(), payload.row.size());
-  if (payload.scales.empty()) return true;
-  std::ranges::copy(payload.scales, dispatch.recv_scales[dst].as<float>().begin() +
-                                        row * static_cast<std::int64_t>(payload.scales.size()));
+  std::memcpy(dispatch.recv_tokens[dst].bytes().data() + row * payload.size(), payload.data(),
+              payload.size());
+  if (scales.empty()) return true;
+  std::ranges::copy(scales,
+                    dispatch.recv_scales[dst].as<float>().begin() + row * std::ssize(scales));
   return true;
 }
 
@@ -354,14 +348,13 @@ ExpertDispatch simulate_expert_dispatch(const EPConfig& config, const ExpertInpu
   place_all(dispatch, positions);
   allocate_outputs(dispatch);
 
-  Payload payload;
-  payload.row.resize(payload_row_bytes(config, options));
-  payload.scales.resize(num_scales(config, options));
+  std::vector<std::byte> payload(payload_row_bytes(config, options));
+  std::vector<float> scales(num_scales(config, options));
   for (std::int32_t src = 0; src < config.world_size; ++src) {
     for (std::int64_t token = 0; token < inputs.tokens[src].shape[0]; ++token) {
-      load_payload(dispatch, inputs, src, token, payload);
+      load_payload(dispatch, inputs, src, token, payload, scales);
       for (std::int64_t topk_slot = 0; topk_slot < config.topk; ++topk_slot) {
-        require(deliver(dispatch, src, token, topk_slot, payload), in_dispatch,
+        require(deliver(dispatch, src, token, topk_slot, payload, scales), in_dispatch,
                 ": full_scatter_indices of rank ", src, ", token ", token, ", topk slot ",
                 topk_slot, " is a position that another topk slot has already");
       }

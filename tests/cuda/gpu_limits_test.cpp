@@ -21,7 +21,7 @@ class Forced : test::WithHooks {
   Forced& operator=(const Forced&) = delete;
   ~Forced() {
     (void)detail::replace_test_hooks(nullptr);
-    (void)cuda::read_device_limits(0);
+    cuda::read_shared_bytes(0);
   }
 };
 
@@ -39,14 +39,14 @@ void check_experts() {
 TEST(GpuLimits, kernels_have_what_the_device_can) {
   cudaDeviceProp properties{};
   ASSERT_EQ(cudaGetDeviceProperties(&properties, 0), cudaSuccess);
-  const cuda::DeviceLimits limits = cuda::read_device_limits(0);
-  EXPECT_EQ(limits.shared_bytes, static_cast<int>(properties.sharedMemPerBlockOptin));
-  EXPECT_EQ(limits.bulk_copies, properties.major >= 9 && limits.shared_bytes >= 227 * 1024);
+  const int shared_bytes = cuda::read_shared_bytes(0);
+  EXPECT_EQ(shared_bytes, static_cast<int>(properties.sharedMemPerBlockOptin));
+  EXPECT_EQ(cuda::has_bulk_copies(0), properties.major >= 9 && shared_bytes >= 227 * 1024);
 }
 
 TEST(GpuLimits, sequences_without_bulk_copies) {
   const Forced vector("no_bulk_copies=1");
-  EXPECT_FALSE(cuda::read_device_limits(0).bulk_copies);
+  EXPECT_FALSE(cuda::has_bulk_copies(0));
   check_sequences();
 }
 
@@ -57,7 +57,7 @@ TEST(GpuLimits, experts_without_bulk_copies) {
 
 TEST(GpuLimits, sequences_with_99_kib_of_shared_memory) {
   const Forced small("max_shared_kb=99");
-  EXPECT_EQ(cuda::read_device_limits(0).shared_bytes, 99 * 1024);
+  EXPECT_EQ(cuda::read_shared_bytes(0), 99 * 1024);
   check_sequences();
 }
 

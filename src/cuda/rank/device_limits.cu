@@ -41,21 +41,22 @@ bool kernels_have_bulk_copies(int device) {
 
 }  // namespace
 
-DeviceLimits read_device_limits(int device) {
-  int max_bytes = 0;
+int read_shared_bytes(int device) {
+  int bytes = 0;
   cuda_check(cudaSetDevice(device), "choosing the device");
-  cuda_check(cudaDeviceGetAttribute(&max_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+  cuda_check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
              "asking for a block's shared memory");
-  DeviceLimits limits;
-  const waybill::detail::TestHooks& hooks = waybill::detail::test_hooks();
-  limits.shared_bytes = max_bytes;
-  if (hooks.max_shared_kb > 0)
-    limits.shared_bytes = std::min(max_bytes, static_cast<int>(hooks.max_shared_kb) * 1024);
-  limits.bulk_copies = kernels_have_bulk_copies(device) &&
-                       limits.shared_bytes >= bulk_shared_bytes && hooks.no_bulk_copies == 0;
+  const auto max_kb = static_cast<int>(waybill::detail::test_hooks().max_shared_kb);
+  if (max_kb > 0) bytes = std::min(bytes, max_kb * 1024);
   const auto index = static_cast<std::size_t>(device);
-  if (index < known_shared_bytes.size()) known_shared_bytes[index] = limits.shared_bytes;
-  return limits;
+  if (index < known_shared_bytes.size()) known_shared_bytes[index] = bytes;
+  return bytes;
+}
+
+bool has_bulk_copies(int device) {
+  const bool has_room = read_shared_bytes(device) >= bulk_shared_bytes;
+  return kernels_have_bulk_copies(device) && has_room &&
+         waybill::detail::test_hooks().no_bulk_copies == 0;
 }
 
 int shared_bytes_of_block() {
@@ -63,7 +64,7 @@ int shared_bytes_of_block() {
   cuda_check(cudaGetDevice(&device), "asking for the current device");
   const auto index = static_cast<std::size_t>(device);
   const int known = index < known_shared_bytes.size() ? known_shared_bytes[index].load() : 0;
-  return known > 0 ? known : read_device_limits(device).shared_bytes;
+  return known > 0 ? known : read_shared_bytes(device);
 }
 
 }  // namespace waybill::cuda

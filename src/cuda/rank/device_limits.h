@@ -6,21 +6,17 @@ namespace waybill::cuda {
 /// rows with loads and stores of the threads.
 inline constexpr int bulk_shared_bytes = 227 * 1024;
 
-/// The limits that kernels may count on. Tests lower them by max_shared_kb and no_bulk_copies of
-/// WAYBILL_TEST (core/test_hooks.h).
-struct DeviceLimits {
-  int shared_bytes = 0;  ///< a block's, if a kernel asks for more than 48 KiB
-  bool bulk_copies =
-      false;  ///< the device has them and room, and the kernels that it loaded do too
-};
+/// Reads the shared memory that a block may have if a kernel asks for more than 48 KiB. From now on
+/// shared_bytes_of_block() returns this value. Tests lower it by max_shared_kb of WAYBILL_TEST
+/// (core/test_hooks.h). @throws InvalidArgument for a value of a variable; CudaError
+int read_shared_bytes(int device);
 
-/// Asks the device, and the kernels that it has loaded: those of PTX for older devices lack bulk
-/// copies. From now on shared_bytes_of_block() returns this value.
-/// @throws Unsupported when no kernel of this build runs on the device; InvalidArgument for a value
-///   of a variable; CudaError
-[[nodiscard]] DeviceLimits read_device_limits(int device);
-
-/// Returns DeviceLimits::shared_bytes of the current device.
+/// Returns it for the current device.
 [[nodiscard]] int shared_bytes_of_block();
+
+/// Says whether the device has bulk copies and room for them, and the kernels that it has loaded do
+/// too: those of PTX for older devices lack them. Tests refuse them by no_bulk_copies.
+/// @throws Unsupported when no kernel of this build runs on the device; as read_shared_bytes
+[[nodiscard]] bool has_bulk_copies(int device);
 
 }  // namespace waybill::cuda

@@ -22,16 +22,9 @@ constexpr std::uint64_t shared_device_grace_ns = 300'000'000;
 constexpr std::uint64_t look_after_ns = 100'000'000;  // calls that go well rarely wait so long
 constexpr double yields_s = 0.02;
 
-/// The record of a rank of this process.
-struct LocalRecord {
-  const FaultRecord* record;
-  int device;
-  std::int32_t rank;
-};
-
-/// All records of this process: they tell which rank lost a shared device.
-std::mutex records_mutex;
-std::vector<LocalRecord> records;
+/// All ranks of this process: their records tell which rank lost a shared device.
+std::mutex ranks_mutex;
+std::vector<const GpuRank*> local_ranks;
 
 const char* name_of(FaultKind kind) {
   switch (kind) {
@@ -120,18 +113,18 @@ GpuRank::GpuRank(Rank rank, Topology topology, int device, double timeout_s)
   cuda_check(cudaGetDeviceProperties(&properties, device), "reading device properties");
   device_name_ = properties.name;
   num_sms_ = properties.multiProcessorCount;
-  has_bulk_copies_ = read_device_limits(device).bulk_copies;
+  has_bulk_copies_ = waybill::cuda::has_bulk_copies(device);
   cuda_check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "making a stream");
   record_ = pinned_memory(sizeof(FaultRecord));
   claimed_ = device_memory(sizeof(unsigned long long), stream_);
-  const std::lock_guard lock(records_mutex);
-  records.push_back({static_cast<const FaultRecord*>(record_.get()), device, to_int(rank)});
+  const std::lock_guard lock(ranks_mutex);
+  local_ranks.push_back(this);
 }
 
 GpuRank::~GpuRank() {
   (void)cudaStreamDestroy(stream_);
-  const std::lock_guard lock(records_mutex);
-  std::erase_if(records, [&](const LocalRecord& entry) { return entry.record == record_.get(); });
+  const std::lock_guard lock(ranks_mutex);
+  std::erase(local_ranks, this);
 }
 
 void GpuRank::use() const { cuda_check(cudaSetDevice(device_), "choosing the device"); }
@@ -188,27 +181,29 @@ void GpuRank::wait_for_device(std::string_view doing, std::string_view operation
   check(status.get(), doing, operation);
 }
 
-bool GpuRank::has_fault() const noexcept {
-  return static_cast<const FaultRecord*>(record_.get())->kind != FaultKind::none;
+const FaultRecord& GpuRank::record() const noexcept {
+  return *static_cast<const FaultRecord*>(record_.get());
 }
 
+bool GpuRank::has_fault() const noexcept { return record().kind != FaultKind::none; }
+
 std::vector<DeviceFault> reported_faults() {
-  const std::lock_guard lock(records_mutex);
+  const std::lock_guard lock(ranks_mutex);
   std::vector<DeviceFault> faults;
-  for (const LocalRecord& entry : records) {
-    if (entry.record->kind == FaultKind::none) continue;
-    const auto sharing = std::ranges::count(records, entry.device, &LocalRecord::device);
-    faults.push_back({.rank = entry.rank,
-                      .device = entry.device,
+  for (const GpuRank* gpu : local_ranks) {
+    if (!gpu->has_fault()) continue;
+    const auto sharing = std::ranges::count(local_ranks, gpu->device(), &GpuRank::device);
+    faults.push_back({.rank = to_int(gpu->rank()),
+                      .device = gpu->device(),
                       .num_ranks = static_cast<std::int32_t>(sharing),
-                      .text = describe(*entry.record)});
+                      .text = describe(gpu->record())});
   }
   return faults;
 }
 
 void GpuRank::throw_fault() const {
-  const auto& record = *static_cast<const FaultRecord*>(record_.get());
-  if (record.kind == FaultKind::none) return;
+  if (!has_fault()) return;
+  const FaultRecord& record = this->record();
   if (record.kind == FaultKind::parity) throw TransportError(describe_parity(record));
   if (record.kind == FaultKind::disagreement) throw Disagreement(describe_difference(record));
   if (record.kind >= FaultKind::expert_id) throw InvalidArgument(describe_input(record));
@@ -234,18 +229,18 @@ void GpuRank::check(cudaError_t status, std::string_view doing, std::string_view
     return;
   }
   // A rank that gave up because another one failed throws the error of that one.
-  const auto& record = *static_cast<const FaultRecord*>(record_.get());
+  const FaultRecord& record = this->record();
   const bool names_more =
       record.kind == FaultKind::parity || record.kind >= FaultKind::disagreement;
   if (record.given_up != 0 && !names_more && peer_check_) peer_check_(operation);
   throw_fault();
   {
-    const std::lock_guard lock(records_mutex);
-    for (const LocalRecord& entry : records) {
-      if (entry.device == device_ && entry.record->kind != FaultKind::none) {
+    const std::lock_guard lock(ranks_mutex);
+    for (const GpuRank* gpu : local_ranks) {
+      if (gpu->device_ == device_ && gpu->has_fault()) {
         throw PeerFailed(concat(operation, ": rank ", rank_, " lost device ", device_,
-                                ", which it shares with rank ", entry.rank, ": ",
-                                describe(*entry.record)));
+                                ", which it shares with rank ", gpu->rank_, ": ",
+                                describe(gpu->record())));
       }
     }
   }

@@ -132,8 +132,9 @@ class GpuRank {
   void wait_for(cudaEvent_t event, std::string_view doing, std::string_view operation) const;
   void wait_for_device(std::string_view doing, std::string_view operation) const;
 
-  /// Whether a kernel of this rank has reported.
+  /// Whether a kernel of this rank has reported, and where it does.
   [[nodiscard]] bool has_fault() const noexcept;
+  [[nodiscard]] const FaultRecord& record() const noexcept;
 
   /// Names the call that has met it, whichever asks. @throws Timeout, Disagreement,
   ///   InvalidArgument or TransportError when a kernel of this rank has reported

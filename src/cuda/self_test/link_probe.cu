@@ -103,7 +103,7 @@ class Probe {
       for (cudaEvent_t& event : gpu.copied) {
         check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
       }
-      if (cuda::read_device_limits(i).bulk_copies) {
+      if (cuda::has_bulk_copies(i)) {
         check(cudaFuncSetAttribute(copy_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                    warps * stages * chunk_bytes),
               "preparing a kernel");

@@ -51,14 +51,9 @@ ArriveParams arrive_params(const SequenceCall& call, const GpuRank& gpu, FaultKi
   return params;
 }
 
-/// Everything but the plan's tables. @throws Unsupported for ranks out of reach and more tensors
-///   than kernels take
+/// Returns everything but the plan's tables.
 SequenceParams sequence_params(const SequenceCall& call, const GpuRank& gpu, FaultKind kind,
                                int share) {
-  if (call.inputs.size() > max_call_tensors) {
-    throw Unsupported(concat(call.operation, ": ", call.inputs.size(),
-                             " tensors, expected at most ", max_call_tensors));
-  }
   SequenceParams params{};
   params.arrive = arrive_params(call, gpu, kind, share);
   params.own_window = call.window->local;
@@ -105,7 +100,6 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
         copy_engine_(gpu_, share),
         path_(std::move(path)) {
     gpu_->use();
-    cuda_check(prepare_arrive_and_wait(), "loading kernels");
     cuda_check(prepare_expand_plan(), "loading kernels");
     cuda_check(prepare_dispatch_vector(), "loading kernels");
     cuda_check(prepare_widen_rows(), "loading kernels");
@@ -137,7 +131,7 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
   }
 
   void dispatch(const SequenceCall& call) override {
-    begin(call);
+    begin();
     if (call.num_sms == 0) {
       ArriveParams arrive = arrive_params(call, *gpu_, FaultKind::dispatch, share_);
       arrive.fingerprint.plan = plan_of(call).fingerprint();
@@ -164,7 +158,7 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
   }
 
   void kv_gradient(const SequenceCall& call) override {
-    begin(call);
+    begin();
     SequenceParams params = sequence_params(call, *gpu_, FaultKind::kv_gradient, share_);
     plan_of(call).point(params);
     stage(call);  // first: the engine that copies would do it last, and other ranks wait for it
@@ -209,9 +203,8 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
   }
 
   void realign(const SequenceCall& call) override {
-    if (has_nodes()) return;
-    gpu_->use();
-    gpu_->throw_fault();
+    if (path_ != nullptr) return;
+    begin();
     const bool sends = call.plan->operation == SequenceOperation::dispatch;
     SequenceCall empty = call;
     empty.fingerprint = {.call = CollectiveCall::realign};
@@ -226,22 +219,14 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
     return static_cast<const GpuPlan&>(*call.uploaded);
   }
 
-  [[nodiscard]] bool has_nodes() const { return transport_.topology().num_nodes() > 1; }
-
   /// Rows that stay here, which the copy engine moves.
   [[nodiscard]] static bool has_local_copies(const SequenceCall& call) {
     return !call.plan->local_segments.empty();
   }
 
-  void begin(const SequenceCall& call) const {
+  void begin() const {
     gpu_->use();
     gpu_->throw_fault();
-    if (!has_nodes()) return;
-    if (path_ == nullptr) {
-      throw Unsupported(concat(call.operation, ": ", transport_.topology().num_nodes(),
-                               " nodes, expected one: this world does not carry rows between "
-                               "nodes"));
-    }
   }
 
   /// Ranks on one device must fit on it together, as they wait for each other. Copy engines add

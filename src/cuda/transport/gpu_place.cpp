@@ -109,11 +109,6 @@ void require_own_processes(const std::vector<GpuPlace>& places, std::string_view
   }
 }
 
-bool on_one_host(const std::vector<GpuPlace>& places) {
-  return std::ranges::all_of(
-      places, [&](const GpuPlace& place) { return place.host == places.front().host; });
-}
-
 void require_nodes_on_hosts(const std::vector<GpuPlace>& places, std::int32_t ranks_per_node,
                             std::string_view who) {
   const std::size_t size = ranks_per_node;

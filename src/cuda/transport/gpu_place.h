@@ -33,9 +33,6 @@ struct GpuPlace {
 /// @throws Unsupported when two ranks are in one process, naming them and the right function
 void require_own_processes(const std::vector<GpuPlace>& places, std::string_view who);
 
-/// Says whether all ranks are on one host.
-[[nodiscard]] bool on_one_host(const std::vector<GpuPlace>& places);
-
 /// @throws Unsupported when ranks of one node are on several hosts, naming two of them
 void require_nodes_on_hosts(const std::vector<GpuPlace>& places, std::int32_t ranks_per_node,
                             std::string_view who);

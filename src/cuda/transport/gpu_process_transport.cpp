@@ -29,14 +29,6 @@ const char* name_of(NetworkBackend backend) {
   return backend == NetworkBackend::nccl ? "nccl" : "automatic";
 }
 
-/// Chooses how ranks of different nodes reach each other.
-NetworkBackend choose_backend(NetworkBackend asked, const std::vector<GpuPlace>& places,
-                              const Topology& topology) {
-  if (topology.num_nodes() == 1) return NetworkBackend::peer;
-  if (asked != NetworkBackend::automatic) return asked;
-  return on_one_host(places) ? NetworkBackend::peer : NetworkBackend::nccl;
-}
-
 class GpuProcessTransport final : public GpuTransport {
  public:
   GpuProcessTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
@@ -47,12 +39,14 @@ class GpuProcessTransport final : public GpuTransport {
     require_same(process_world, settings);
     require_own_processes(places, process_world);
     require_nodes_on_hosts(places, topology().ranks_per_node, process_world);
-    const bool by_nccl = choose_backend(backend, places, topology()) == NetworkBackend::nccl;
+    const bool one_host = on_one_host(this->bootstrap());
+    const bool by_nccl = topology().num_nodes() > 1 && backend != NetworkBackend::peer &&
+                         (backend == NetworkBackend::nccl || !one_host);
     if (!by_nccl) require_one_host(this->bootstrap(), process_world);
     first_mapped_ = by_nccl ? to_int(rank()) - to_int(topology().local_rank(rank())) : 0;
     num_mapped_ = by_nccl ? topology().ranks_per_node : topology().world_size;
     choose_memory(places, by_nccl);
-    if (on_one_host(places)) watch_peers(peer_status());
+    if (one_host) watch_peers(peer_status());
     if (by_nccl) {
       network_ = std::make_shared<NcclCommunicator>(this->bootstrap(), topology(), std::move(gpu));
     }

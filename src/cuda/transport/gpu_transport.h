@@ -25,7 +25,7 @@ class GpuTransport : public PeerTransport {
   void quiet() override;
 
   /// Makes the path of a call's rows to other nodes. Here every rank has the memory of all mapped,
-  /// so it is a kernel. Null: there is none.
+  /// so it is a kernel.
   [[nodiscard]] virtual std::unique_ptr<NetworkPath> make_network_path();
 
   /// The place of symmetric memory is the same on all ranks.

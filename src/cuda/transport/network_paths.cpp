@@ -1,6 +1,7 @@
 #include "network_paths.h"
 
 #include <algorithm>
+#include <functional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -10,26 +11,35 @@
 namespace waybill::cuda {
 namespace {
 
-/// A stream of its own, which starts after the work of another stream and rejoins it by events.
-class SideStream {
+/// A path on a stream of its own, which starts after the work of a call's stream and rejoins it by
+/// events.
+class StreamPath : public NetworkPath {
  public:
-  explicit SideStream(std::shared_ptr<GpuRank> gpu);
-  SideStream(const SideStream&) = delete;
-  SideStream& operator=(const SideStream&) = delete;
-  ~SideStream();
+  /// @param share ranks on the device
+  StreamPath(std::shared_ptr<GpuRank> gpu, Topology topology, int share);
+  ~StreamPath() override;
+  void join(cudaStream_t stream) override;
 
-  /// Starts after the work on `from`. @return the side stream
-  [[nodiscard]] cudaStream_t fork(cudaStream_t from, const char* operation);
-  void join(cudaStream_t to, const char* operation);
+ protected:
+  /// Starts after the work on the call's stream.
+  void fork(const NetworkCall& call);
+
+  /// Returns the parameters of a network path's kernel, without the peers' memory.
+  [[nodiscard]] PathParams path_params(const NetworkCall& call) const;
+
+  std::shared_ptr<GpuRank> gpu_;
+  Topology topology_;
+  int share_;
+  cudaStream_t stream_ = nullptr;
 
  private:
-  std::shared_ptr<GpuRank> gpu_;
-  cudaStream_t stream_ = nullptr;
   cudaEvent_t begun_ = nullptr;
   cudaEvent_t done_ = nullptr;
+  const char* operation_ = "";
 };
 
-SideStream::SideStream(std::shared_ptr<GpuRank> gpu) : gpu_(std::move(gpu)) {
+StreamPath::StreamPath(std::shared_ptr<GpuRank> gpu, Topology topology, int share)
+    : gpu_(std::move(gpu)), topology_(topology), share_(share) {
   gpu_->use();
   int least = 0;
   int greatest = 0;
@@ -40,35 +50,32 @@ SideStream::SideStream(std::shared_ptr<GpuRank> gpu) : gpu_(std::move(gpu)) {
     cuda_check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "making an event");
 }
 
-SideStream::~SideStream() {
+StreamPath::~StreamPath() {
   (void)cudaStreamDestroy(stream_);
   (void)cudaEventDestroy(begun_);
   (void)cudaEventDestroy(done_);
 }
 
-cudaStream_t SideStream::fork(cudaStream_t from, const char* operation) {
-  gpu_->check(cudaEventRecord(begun_, from), "recording an event", operation);
-  gpu_->check(cudaStreamWaitEvent(stream_, begun_, 0), "ordering streams", operation);
-  return stream_;
+void StreamPath::fork(const NetworkCall& call) {
+  operation_ = call.operation;
+  gpu_->check(cudaEventRecord(begun_, call.stream), "recording an event", operation_);
+  gpu_->check(cudaStreamWaitEvent(stream_, begun_, 0), "ordering streams", operation_);
 }
 
-void SideStream::join(cudaStream_t to, const char* operation) {
-  gpu_->check(cudaEventRecord(done_, stream_), "recording an event", operation);
-  gpu_->check(cudaStreamWaitEvent(to, done_, 0), "ordering streams", operation);
+void StreamPath::join(cudaStream_t stream) {
+  gpu_->check(cudaEventRecord(done_, stream_), "recording an event", operation_);
+  gpu_->check(cudaStreamWaitEvent(stream, done_, 0), "ordering streams", operation_);
 }
 
-/// Returns the parameters of a network path's kernel, without the peers' memory.
-/// @param share ranks on the device
-PathParams path_params(const NetworkCall& call, const GpuRank& gpu, const Topology& topology,
-                       int share) {
-  return {.rank = to_int(gpu.rank()),
-          .world_size = topology.world_size,
-          .ranks_per_node = topology.ranks_per_node,
+PathParams StreamPath::path_params(const NetworkCall& call) const {
+  return {.rank = to_int(gpu_->rank()),
+          .world_size = topology_.world_size,
+          .ranks_per_node = topology_.ranks_per_node,
           .parity = static_cast<std::uint32_t>(call.epoch % 2),
           .kind = call.kind,
           .arrival = call.arrival,
           .state = call.state,
-          .sink = gpu.sink(share),
+          .sink = gpu_->sink(share_),
           .tables = call.tables,
           .window = call.window->local,
           .slots = call.slots->local + call.first_slot,
@@ -76,89 +83,61 @@ PathParams path_params(const NetworkCall& call, const GpuRank& gpu, const Topolo
           .fingerprint = call.fingerprint};
 }
 
-class PeerPath final : public NetworkPath {
+/// Runs one kernel, of this library or of libwaybill_nvshmem.so.
+class KernelPath final : public StreamPath {
  public:
-  PeerPath(std::shared_ptr<GpuRank> gpu, Topology topology, int share)
-      : gpu_(std::move(gpu)), topology_(topology), share_(share), side_(gpu_) {
-    // A block then takes a multiprocessor of its own, while the kernel that it works with has
-    // others.
-    bulk_ = gpu_->has_bulk_copies() && 2 * share <= gpu_->num_sms();
-    cuda_check(prepare_peer_path(bulk_), "loading kernels");
-  }
+  using Launch =
+      std::function<cudaError_t(PathParams params, const NetworkCall& call, cudaStream_t stream)>;
 
-  [[nodiscard]] bool maps_peers() const override { return true; }
+  KernelPath(std::shared_ptr<GpuRank> gpu, Topology topology, int share, bool maps_peers,
+             Launch launch)
+      : StreamPath(std::move(gpu), topology, share),
+        maps_peers_(maps_peers),
+        launch_(std::move(launch)) {}
+
+  [[nodiscard]] bool maps_peers() const override { return maps_peers_; }
 
   void start(const NetworkCall& call) override {
-    const PathParams params = path_params(call, *gpu_, topology_, share_);
-    PeerAddresses peers{};
-    peers.windows = peers_of<std::byte>(call.window->table, 0);
-    peers.slots = peers_of<std::uint64_t>(call.slots->table,
-                                          call.first_slot * std::int64_t{sizeof(std::uint64_t)});
-    if (call.arrivals != nullptr) {
-      peers.arrivals = peers_of<std::uint64_t>(call.arrivals->table, 0);
-    }
-    operation_ = call.operation;
-    const cudaStream_t side = side_.fork(call.stream, call.operation);
-    gpu_->check(launch_peer_path(params, peers, bulk_, call.num_sms, side), "launching a kernel",
-                call.operation);
+    fork(call);
+    gpu_->check(launch_(path_params(call), call, stream_), "launching a kernel", call.operation);
   }
-
-  void join(cudaStream_t stream) override { side_.join(stream, operation_); }
 
  private:
-  std::shared_ptr<GpuRank> gpu_;
-  Topology topology_;
-  int share_;
-  SideStream side_;
-  bool bulk_ = false;
-  const char* operation_ = "";
+  bool maps_peers_;
+  Launch launch_;
 };
 
-class NvshmemPath final : public NetworkPath {
- public:
-  NvshmemPath(const NvshmemApi& api, std::shared_ptr<GpuRank> gpu, Topology topology)
-      : api_(api), gpu_(std::move(gpu)), topology_(topology), side_(gpu_) {}
-
-  void start(const NetworkCall& call) override {
-    operation_ = call.operation;
-    PathParams params = path_params(call, *gpu_, topology_, 1);
-    params.tables.one_block_of_peer = posts(*call.window);
-    const cudaStream_t side = side_.fork(call.stream, operation_);
-    gpu_->check(api_.path(&params, call.num_sms, side), "launching a kernel", operation_);
+/// Returns the addresses of a call's memory at all ranks.
+PeerAddresses addresses_of(const NetworkCall& call) {
+  PeerAddresses peers{};
+  peers.windows = peers_of<std::byte>(call.window->table, 0);
+  peers.slots = peers_of<std::uint64_t>(call.slots->table,
+                                        call.first_slot * std::int64_t{sizeof(std::uint64_t)});
+  if (call.arrivals != nullptr) {
+    peers.arrivals = peers_of<std::uint64_t>(call.arrivals->table, 0);
   }
+  return peers;
+}
 
-  void join(cudaStream_t stream) override { side_.join(stream, operation_); }
-
- private:
-  /// Says whether puts to other nodes go through a network card. Otherwise they are copies, for
-  /// which one block does not suffice.
-  [[nodiscard]] bool posts(const SymmetricBuffer& window) const {
-    for (std::int32_t r = 0; r < topology_.world_size; ++r) {
-      const bool of_node =
-          r / topology_.ranks_per_node == to_int(gpu_->rank()) / topology_.ranks_per_node;
-      if (!of_node && api_.peer(window.local, r) != nullptr) return false;
-    }
-    return true;
+/// Says whether NVSHMEM's puts to other nodes go through a network card. Otherwise they are copies,
+/// for which one block does not suffice.
+bool posts(const NvshmemApi& api, const SymmetricBuffer& window, Rank me,
+           const Topology& topology) {
+  for (std::int32_t r = 0; r < topology.world_size; ++r) {
+    const bool of_node = topology.node(Rank{r}) == topology.node(me);
+    if (!of_node && api.peer(window.local, r) != nullptr) return false;
   }
-
-  const NvshmemApi& api_;
-  std::shared_ptr<GpuRank> gpu_;
-  Topology topology_;
-  SideStream side_;
-  const char* operation_ = "";
-};
+  return true;
+}
 
 constexpr std::int64_t message_bytes = 8;  ///< a piece without rows has so many
 
-class NcclPath final : public NetworkPath {
+class NcclPath final : public StreamPath {
  public:
   NcclPath(std::shared_ptr<GpuRank> gpu, Topology topology, int share,
            std::shared_ptr<NcclCommunicator> communicator)
-      : gpu_(std::move(gpu)),
-        topology_(topology),
-        share_(share),
+      : StreamPath(std::move(gpu), topology, share),
         communicator_(std::move(communicator)),
-        side_(gpu_),
         messages_(
             device_memory(std::int64_t{2} * topology.world_size * message_bytes, gpu_->stream())) {
     cuda_check(prepare_phase_path(), "loading kernels");
@@ -171,11 +150,11 @@ class NcclPath final : public NetworkPath {
   void start(const NetworkCall& call) override {
     communicator_->check(call.operation);
     call_ = call;
-    stream_ = side_.fork(call.stream, call.operation);
+    fork(call);
   }
 
   void join(cudaStream_t stream) override {
-    const PathParams params = path_params(call_, *gpu_, topology_, share_);
+    const PathParams params = path_params(call_);
     const bool tells = call_.arrival != PathArrival::none;
     std::vector<bool> sent_words(topology_.world_size);
     std::vector<bool> received_words(topology_.world_size);
@@ -191,7 +170,7 @@ class NcclPath final : public NetworkPath {
       if (call_.unpack) call_.unpack(stream_);
       queue_raises(params, phase, &phase == &call_.phases.back());
     }
-    side_.join(stream, call_.operation);
+    StreamPath::join(stream);
   }
 
  private:
@@ -268,26 +247,35 @@ class NcclPath final : public NetworkPath {
     return result;
   }
 
-  std::shared_ptr<GpuRank> gpu_;
-  Topology topology_;
-  int share_;
   std::shared_ptr<NcclCommunicator> communicator_;
-  SideStream side_;
   std::shared_ptr<void> messages_;  ///< [2][W]
   NetworkCall call_;
-  cudaStream_t stream_ = nullptr;
 };
 
 }  // namespace
 
 std::unique_ptr<NetworkPath> make_peer_path(std::shared_ptr<GpuRank> gpu, Topology topology,
                                             int share) {
-  return std::make_unique<PeerPath>(std::move(gpu), topology, share);
+  // With bulk copies a block takes a multiprocessor of its own, while the kernel that it works with
+  // has others.
+  const bool bulk = gpu->has_bulk_copies() && 2 * share <= gpu->num_sms();
+  gpu->use();
+  cuda_check(prepare_peer_path(bulk), "loading kernels");
+  const auto launch = [bulk](const PathParams& params, const NetworkCall& call,
+                             cudaStream_t stream) {
+    return launch_peer_path(params, addresses_of(call), bulk, call.num_sms, stream);
+  };
+  return std::make_unique<KernelPath>(std::move(gpu), topology, share, true, launch);
 }
 
 std::unique_ptr<NetworkPath> make_nvshmem_path(const NvshmemApi& api, std::shared_ptr<GpuRank> gpu,
                                                Topology topology) {
-  return std::make_unique<NvshmemPath>(api, std::move(gpu), topology);
+  const auto launch = [&api, topology](PathParams params, const NetworkCall& call,
+                                       cudaStream_t stream) {
+    params.tables.one_block_of_peer = posts(api, *call.window, Rank{params.rank}, topology);
+    return api.path(&params, call.num_sms, stream);
+  };
+  return std::make_unique<KernelPath>(std::move(gpu), topology, 1, false, launch);
 }
 
 std::unique_ptr<NetworkPath> make_nccl_path(std::shared_ptr<GpuRank> gpu, Topology topology,

@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <cstdlib>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "../nvshmem/nvshmem_api.h"
@@ -27,37 +29,32 @@ void set_defaults(bool one_host) {
   (void)setenv("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "lo", 0);
 }
 
-/// NVSHMEM starts once per process: the first world decides the rank of the process.
-struct ProcessRank {
-  bool initialized = false;
-  std::int32_t rank = 0;
-  std::int32_t world_size = 0;
-  int device = 0;
-};
+/// Rank, number of ranks and device of a process. NVSHMEM starts once per process: the first world
+/// decides them.
+using ProcessRank = std::tuple<std::int32_t, std::int32_t, int>;
 
-void check_same_rank(const ProcessRank& first, const ProcessRank& now) {
-  if (first.rank == now.rank && first.world_size == now.world_size && first.device == now.device) {
-    return;
-  }
-  throw Unsupported(concat(
-      nvshmem_world, ": this process is rank ", now.rank, " of ", now.world_size, " on device ",
-      now.device, ", but it made an NVSHMEM world as rank ", first.rank, " of ", first.world_size,
-      " on device ", first.device, "; expected the same, as NVSHMEM starts once a process"));
+std::string describe(const ProcessRank& process) {
+  const auto& [rank, world_size, device] = process;
+  return concat("rank ", rank, " of ", world_size, " on device ", device);
 }
 
 void start(Bootstrap& bootstrap, int device) {
-  static ProcessRank first;
-  const ProcessRank now{true, to_int(bootstrap.rank()), bootstrap.world_size(), device};
+  static std::optional<ProcessRank> first;
+  const std::int32_t rank = to_int(bootstrap.rank());
+  const ProcessRank now{rank, bootstrap.world_size(), device};
   run_collectively(bootstrap, nvshmem_world, [&] {
     (void)nvshmem_api();
-    if (first.initialized) check_same_rank(first, now);
+    if (!first || *first == now) return;
+    throw Unsupported(concat(nvshmem_world, ": this process is ", describe(now),
+                             ", but it made an NVSHMEM world as ", describe(*first),
+                             "; expected the same, as NVSHMEM starts once a process"));
   });
-  if (first.initialized) return;
+  if (first) return;
   const NvshmemApi& api = nvshmem_api();
   set_defaults(on_one_host(bootstrap));
   Bootstrap::Bytes id(api.unique_id_bytes);
   run_collectively(bootstrap, nvshmem_world, [&] {
-    if (now.rank != 0) return;
+    if (rank != 0) return;
     const int status = api.make_unique_id(id.data());
     if (status != 0) {
       throw TransportError(concat("nvshmemx_get_uniqueid returned ", status,
@@ -67,7 +64,7 @@ void start(Bootstrap& bootstrap, int device) {
   });
   id = bootstrap.all_gather(id, nvshmem_world).front();
   run_collectively(bootstrap, nvshmem_world, [&] {
-    const int status = api.initialize(now.rank, now.world_size, id.data());
+    const int status = api.initialize(rank, bootstrap.world_size(), id.data());
     if (status != 0) {
       throw TransportError(concat("NVSHMEM ", api.nvshmem_version, " did not start: status ",
                                   status, " (NVSHMEM_DEBUG=INFO says more)"));
