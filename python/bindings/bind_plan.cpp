@@ -13,7 +13,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
-#include "metadata_fields.h"
+#include "metadata_casters.h"
 #include "waybill/core/error.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/report/html_report.h"
@@ -48,22 +48,17 @@ nb::tuple traffic(const QkvPlan& plan) {
 
 std::string summary_text(const QkvPlan& plan, std::int64_t q_row_bytes, std::int64_t kv_row_bytes,
                          double gb_per_s, bool unicode) {
-  return unlocked([&] {
-    const QkvRouting routing = compute_qkv_routing(plan);
-    return text_summary(plan, routing, summarize(plan, routing, {q_row_bytes, kv_row_bytes}),
-                        {.unicode = unicode, .gb_per_s = gb_per_s});
-  });
+  const QkvRouting routing = compute_qkv_routing(plan);
+  return text_summary(plan, routing, summarize(plan, routing, {q_row_bytes, kv_row_bytes}),
+                      {.unicode = unicode, .gb_per_s = gb_per_s});
 }
 
 std::string report_page(const QkvPlan& plan, std::int64_t q_row_bytes, std::int64_t kv_row_bytes,
                         double gb_per_s, const std::string& title) {
-  return unlocked([&] {
-    const QkvRouting routing = compute_qkv_routing(plan);
-    ReportContext context{.title = title};
-    context.gb_per_s = gb_per_s;
-    return html_report(plan, routing, summarize(plan, routing, {q_row_bytes, kv_row_bytes}),
-                       context);
-  });
+  const QkvRouting routing = compute_qkv_routing(plan);
+  ReportContext context{.title = title};
+  context.gb_per_s = gb_per_s;
+  return html_report(plan, routing, summarize(plan, routing, {q_row_bytes, kv_row_bytes}), context);
 }
 
 QkvPlan make_plan(std::int32_t world_size, std::vector<std::int64_t> rank_shard_offsets,
@@ -96,14 +91,10 @@ void bind_sparse_metadata(nb::module_& m) {
     return numpy_view(nb::cast<const SparseMetadata&>(self).recv.total, self);
   });
   sparse.def(nb::self == nb::self);
-  m.def("to_sparse", [](const Fields& fields) {
-    const Metadata metadata = metadata_from(fields);
-    return unlocked([&] { return to_sparse(metadata); });
-  });
-  m.def("to_dense", [](const SparseMetadata& s) { return fields_of(to_dense(s)); });
-  m.def("to_dense_reverse", [](const SparseMetadata& reverse, const SparseMetadata& forward) {
-    return fields_of(to_dense_reverse(reverse, forward));
-  });
+  m.def(
+      "to_sparse", [](const Metadata& metadata) { return to_sparse(metadata); }, without_lock);
+  m.def("to_dense", [](const SparseMetadata& sparse) { return to_dense(sparse); });
+  m.def("to_dense_reverse", to_dense_reverse);
 }
 
 /// The lines of one rank: (shard, q_begin, q_len, kv_begin, kv_len), read-only views.
@@ -172,12 +163,7 @@ void bind_varlen(nb::module_& m) {
   routing.def_ro("sum_kv", &VarlenRouting::sum_kv);
   routing.def("rank", &varlen_rank);
   routing.def("in_place_share", &in_place_share);
-  m.def(
-      "compute_varlen_routing",
-      [](const QkvPlan& plan, bool in_place) {
-        return unlocked([&] { return compute_varlen_routing(plan, in_place); });
-      },
-      "plan"_a, "in_place"_a);
+  m.def("compute_varlen_routing", compute_varlen_routing, "plan"_a, "in_place"_a, without_lock);
 }
 
 void bind_sparse(nb::module_& m) {
@@ -190,12 +176,7 @@ void bind_sparse(nb::module_& m) {
   routing.def_ro("fwd_kv", &QkvRouting::fwd_kv);
   routing.def_ro("rev_kv", &QkvRouting::rev_kv);
   routing.def("attention_of", &attention_of);
-  m.def(
-      "compute_qkv_routing",
-      [](const QkvPlan& plan, int num_threads) {
-        return unlocked([&] { return compute_qkv_routing(plan, num_threads); });
-      },
-      "plan"_a, "num_threads"_a);
+  m.def("compute_qkv_routing", compute_qkv_routing, "plan"_a, "num_threads"_a, without_lock);
   bind_varlen(m);
 }
 
@@ -206,9 +187,8 @@ void bind_plan(nb::module_& m) {
         "doc_shard_offsets"_a, "doc_shards"_a, "kv_begin"_a, "kv_layout"_a, "mask"_a);
   nb::class_<QkvPlan> plan(m, "Plan");
   plan.def_ro("world_size", &QkvPlan::world_size);
-  plan.def_prop_ro("kv_layout",
-                   [](const QkvPlan& p) { return std::string(to_string(p.kv_layout)); });
-  plan.def_prop_ro("mask", [](const QkvPlan& p) { return std::string(to_string(p.mask)); });
+  plan.def_prop_ro("kv_layout", [](const QkvPlan& p) { return to_string(p.kv_layout); });
+  plan.def_prop_ro("mask", [](const QkvPlan& p) { return to_string(p.mask); });
   add_table(plan, "rank_shard_offsets", &QkvPlan::rank_shard_offsets);
   add_table(plan, "shard_len", &QkvPlan::shard_len);
   add_table(plan, "q_dst", &QkvPlan::q_dst);
@@ -216,33 +196,26 @@ void bind_plan(nb::module_& m) {
   add_table(plan, "doc_shards", &QkvPlan::doc_shards);
   add_table(plan, "kv_begin", &QkvPlan::kv_begin);
   plan.def(nb::self == nb::self);
-  plan.def("to_json", [](const QkvPlan& p, bool compact) {
-    return to_json(p, compact ? JsonStyle::compact : JsonStyle::readable);
-  });
+  plan.def("to_json",
+           [](const QkvPlan& p, bool compact) { return to_json(p, json_style(compact)); });
   plan.def(
       "to_metadata",
       [](const QkvPlan& p, int num_threads) {
-        return e2e_tuple(unlocked([&] { return to_dense(compute_qkv_routing(p, num_threads)); }));
+        return to_dense(compute_qkv_routing(p, num_threads));
       },
-      "num_threads"_a);
-  plan.def(
-      "to_raw_dispatch",
-      [](const QkvPlan& p, std::int64_t max_cp_degree) {
-        return raw_tuple(unlocked([&] { return to_raw_dispatch(p, max_cp_degree); }));
-      },
-      "max_cp_degree"_a);
+      "num_threads"_a, without_lock);
+  plan.def("to_raw_dispatch", to_raw_dispatch, "max_cp_degree"_a, without_lock);
   plan.def("shard_work", [](const QkvPlan& p) { return numpy_array(shard_work(p)); });
   plan.def("rank_work", [](const QkvPlan& p) { return numpy_array(rank_work(p)); });
   plan.def("traffic", &traffic);
   plan.def("summary_text", &summary_text, "q_row_bytes"_a, "kv_row_bytes"_a, "gb_per_s"_a,
-           "unicode"_a);
-  plan.def("report_page", &report_page, "q_row_bytes"_a, "kv_row_bytes"_a, "gb_per_s"_a, "title"_a);
+           "unicode"_a, without_lock);
+  plan.def("report_page", &report_page, "q_row_bytes"_a, "kv_row_bytes"_a, "gb_per_s"_a, "title"_a,
+           without_lock);
   m.def(
       "plan_from_json",
-      [](std::string_view text, std::string_view origin) {
-        return unlocked([&] { return plan_from_json(text, origin); });
-      },
-      "text"_a, "origin"_a);
+      [](std::string_view text, std::string_view origin) { return plan_from_json(text, origin); },
+      "text"_a, "origin"_a, without_lock);
   bind_sparse(m);
 }
 

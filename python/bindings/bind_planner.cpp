@@ -15,7 +15,7 @@
 
 #include "arrays.h"
 #include "bindings.h"
-#include "metadata_fields.h"
+#include "metadata_casters.h"
 #include "waybill/core/dtype.h"
 #include "waybill/core/error.h"
 #include "waybill/cost_model/compare_plans.h"
@@ -31,8 +31,6 @@ namespace waybill::python {
 using namespace nb::literals;
 
 namespace {
-
-using RankLengths = std::vector<std::vector<std::int64_t>>;
 
 PlannerOptions planner_options_py(std::int32_t world_size, std::int64_t tokens_per_rank,
                                   std::int64_t q_hidden, std::int64_t kv_hidden,
@@ -111,21 +109,17 @@ PlanSummary summary_of(const AttentionPlan& plan, const QkvRouting& routing) {
 }
 
 std::string attention_summary_text(const AttentionPlan& plan, double gb_per_s) {
-  return unlocked([&] {
-    const QkvRouting routing = compute_qkv_routing(plan.plan);
-    return text_summary(plan.plan, routing, summary_of(plan, routing),
-                        {.unicode = true, .gb_per_s = gb_per_s});
-  });
+  const QkvRouting routing = compute_qkv_routing(plan.plan);
+  return text_summary(plan.plan, routing, summary_of(plan, routing),
+                      {.unicode = true, .gb_per_s = gb_per_s});
 }
 
 std::string attention_report_page(const AttentionPlan& plan, double gb_per_s,
                                   const std::string& title) {
-  return unlocked([&] {
-    const QkvRouting routing = compute_qkv_routing(plan.plan);
-    ReportContext context{.title = title};
-    context.gb_per_s = gb_per_s;
-    return html_report(plan.plan, routing, summary_of(plan, routing), context);
-  });
+  const QkvRouting routing = compute_qkv_routing(plan.plan);
+  ReportContext context{.title = title};
+  context.gb_per_s = gb_per_s;
+  return html_report(plan.plan, routing, summary_of(plan, routing), context);
 }
 
 /// @param counts [W]: pieces of each rank
@@ -200,9 +194,8 @@ nb::object array(const std::vector<std::int32_t>& values) {
 }
 
 nb::tuple cause_tuple(const StepCause& cause) {
-  return nb::make_tuple(std::string(to_string(cause.phase)), cause.rank,
-                        std::string(to_string(cause.resource)), cause.seconds, cause.amount,
-                        cause.document, cause.document_amount);
+  return nb::make_tuple(to_string(cause.phase), cause.rank, to_string(cause.resource),
+                        cause.seconds, cause.amount, cause.document, cause.document_amount);
 }
 
 nb::object link_array(const PhasePrediction& phase, std::int32_t world_size,
@@ -215,13 +208,12 @@ nb::object link_array(const PhasePrediction& phase, std::int32_t world_size,
 nb::list phase_tuples(const StepPrediction& step) {
   nb::list phases;
   for (const PhasePrediction& phase : step.phases) {
-    phases.append(nb::make_tuple(std::string(to_string(phase.phase)), array(phase.begin),
-                                 array(phase.end), array(phase.seconds), array(phase.waits_for),
-                                 link_array(phase, step.world_size, &LinkBytes::nvlink_in),
-                                 link_array(phase, step.world_size, &LinkBytes::nvlink_out),
-                                 link_array(phase, step.world_size, &LinkBytes::network_in),
-                                 link_array(phase, step.world_size, &LinkBytes::network_out),
-                                 cause_tuple(phase.slowest)));
+    phases.append(nb::make_tuple(
+        to_string(phase.phase), array(phase.begin), array(phase.end), array(phase.seconds),
+        array(phase.waits_for), link_array(phase, step.world_size, &LinkBytes::nvlink_in),
+        link_array(phase, step.world_size, &LinkBytes::nvlink_out),
+        link_array(phase, step.world_size, &LinkBytes::network_in),
+        link_array(phase, step.world_size, &LinkBytes::network_out), cause_tuple(phase.slowest)));
   }
   return phases;
 }
@@ -250,14 +242,12 @@ void bind_of_plan(nb::module_& m) {
         "shard_pairs"_a = nb::none());
   m.def(
       "predict_step",
-      [](const Plan& plan, const StepOptions& options) {
-        return unlocked([&] { return predict_step(plan, options); });
-      },
-      "plan"_a, "options"_a);
+      [](const Plan& plan, const StepOptions& options) { return predict_step(plan, options); },
+      "plan"_a, "options"_a, without_lock);
   m.def("step_remedies", [](const Plan& plan, const StepPrediction& step) {
     nb::list tuples;
     for (const Remedy& remedy : remedies_of(plan, step))
-      tuples.append(nb::make_tuple(std::string(to_string(remedy.kind)), remedy.seconds));
+      tuples.append(nb::make_tuple(to_string(remedy.kind), remedy.seconds));
     return tuples;
   });
   m.def("explain_step", [](const Plan& plan, const StepPrediction& step) {
@@ -272,14 +262,13 @@ void bind_prediction(nb::module_& m) {
   step.def_ro("seconds", &StepPrediction::seconds);
   step.def_ro("forward_seconds", &StepPrediction::forward_seconds);
   add_table(step, "work", &StepPrediction::work);
-  step.def_prop_ro("transfer", [](const StepPrediction& s) {
-    return std::string(to_string(s.options.transfer));
-  });
+  step.def_prop_ro("transfer",
+                   [](const StepPrediction& s) { return to_string(s.options.transfer); });
   step.def("phases", &phase_tuples);
   step.def("path", [](const StepPrediction& s) { return cause_tuples(s.path); });
   step.def("bottleneck", [](const StepPrediction& s) { return cause_tuple(s.bottleneck()); });
-  step.def("phase_table", [](const StepPrediction& s) { return phase_table(s); });
-  step.def("rank_table", [](const StepPrediction& s, std::int32_t r) { return rank_table(s, r); });
+  step.def("phase_table", phase_table);
+  step.def("rank_table", rank_table);
   step.def(nb::self == nb::self);
 }
 
@@ -292,17 +281,16 @@ void bind_named(nb::module_& m) {
   named.def_ro("num_shards", &NamedStep::num_shards);
   named.def_ro("step", &NamedStep::step);
   m.def("step_table", [](const std::vector<NamedStep>& steps) { return step_table(steps); });
-  m.def("chrome_trace", [](const std::vector<NamedStep>& steps) {
-    return unlocked([&] { return chrome_trace(steps); });
-  });
+  m.def(
+      "chrome_trace", [](const std::vector<NamedStep>& steps) { return chrome_trace(steps); },
+      without_lock);
   m.def(
       "compare_plans",
       [](const std::vector<std::int64_t>& lengths, const PlannerOptions& planner,
          std::int32_t degree) {
-        const CompareOptions options{.planner = planner, .degree = degree};
-        return unlocked([&] { return compare_plans(lengths, options); });
+        return compare_plans(lengths, {.planner = planner, .degree = degree});
       },
-      "doc_lengths"_a, "planner"_a, "degree"_a);
+      "doc_lengths"_a, "planner"_a, "degree"_a, without_lock);
 }
 
 void bind_cost_model(nb::module_& m) {
@@ -311,13 +299,13 @@ void bind_cost_model(nb::module_& m) {
   bind_of_plan<QkvPlan>(m);
   bind_of_plan<AttentionPlan>(m);
   const auto bind_static = [&](const char* name, auto* make) {
-    m.def(name,
-          [name, make](const std::vector<std::int64_t>& lengths, std::int32_t world_size,
-                       std::int64_t tokens_per_rank, std::int32_t degree, std::string_view mask) {
-            const StaticPlanOptions options{world_size, tokens_per_rank, degree,
-                                            mask_from_name(name, mask)};
-            return unlocked([&] { return make(lengths, options); });
-          });
+    m.def(
+        name,
+        [name, make](const std::vector<std::int64_t>& lengths, std::int32_t world_size,
+                     std::int64_t tokens_per_rank, std::int32_t degree, std::string_view mask) {
+          return make(lengths, {world_size, tokens_per_rank, degree, mask_from_name(name, mask)});
+        },
+        without_lock);
   };
   bind_static("zigzag_plan", &zigzag_plan);
   bind_static("per_document_plan", &per_document_plan);
@@ -338,25 +326,28 @@ void bind_planner(nb::module_& m) {
   plan.def_ro("plan", &AttentionPlan::plan);
   plan.def("hops", &hop_tuples);
   plan.def("text", [](const AttentionPlan& p) { return to_string(p); });
-  plan.def("summary_text", &attention_summary_text, "gb_per_s"_a);
-  plan.def("report_page", &attention_report_page, "gb_per_s"_a, "title"_a);
+  plan.def("summary_text", &attention_summary_text, "gb_per_s"_a, without_lock);
+  plan.def("report_page", &attention_report_page, "gb_per_s"_a, "title"_a, without_lock);
   plan.def(nb::self == nb::self);
-  plan.def("to_json", [](const AttentionPlan& p, bool compact) {
-    return unlocked([&] { return to_json(p, compact ? JsonStyle::compact : JsonStyle::readable); });
-  });
+  plan.def(
+      "to_json",
+      [](const AttentionPlan& p, bool compact) { return to_json(p, json_style(compact)); },
+      without_lock);
   plan.def("validate", [](const AttentionPlan& p, std::int64_t max_findings) {
     return finding_tuples(unlocked([&] { return validate(p, {.max_findings = max_findings}); }));
   });
-  const auto bind_plan_of = [&]<class Lengths>(const char* argument, const Lengths& /*lengths*/) {
-    m.def(
-        "plan_attention",
-        [](const Lengths& lengths, const PlannerOptions& options) {
-          return unlocked([&] { return plan_attention(lengths, options); });
-        },
-        nb::arg(argument), "options"_a);
-  };
-  bind_plan_of("doc_lengths", std::vector<std::int64_t>{});
-  bind_plan_of("rank_doc_lengths", RankLengths{});
+  m.def(
+      "plan_attention",
+      [](const std::vector<std::int64_t>& lengths, const PlannerOptions& options) {
+        return plan_attention(lengths, options);
+      },
+      "doc_lengths"_a, "options"_a, without_lock);
+  m.def(
+      "plan_attention",
+      [](const std::vector<std::vector<std::int64_t>>& lengths, const PlannerOptions& options) {
+        return plan_attention(lengths, options);
+      },
+      "rank_doc_lengths"_a, "options"_a, without_lock);
   m.def(
       "check_planner_options",
       [](const PlannerOptions& options, const std::string& who) { options.check(who.c_str()); },
@@ -365,15 +356,15 @@ void bind_planner(nb::module_& m) {
       "plan_pieces",
       [](const std::vector<std::int64_t>& counts, const std::vector<std::int64_t>& pieces,
          const PlannerOptions& options) {
-        return unlocked([&] { return plan_pieces(rank_pieces_from(counts, pieces), options); });
+        return plan_pieces(rank_pieces_from(counts, pieces), options);
       },
-      "counts"_a, "pieces"_a, "options"_a);
+      "counts"_a, "pieces"_a, "options"_a, without_lock);
   m.def(
       "attention_plan_from_json",
       [](std::string_view text, std::string_view origin) {
-        return unlocked([&] { return attention_plan_from_json(text, origin); });
+        return attention_plan_from_json(text, origin);
       },
-      "text"_a, "origin"_a);
+      "text"_a, "origin"_a, without_lock);
   bind_cost_model(m);
 }
 

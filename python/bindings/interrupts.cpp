@@ -223,7 +223,7 @@ void bind_interrupts(nb::module_& m) {
   (void)set_interrupt_check(check);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(end_with_interpreter));
   m.attr("max_timeout_s") = max_timeout_s;
-  m.def("check_interrupt", [] { unlocked(check_interrupt); });
+  m.def("check_interrupt", check_interrupt, without_lock);
   m.def("end_waits", end_all_waits);
   m.def("interrupt_thread", [](unsigned long ident) {
     (void)PyThreadState_SetAsyncExc(ident, PyExc_KeyboardInterrupt);

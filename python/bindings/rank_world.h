@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -155,7 +156,8 @@ class OnRank {
   OnRank& operator=(const OnRank&) = delete;
   virtual ~OnRank() = default;
 
-  /// `f(object)` in a call. A stream means that `f` queues work that waits for other ranks.
+  /// `f(object)` in a call; or a method of it. A stream means that `f` queues work that waits for
+  /// other ranks.
   template <class F>
   auto call(const char* who, F&& f, std::optional<Stream> stream = std::nullopt) {
     return python::call(*rank_, &turn_, who, stream, [&] { return run(f); });
@@ -178,7 +180,7 @@ class OnRank {
   auto run(F& f) {
     const std::unique_ptr<OnRank, void (*)(OnRank*)> at_end(
         this, [](OnRank* self) { self->call_ended(*self->object_); });
-    return f(*object_);
+    return std::invoke(f, *object_);
   }
 
   std::shared_ptr<RankWorld> rank_;
