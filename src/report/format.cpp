@@ -109,23 +109,28 @@ std::string labelled(std::string_view label, const std::string& value) {
   return concat("  ", pad_right(std::string(label), 14), value, "\n");
 }
 
-std::string wrapped(const std::string& sentence, const TextStyle& style) {
-  const auto width = static_cast<std::size_t>(std::max(style.width, 30) - 4);
-  std::string text = style.unicode ? "  • " : "  - ";
-  std::size_t column = 4;
-  for (std::size_t begin = 0; begin < sentence.size();) {
-    const std::size_t end = std::min(sentence.find(' ', begin), sentence.size());
-    if (column + end - begin > width && column > 4) {
-      text.back() = '\n';
-      text += "    ";
-      column = 4;
+std::string wrapped(std::string_view text, std::size_t width, const std::string& indentation) {
+  std::string result;
+  std::size_t column = 0;
+  while (true) {
+    const std::size_t end = std::min(text.find(' '), text.size());
+    if (column > 0 && column + 1 + end > width) {
+      result += "\n" + indentation;
+      column = 0;
+    } else if (column > 0) {
+      result += ' ';
+      ++column;
     }
-    text += sentence.substr(begin, end - begin) + ' ';
-    column += end - begin + 1;
-    begin = end + 1;
+    result += text.substr(0, end);
+    column += end;
+    if (end == text.size()) return result;
+    text.remove_prefix(end + 1);
   }
-  text.back() = '\n';
-  return text;
+}
+
+std::string wrapped(const std::string& sentence, const TextStyle& style) {
+  const auto width = static_cast<std::size_t>(std::max(style.width, 30) - 8);
+  return concat(style.unicode ? "  • " : "  - ", wrapped(sentence, width, "    "), "\n");
 }
 
 std::string rank_line(std::int32_t rank, std::int64_t tokens,
