@@ -133,8 +133,8 @@ void require_same(const WorldHandle& world, const std::string& who,
                   const std::vector<std::pair<std::string, std::string>>& mine) {
   std::vector<Setting> settings;
   for (const auto& [name, value] : mine) settings.push_back({name, value});
-  call(*world.rank, nullptr, who.c_str(), std::nullopt,
-       [&] { world.rank->world().transport().require_same(who, settings); });
+  call(*world.object, nullptr, who.c_str(), std::nullopt,
+       [&] { world.object->world().transport().require_same(who, settings); });
 }
 
 #ifdef WAYBILL_PYTHON_CUDA
@@ -188,25 +188,27 @@ constexpr auto nvshmem_world = no_gpu_world;
 
 void bind_world_handle(nb::module_& m) {
   nb::class_<WorldHandle> world(m, "World");
-  world.def_prop_ro("rank", [](const WorldHandle& w) { return to_int(w.rank->world().rank()); });
+  world.def_prop_ro("rank", [](const WorldHandle& w) { return to_int(w.object->world().rank()); });
   world.def_prop_ro("world_size",
-                    [](const WorldHandle& w) { return w.rank->world().world_size(); });
-  world.def_prop_ro("ranks_per_node",
-                    [](const WorldHandle& w) { return w.rank->world().topology().ranks_per_node; });
+                    [](const WorldHandle& w) { return w.object->world().world_size(); });
+  world.def_prop_ro("ranks_per_node", [](const WorldHandle& w) {
+    return w.object->world().topology().ranks_per_node;
+  });
   world.def_prop_ro("timeout_s",
-                    [](const WorldHandle& w) { return w.rank->world().transport().timeout_s(); });
-  world.def_prop_ro("device", [](const WorldHandle& w) { return w.rank->device(); });
+                    [](const WorldHandle& w) { return w.object->world().transport().timeout_s(); });
+  world.def_prop_ro("device", [](const WorldHandle& w) { return w.object->device(); });
   world.def("require_same", &require_same, "who"_a, "mine"_a);
   world.def("use_links", [](const WorldHandle& w, double nvlink, double network, double block,
                             const std::string& measured_on) {
-    call(*w.rank, nullptr, "World.use_links", std::nullopt, [&] {
-      w.rank->world().use_links({nvlink, network, block}, measured_on);
+    call(*w.object, nullptr, "World.use_links", std::nullopt, [&] {
+      w.object->world().use_links({nvlink, network, block}, measured_on);
     });
   });
-  world.def("check_ended",
-            [](const WorldHandle& w, const std::string& who) { w.rank->check_ended(who.c_str()); });
+  world.def("check_ended", [](const WorldHandle& w, const std::string& who) {
+    w.object->check_ended(who.c_str());
+  });
   world.def("barrier", [](const WorldHandle& w) {
-    call(*w.rank, nullptr, "World::barrier", std::nullopt, [&] { w.rank->world().barrier(); });
+    call(*w.object, nullptr, "World::barrier", std::nullopt, [&] { w.object->world().barrier(); });
   });
 }
 

@@ -229,11 +229,11 @@ void bind_interrupts(nb::module_& m) {
     (void)PyThreadState_SetAsyncExc(ident, PyExc_KeyboardInterrupt);
   });
   nb::class_<ScopeHandle>(m, "FailureScope")
-      .def("fail", [](const ScopeHandle& h, const std::string& why) { h.scope->fail(why); })
+      .def("fail", [](const ScopeHandle& h, const std::string& why) { h.object->fail(why); })
       .def("interrupt",
-           [](const ScopeHandle& h, const std::string& why) { h.scope->interrupt(why); });
+           [](const ScopeHandle& h, const std::string& why) { h.object->interrupt(why); });
   m.def("enter_scope", [](const ScopeHandle& h) {
-    entered_scopes.push_back(std::make_unique<EnteredWaitScope>(h.scope));
+    entered_scopes.push_back(std::make_unique<EnteredWaitScope>(h.object));
   });
   m.def("leave_scope", [] { entered_scopes.pop_back(); });
 }

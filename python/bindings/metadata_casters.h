@@ -56,7 +56,7 @@ concept OneOf = (std::same_as<Value, Types> || ...);
 
 }  // namespace waybill::python
 
-/// What is returned becomes to_tuple() of it. Wrong fields of Metadata throw when the function is
+/// A result becomes to_tuple() of it. Wrong fields of Metadata throw when the function is
 /// called, so that the error names them.
 template <waybill::python::OneOf<waybill::Metadata, waybill::KvMetadata, waybill::AttnLayout,
                                  waybill::E2eMetadata, waybill::RawQkvDispatch,

@@ -112,10 +112,7 @@ class RankWorld {
   std::vector<std::shared_ptr<void>> retired_;
 };
 
-/// A world as Python holds it. Not nanobind's own shared_ptr: see ScopeHandle.
-struct WorldHandle {
-  std::shared_ptr<RankWorld> rank;
-};
+using WorldHandle = Held<RankWorld>;
 
 /// A cudaStream_t, as Python has it.
 [[nodiscard]] inline Stream stream_from(std::uintptr_t handle) {
@@ -149,7 +146,7 @@ class OnRank {
  public:
   /// @param make makes the object from the World, in a call
   template <class Make>
-  OnRank(const WorldHandle& world, const char* who, const Make& make) : rank_(world.rank) {
+  OnRank(const WorldHandle& world, const char* who, const Make& make) : rank_(world.object) {
     python::call(*rank_, &turn_, who, std::nullopt, [&] { object_.emplace(make(rank_->world())); });
   }
   OnRank(const OnRank&) = delete;

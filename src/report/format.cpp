@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <numeric>
+#include <sstream>
 
 #include "waybill/core/error.h"
 
@@ -109,23 +110,16 @@ std::string labelled(std::string_view label, const std::string& value) {
   return concat("  ", pad_right(std::string(label), 14), value, "\n");
 }
 
-std::string wrapped(std::string_view text, std::size_t width, const std::string& indentation) {
+std::string wrapped(const std::string& text, std::size_t width, const std::string& indentation) {
   std::string result;
   std::size_t column = 0;
-  while (true) {
-    const std::size_t end = std::min(text.find(' '), text.size());
-    if (column > 0 && column + 1 + end > width) {
-      result += "\n" + indentation;
-      column = 0;
-    } else if (column > 0) {
-      result += ' ';
-      ++column;
-    }
-    result += text.substr(0, end);
-    column += end;
-    if (end == text.size()) return result;
-    text.remove_prefix(end + 1);
+  std::istringstream words(text);
+  for (std::string word; words >> word; result += word) {
+    const bool fits = column + 1 + word.size() <= width;
+    if (!result.empty()) result += fits ? " " : "\n" + indentation;
+    column = word.size() + (fits && column > 0 ? column + 1 : 0);
   }
+  return result;
 }
 
 std::string wrapped(const std::string& sentence, const TextStyle& style) {

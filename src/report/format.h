@@ -48,7 +48,7 @@ namespace waybill::detail {
 [[nodiscard]] std::string labelled(std::string_view label, const std::string& value);
 
 /// The words in lines of at most `width` columns, all but the first after an indentation.
-[[nodiscard]] std::string wrapped(std::string_view text, std::size_t width,
+[[nodiscard]] std::string wrapped(const std::string& text, std::size_t width,
                                   const std::string& indentation);
 
 /// A sentence as an item of a list, in lines of 76 columns.
