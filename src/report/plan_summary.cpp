@@ -97,7 +97,7 @@ std::vector<DocumentBytes> document_bytes(const QkvPlan& plan, const QkvRouting&
   require(0 <= rank && rank < plan.world_size, who, ": rank = ", rank, ", expected 0..",
           plan.world_size - 1);
   std::vector<DocumentBytes> result(plan.num_documents());
-  std::vector<std::int64_t> document(plan.num_shards());  // of each shard
+  std::vector<std::int64_t> document(plan.num_shards());  // [N]
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     result[d].document = d;
     for (std::int64_t i = plan.doc_shard_offsets[d]; i < plan.doc_shard_offsets[d + 1]; ++i)
