@@ -217,8 +217,7 @@ class WaybillCoreAttention(MegatronModule):
 @outside_graphs
 @said_by(_WHO)
 def _attend(attention: ContextParallelAttention, *given: Any) -> torch.Tensor:
-    out: torch.Tensor = attention(*given)
-    return out
+    return attention(*given)
 
 
 def _check_unpadded(params: PackedSeqParams, rank: int) -> None:

@@ -272,8 +272,7 @@ def attention_forward(
 @outside_graphs
 @said_by(_WHO)
 def _attend(attention: ContextParallelAttention, *given: Any) -> torch.Tensor:
-    out: torch.Tensor = attention(*given)
-    return out
+    return attention(*given)
 
 
 def _check_heads(who: str, shape: AttentionShape, *tensors: torch.Tensor) -> None:

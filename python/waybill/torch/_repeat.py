@@ -128,10 +128,6 @@ class _Batch:
         self.sums = self.arrived.combine(self.answers, layer.local_combine, weighted=layer.weighted)
 
 
-def _batches(layer: _Layer, sizes: Sizes) -> List[_Batch]:
-    return [_Batch(layer, sizes, seed) for seed in range(INPUTS)]
-
-
 def _on(world: World, array: Any, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return (tensor if dtype is None else tensor.to(dtype)).to(world.device)
@@ -178,48 +174,43 @@ class _Experts:
         return [*self.tokens, *self.ids, *self.weights]
 
 
-def _dispatches(layer: _Layer) -> Callable[[Sizes], Make]:
-    names = ("rows", "weights", "scales") if layer.payload == "quantized" else ("rows", "weights")
+def _calls_of(layer: _Layer, combines: bool = False) -> Callable[[Sizes], Make]:
+    """Dispatches of a layer, or combines of what one dispatch of each input brought."""
+    names: Tuple[str, ...] = ("rows", "weights")
+    if combines:
+        names = ("sums",)
+    elif layer.payload == "quantized":
+        names = ("rows", "weights", "scales")
 
     def prepare(sizes: Sizes) -> Make:
-        batches = _batches(layer, sizes)
-
-        def make(world: World) -> Calls:
-            experts = _Experts(world, layer, sizes, batches)
-            settle(world)
-            known = [experts.dispatch(n)[0] if layer.known else None for n in range(INPUTS)]
-            return Calls(
-                lambda number: experts.dispatch(number, known[number])[1], names,
-                [batch.wanted_rows(world.rank) for batch in batches], experts.inputs(),
-                experts.layer.synchronize, experts.layer.finalize,
-            )  # fmt: skip
-
-        return make
-
-    return prepare
-
-
-def _combines(layer: _Layer) -> Callable[[Sizes], Make]:
-    def prepare(sizes: Sizes) -> Make:
-        batches = _batches(layer, sizes)
-        for batch in batches:
+        batches = [_Batch(layer, sizes, seed) for seed in range(INPUTS)]
+        for batch in batches if combines else []:
             batch.answer(layer)
 
         def make(world: World) -> Calls:
-            experts = _Experts(world, layer, sizes, batches)
-            rank = world.rank
-            answers = [_on(world, batch.answers[rank], torch.bfloat16) for batch in batches]
+            experts, rank = _Experts(world, layer, sizes, batches), world.rank
+            answers = [
+                _on(world, batch.answers[rank], torch.bfloat16) for batch in batches if combines
+            ]
             settle(world)
-            layouts = [experts.dispatch(number)[0] for number in range(INPUTS)]
+            known = combines or layer.known
+            layouts: List[Any] = [experts.dispatch(n)[0] if known else None for n in range(INPUTS)]
 
             def call(number: int) -> List[torch.Tensor]:
-                rows, layout = answers[number], layouts[number]
-                return [experts.layer.combine(rows, layout, weighted=layer.weighted)]
+                layout = layouts[number]
+                if not combines:
+                    return experts.dispatch(number, layout)[1]
+                return [experts.layer.combine(answers[number], layout, weighted=layer.weighted)]
 
-            wanted = [[torch.from_numpy(batch.sums[rank]).bfloat16()] for batch in batches]
+            wanted = [
+                [torch.from_numpy(batch.sums[rank]).bfloat16()]
+                if combines
+                else batch.wanted_rows(rank)
+                for batch in batches
+            ]
             return Calls(
-                call, ("sums",), wanted, [*answers, *experts.inputs()],
-                experts.layer.synchronize, experts.layer.finalize,
+                call, names, wanted, [*answers, *experts.inputs()], experts.layer.synchronize,
+                experts.layer.finalize,
             )  # fmt: skip
 
         return make
@@ -283,17 +274,17 @@ def _sequences(gradient: bool) -> Callable[[Sizes], Make]:
 
 
 KINDS = [
-    Kind("dispatch, counting", _dispatches(_Layer())),
-    Kind("dispatch, counts on the host", _dispatches(_Layer(fixed=False)), graphs=False),
-    Kind("dispatch, known routing", _dispatches(_Layer(known=True))),
-    Kind("dispatch, compact rows", _dispatches(_Layer(rows="compact"))),
-    Kind("dispatch, few tokens", _dispatches(_Layer(few=True))),
-    Kind("dispatch, float8", _dispatches(_Layer(payload="quantized"))),
-    Kind("combine, grouped rows", _combines(_Layer())),
-    Kind("combine, compact rows", _combines(_Layer(rows="compact"))),
-    Kind("combine, weighted", _combines(_Layer(weighted=True))),
-    Kind("combine, local sums", _combines(_Layer(local_combine=True))),
-    Kind("combine, few tokens", _combines(_Layer(few=True))),
+    Kind("dispatch, counting", _calls_of(_Layer())),
+    Kind("dispatch, counts on the host", _calls_of(_Layer(fixed=False)), graphs=False),
+    Kind("dispatch, known routing", _calls_of(_Layer(known=True))),
+    Kind("dispatch, compact rows", _calls_of(_Layer(rows="compact"))),
+    Kind("dispatch, few tokens", _calls_of(_Layer(few=True))),
+    Kind("dispatch, float8", _calls_of(_Layer(payload="quantized"))),
+    Kind("combine, grouped rows", _calls_of(_Layer(), combines=True)),
+    Kind("combine, compact rows", _calls_of(_Layer(rows="compact"), combines=True)),
+    Kind("combine, weighted", _calls_of(_Layer(weighted=True), combines=True)),
+    Kind("combine, local sums", _calls_of(_Layer(local_combine=True), combines=True)),
+    Kind("combine, few tokens", _calls_of(_Layer(few=True), combines=True)),
     Kind("sequence dispatch", _sequences(False)),
     Kind("kv_gradient", _sequences(True)),
 ]

@@ -13,7 +13,7 @@ from .._lifetime import OfThisProcess
 from ..errors import InvalidArgument
 from ..plans import QkvRouting, RankAttention
 from ..sequence_dispatcher import PlanHandle, of_qkv
-from ._tensors import first_order, read_mark, require_moved, require_rows, save_mark
+from ._tensors import first_order, read_mark, require_moved, require_moved_rows, save_mark
 from .kernels import Sequences
 from .sequence_dispatcher import SequenceDispatcher
 
@@ -118,8 +118,7 @@ class AttentionStep(OfThisProcess):
         ranks.
         """
         for i, tensor in enumerate((q, *kv)):
-            name = f"dispatch_qkv: {of_qkv(i)}"
-            require_moved(require_rows(tensor, name), name)
+            require_moved_rows(tensor, f"dispatch_qkv: {of_qkv(i)}")
         *there, token = _QkvDispatch.apply(self, q, *kv)
         self._token, self._needs_gradients = token, token.requires_grad
         return tuple(there)
@@ -129,12 +128,11 @@ class AttentionStep(OfThisProcess):
         """Collective: attention's output, in the rows of this rank's q, which the loss must depend
         on. Backward sends its gradient to where the output came from.
         """
-        require_moved(require_rows(out, "return_outputs: out"), "return_outputs: out")
+        require_moved_rows(out, "return_outputs: out")
         token, self._token = self._token, None
         if token is None and self._needs_gradients:  # again, as of a checkpoint: on all ranks alike
             token = torch.empty(0, device=out.device, requires_grad=True)
-        home: torch.Tensor = _OutputReturn.apply(self, out, token)
-        return home
+        return _OutputReturn.apply(self, out, token)
 
     @outside_graphs
     def replace_routing(self, routing: QkvRouting) -> None:
@@ -261,8 +259,7 @@ def recomputed_attention(
         instance(step, AttentionStep, f"{who}: {name}", "an AttentionStep")
     for i, tensor in enumerate((q, *kv)):
         require_moved(tensor, f"{who}: {of_qkv(i)}")
-    out: torch.Tensor = _Recomputed.apply(attend, forward, backward, q, *kv)
-    return out
+    return _Recomputed.apply(attend, forward, backward, q, *kv)
 
 
 class _Recomputed(torch.autograd.Function):

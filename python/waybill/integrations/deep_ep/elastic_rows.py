@@ -33,8 +33,7 @@ class EPHandle(OfThisProcess):
     @property
     def queue(self) -> Queue:
         """The queue of its buffer."""
-        queue: Queue = self.part.queue
-        return queue
+        return self.part.queue
 
     @property
     def num_recv_tokens(self) -> int:
@@ -59,8 +58,7 @@ class EPHandle(OfThisProcess):
     @reads_handle
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
         """[local experts] int32: topk slots of each expert."""
-        counts: torch.Tensor = self.part.choices_of(self)
-        return counts
+        return self.part.choices_of(self)
 
     @property
     @reads_handle
@@ -199,8 +197,7 @@ class Compact:
 
     def tokens_from(self, handle: EPHandle) -> torch.Tensor:
         """[ranks]"""
-        counts: torch.Tensor = handle.inner.counts()[:, self._rows.rank]
-        return counts
+        return handle.inner.counts()[:, self._rows.rank]
 
     def choices_of(self, handle: EPHandle) -> torch.Tensor:
         """[local experts] int32"""
@@ -308,8 +305,7 @@ class Expanded:
 
     def choices_of(self, handle: EPHandle) -> torch.Tensor:
         """[local experts] int32"""
-        counts: torch.Tensor = handle.inner[1].recv_expert_counts.clone()
-        return counts
+        return handle.inner[1].recv_expert_counts.clone()
 
     def _taken(self, rows: torch.Tensor, weights: Any, scales: Any, handle: EPHandle) -> Received:
         taken = [

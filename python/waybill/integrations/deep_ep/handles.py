@@ -139,8 +139,7 @@ class _Handle(OfThisProcess, Sequence[Any]):
     @property
     def queue(self) -> Queue:
         """The queue of its buffer."""
-        queue: Queue = self._owner.queue
-        return queue
+        return self._owner.queue
 
     @reads_handle
     def __getitem__(self, index: Any) -> Any:

@@ -261,5 +261,4 @@ def _on_host(numbers: torch.Tensor) -> List[int]:
     """Nothing copies to pageable memory after a kernel that waits for ranks."""
     if numbers.is_cuda:
         torch.cuda.current_stream(numbers.device).synchronize()
-    found: List[int] = numbers.tolist()
-    return found
+    return numbers.tolist()

@@ -149,7 +149,7 @@ class LowLatency:
         """The handle, if it is of this buffer."""
         is_own = isinstance(handle, LowLatencyHandle) and handle._owner is self
         call.own_handle(is_own, "low_latency_dispatch")
-        return handle  # type: ignore[no-any-return]
+        return handle
 
     def check_combine(
         self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, zero_copy: bool, out: Any,

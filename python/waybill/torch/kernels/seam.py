@@ -209,10 +209,7 @@ def _known_to_autograd() -> contextlib.AbstractContextManager[Any]:
         key = getattr(core.DispatchKey, name, None)
         if key is not None and excluded.has(key):
             excluded = excluded.remove(key)
-    guard: contextlib.AbstractContextManager[Any] = core._ForceDispatchKeyGuard(
-        core._dispatch_tls_local_include_set(), excluded
-    )
-    return guard
+    return core._ForceDispatchKeyGuard(core._dispatch_tls_local_include_set(), excluded)
 
 
 def refuse_wide_heads(shape: AttentionShape, most: int, kernel: str, who: str) -> None:
@@ -260,14 +257,14 @@ def attention(
         got = f"{len(given)} results" if isinstance(given, tuple) else shown(given)
         raise InvalidArgument(f"{_who(kernel, at)} returned {got}, expected (output, log-sum-exp)")
     rows = q.shape[0]
-    wrong = _wrong(given[0], (rows, shape.heads, shape.v_head_dim), q.device, shape.dtype)
+    wrong = mismatch(given[0], (rows, shape.heads, shape.v_head_dim), q.device, shape.dtype)
     if wrong is not None:
         raise InvalidArgument(f"{_who(kernel, at)}: its output {wrong}")
     (out,) = _own([q, k, v], given[:1])
     if not (want_lse or kernel.needs_lse):
         return out, None
     lse = given[1]
-    wrong = _wrong(lse, (shape.heads, rows), q.device, None)
+    wrong = mismatch(lse, (shape.heads, rows), q.device, None)
     if wrong is not None:
         raise InvalidArgument(f"{_who(kernel, at)}: its log-sum-exp {wrong}")
     return out, lse if lse.dtype == torch.float32 else lse.float()
@@ -286,7 +283,7 @@ def gradients(
             f"{_who(kernel, at)}: backward returned {got}, expected gradients of q, k and v"
         )
     for name, of, one in zip("qkv", (q, k, v), found):
-        wrong = _wrong(one, tuple(of.shape), of.device, of.dtype)
+        wrong = mismatch(one, tuple(of.shape), of.device, of.dtype)
         if wrong is not None:
             raise InvalidArgument(f"{_who(kernel, at)}: its gradient of {name} {wrong}")
     dq, dk, dv = _own([grad, q, k, v, out], found)
@@ -297,9 +294,10 @@ def _who(kernel: AttentionKernel, at: str) -> str:
     return f"ContextParallelAttention: kernel {kernel!r} {at}"
 
 
-def _wrong(
+def mismatch(
     value: Any, shape: Tuple[int, ...], device: torch.device, dtype: Optional[torch.dtype]
 ) -> Optional[str]:
+    """The words for what is wrong with a value, and what was expected; None where nothing is."""
     if not isinstance(value, torch.Tensor):
         return f"is {shown(value)}, expected a tensor {list(shape)}"
     if value.shape != shape:
