@@ -142,80 +142,62 @@ def settle(world: World) -> None:
     world.barrier()
 
 
-class _Experts:
-    """A layer on one rank, with its inputs there."""
-
-    def __init__(self, world: World, layer: _Layer, sizes: Sizes, batches: List[_Batch]) -> None:
-        config, rank = layer.config(sizes), world.rank
-        most = max(rows for batch in batches for rows in batch.num_rows)
-        self.num_rows = [batch.num_rows[rank] for batch in batches]
-        self.tokens = [_on(world, batch.tokens[rank], torch.bfloat16) for batch in batches]
-        self.ids = [_on(world, batch.ids[rank], torch.int32) for batch in batches]
-        self.weights = [_on(world, batch.weights[rank]) for batch in batches]
-        self.layer = EPAll2AllLayer(
-            world, config.max_tokens, config.hidden, _TOPK, rank, config.num_experts,
-            sizes.ranks, sizes.ranks, rows=layer.rows, payload=layer.payload,
-            enable_local_combine=layer.local_combine, copy_out=False, combine=sizes.combine,
-            fixed_rows=max(most, 1) if layer.fixed else None,
-        )  # fmt: skip
-        self._quantized = layer.payload == "quantized"
-
-    def dispatch(self, number: int, layout: Any = None) -> Tuple[Any, List[torch.Tensor]]:
-        """The descriptor, and the rows that came with what belongs to them."""
-        rows, weights, made = self.layer.dispatch(
-            self.tokens[number], self.ids[number], self.weights[number], layout_desc=layout
-        )
-        parts: List[Any] = [rows, weights]
-        if self._quantized:
-            parts.append(made.recv_scales)
-        return made, [part[: self.num_rows[number]] for part in parts]
-
-    def inputs(self) -> List[torch.Tensor]:
-        return [*self.tokens, *self.ids, *self.weights]
-
-
 def _calls_of(layer: _Layer, combines: bool = False) -> Callable[[Sizes], Make]:
     """Dispatches of a layer, or combines of what one dispatch of each input brought."""
-    names: Tuple[str, ...] = ("rows", "weights")
-    if combines:
-        names = ("sums",)
-    elif layer.payload == "quantized":
-        names = ("rows", "weights", "scales")
 
     def prepare(sizes: Sizes) -> Make:
         batches = [_Batch(layer, sizes, seed) for seed in range(INPUTS)]
         for batch in batches if combines else []:
             batch.answer(layer)
-
-        def make(world: World) -> Calls:
-            experts, rank = _Experts(world, layer, sizes, batches), world.rank
-            answers = [
-                _on(world, batch.answers[rank], torch.bfloat16) for batch in batches if combines
-            ]
-            settle(world)
-            known = combines or layer.known
-            layouts: List[Any] = [experts.dispatch(n)[0] if known else None for n in range(INPUTS)]
-
-            def call(number: int) -> List[torch.Tensor]:
-                layout = layouts[number]
-                if not combines:
-                    return experts.dispatch(number, layout)[1]
-                return [experts.layer.combine(answers[number], layout, weighted=layer.weighted)]
-
-            wanted = [
-                [torch.from_numpy(batch.sums[rank]).bfloat16()]
-                if combines
-                else batch.wanted_rows(rank)
-                for batch in batches
-            ]
-            return Calls(
-                call, names, wanted, [*answers, *experts.inputs()], experts.layer.synchronize,
-                experts.layer.finalize,
-            )  # fmt: skip
-
-        return make
+        return lambda world: _calls_on(world, layer, combines, sizes, batches)
 
     return prepare
+
+
+def _calls_on(
+    world: World, layer: _Layer, combines: bool, sizes: Sizes, batches: List[_Batch]
+) -> Calls:
+    """A layer on one rank, with its inputs there."""
+    config, rank = layer.config(sizes), world.rank
+    most = max(rows for batch in batches for rows in batch.num_rows)
+    inputs = [
+        (
+            _on(world, batch.tokens[rank], torch.bfloat16),
+            _on(world, batch.ids[rank], torch.int32),
+            _on(world, batch.weights[rank]),
+        )
+        for batch in batches
+    ]
+    module = EPAll2AllLayer(
+        world, config.max_tokens, config.hidden, _TOPK, rank, config.num_experts,
+        sizes.ranks, sizes.ranks, rows=layer.rows, payload=layer.payload,
+        enable_local_combine=layer.local_combine, copy_out=False, combine=sizes.combine,
+        fixed_rows=max(most, 1) if layer.fixed else None,
+    )  # fmt: skip
+    answers = [_on(world, batch.answers[rank], torch.bfloat16) for batch in batches if combines]
+    quantized = layer.payload == "quantized"
+
+    def dispatch(number: int, layout: Any = None) -> Tuple[Any, List[torch.Tensor]]:
+        """The descriptor, and the rows that came with what belongs to them."""
+        rows, weights, made = module.dispatch(*inputs[number], layout_desc=layout)
+        parts: List[Any] = [rows, weights, *([made.recv_scales] if quantized else [])]
+        return made, [part[: batches[number].num_rows[rank]] for part in parts]
+
+    settle(world)
+    known = combines or layer.known
+    layouts: List[Any] = [dispatch(n)[0] if known else None for n in range(INPUTS)]
+
+    def combine(number: int) -> List[torch.Tensor]:
+        return [module.combine(answers[number], layouts[number], weighted=layer.weighted)]
+
+    held = [*answers, *(one for given in inputs for one in given)]
+    ends = (module.synchronize, module.finalize)
+    if combines:
+        sums = [[torch.from_numpy(batch.sums[rank]).bfloat16()] for batch in batches]
+        return Calls(combine, ("sums",), sums, held, *ends)
+    names = ("rows", "weights", "scales") if quantized else ("rows", "weights")
+    wanted = [batch.wanted_rows(rank) for batch in batches]
+    return Calls(lambda n: dispatch(n, layouts[n])[1], names, wanted, held, *ends)
 
 
 def _documents(sizes: Sizes) -> List[int]:

@@ -285,11 +285,16 @@ def stream_given(stream: Any, device: torch.device, name: str) -> int:
     return handle
 
 
+def wants_gradients(*values: Any) -> bool:
+    """Whether autograd records, and some of the values require gradients."""
+    return torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in values
+    )
+
+
 def say_no_gradients(who: str, instead: str, *values: Any) -> None:
     """A warning where a caller may expect gradients of a call that carries none."""
-    if torch.is_grad_enabled() and any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in values
-    ):
+    if wants_gradients(*values):
         warnings.warn(
             f"{who}: got a tensor that requires gradients, and carries none: {instead}; detach() it"
             " where none are meant",
@@ -370,6 +375,18 @@ def given(
 def view_of(bits: Any, dtype: torch.dtype) -> Optional[torch.Tensor]:
     """A tensor over memory of the layer; None stays None."""
     return None if bits is None else shown_memory(bits, dtype)
+
+
+def adjacent_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Slices of a common projection go as they are; rows must have adjacent elements, in memory."""
+    if tensor.is_neg():
+        return tensor.resolve_neg().contiguous()
+    size = 1
+    for extent, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:])):
+        if stride != size and extent != 1:
+            return tensor.contiguous()
+        size *= extent
+    return tensor
 
 
 def flat_rows(value: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ class Call(NamedTuple):
 
     who: str
     rank: int
-    device: torch.device  #: of the buffer
+    device: torch.device  #: where the buffer is
 
     def payload(self, x: Any) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """Rows, and their scales where they are float8."""
@@ -184,7 +184,7 @@ def check_timeout(value: Any, name: str, world: World) -> None:
 
 
 #: Two windows that dispatches receive in by turns, and two that combines read.
-_WINDOWS = 4
+WINDOWS = 4
 _VARIABLE = "WAYBILL_DEEP_EP_MAX_TOKENS"
 _DEFAULT_TOKENS = 4096
 _set: list[int] = []
@@ -236,17 +236,11 @@ class Config:
         """Bytes for ``max_tokens()`` tokens of each rank, if all of them come to one rank."""
         who = "get_nvl_buffer_size_hint"
         ranks = at_least(num_ranks, 1, f"{who}: num_ranks")
-        return _WINDOWS * ranks * max_tokens() * at_least(hidden_bytes, 1, f"{who}: hidden_bytes")
+        return WINDOWS * ranks * max_tokens() * at_least(hidden_bytes, 1, f"{who}: hidden_bytes")
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """0: ranks of one host need none."""
-        del hidden_bytes, num_ranks
         return 0
-
-
-def rows_that_fit(num_bytes: int, hidden: int) -> int:
-    """Rows of bfloat16 in each of the windows."""
-    return min(num_bytes // (_WINDOWS * 2 * hidden), 2**31 - 1)
 
 
 def ll_bytes(
@@ -261,7 +255,7 @@ def ll_bytes(
         raise InvalidArgument(
             f"{who}: num_experts = {experts}, expected a multiple of num_ranks = {ranks}"
         )
-    return _WINDOWS * 2 * at_least(hidden, 1, f"{who}: hidden") * tokens * experts
+    return WINDOWS * 2 * at_least(hidden, 1, f"{who}: hidden") * tokens * experts
 
 
 def elastic_bytes(num_ranks: int, num_tokens: Any, hidden: Any) -> int:
@@ -269,7 +263,7 @@ def elastic_bytes(num_ranks: int, num_tokens: Any, hidden: Any) -> int:
     who = "ElasticBuffer"
     tokens = at_least(num_tokens, 1, f"{who}: num_max_tokens_per_rank")
     columns = at_least(hidden, 1, f"{who}: hidden")
-    return _WINDOWS * 2 * columns * num_ranks * tokens
+    return WINDOWS * 2 * columns * num_ranks * tokens
 
 
 topk_idx_t = torch.int64  #: dtype of expert ids; int32 is taken too

@@ -121,13 +121,11 @@ class Buffer(OfThisProcess):
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         """Settings of a dispatch."""
-        del num_ranks
         return Config(Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
         """Settings of a combine."""
-        del num_ranks
         return Config(Buffer.num_sms)
 
     def get_comm_stream(self) -> Any:
@@ -186,7 +184,6 @@ class Buffer(OfThisProcess):
         :param num_worst_tokens: rows of the results, the same on all ranks; the host waits for
             nothing, the list is empty, and rows after those that came have ids -1
         """
-        del num_tokens_per_rdma_rank
         call = self._layers.call("dispatch")
         rows, scales = call.payload(x)
         self._many.check_room(rows, call)
@@ -352,7 +349,6 @@ class Buffer(OfThisProcess):
         :param zero_copy: the rows are those of ``get_next_low_latency_combine_buffer(handle)``
         :param out: where the sums are written
         """
-        del use_logfmt
         call = self._layers.call("low_latency_combine")
         who = call.who
         refuse_waits(combine_wait_recv_cost_stats, "combine_wait_recv_cost_stats", who)
@@ -376,16 +372,13 @@ class Buffer(OfThisProcess):
     ) -> None:
         """Nothing has to be zero before a call: does nothing."""
         self._layers.call("clean_low_latency_buffer")
-        del num_max_dispatch_tokens_per_rank, hidden, num_experts
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> NoReturn:
         """Unsupported."""
-        del rank_to_mask, mask
         refuse_masks("Buffer.low_latency_update_mask_buffer")
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> NoReturn:
         """Unsupported."""
-        del mask_status
         refuse_masks("Buffer.low_latency_query_mask_buffer")
 
     def low_latency_clean_mask_buffer(self) -> NoReturn:

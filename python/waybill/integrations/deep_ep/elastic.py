@@ -134,7 +134,6 @@ class ElasticBuffer(OfThisProcess):
         """Bytes for calls of these sizes, where all tokens may come to one rank. Expanded rows take
         as many more as a token has topk slots.
         """
-        del num_topk, use_fp8_dispatch, allow_hybrid_mode, allow_multiple_reduction
         size = getattr(group, "world_size", None) or getattr(group, "size", None)
         if size is None:
             raise InvalidArgument(
@@ -163,12 +162,10 @@ class ElasticBuffer(OfThisProcess):
 
     def get_theoretical_num_sms(self, num_experts: Any, num_topk: Any, *_: Any, **__: Any) -> int:
         """``Buffer.num_sms``."""
-        del num_experts, num_topk
         return Buffer.num_sms
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """0: nothing goes over a network."""
-        del num_sms
         return 0
 
     @outside_graphs
@@ -176,7 +173,6 @@ class ElasticBuffer(OfThisProcess):
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
         """Collective: returns when all ranks have called and the work of their streams is done."""
-        del use_comm_stream, with_cpu_sync, sequential
         if self._queue.device.type == "cuda":
             torch.cuda.synchronize(self._queue.device)
         self._world.barrier()
@@ -213,7 +209,6 @@ class ElasticBuffer(OfThisProcess):
         :param do_cpu_sync: results of the size that comes, for which the host waits; False: of the
             worst case, and counts on the device alone
         """
-        del num_qps, allocate_on_comm_stream, do_zero_padding, use_tma_aligned_col_major_sf
         call = self._layers.call("dispatch")
         who = call.who
         rows, scales = call.payload(x)
@@ -277,7 +272,6 @@ class ElasticBuffer(OfThisProcess):
 
         :param topk_weights: of compact rows [rows, topk]; of expanded ones Unsupported
         """
-        del num_sms, num_qps, allocate_on_comm_stream
         call = self._layers.call("combine")
         who = call.who
         call.own_handle(self._is_own(handle))
@@ -302,7 +296,7 @@ class ElasticBuffer(OfThisProcess):
     def _part(
         self, num_experts: Any, max_tokens: Any, alignment: Any, do_expand: Any, call: Call
     ) -> Any:
-        """What serves calls that ask for rows in this order."""
+        """The part that serves calls which ask for rows in this order."""
         who, room = call.who, self.num_max_tokens_per_rank if max_tokens is None else max_tokens
         expands = flag(do_expand, f"{who}: do_expand")
         experts = int64(0 if num_experts is None else num_experts, f"{who}: num_experts")

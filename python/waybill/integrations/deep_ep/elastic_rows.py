@@ -11,13 +11,15 @@ from ...errors import InvalidArgument, Unsupported
 from .arguments import Call, counts_of
 from .events import Queue
 from .handles import LayerKey, Layers, Received, reads_handle
-from .intranode import Intranode
+from .intranode import Intranode, local_counts
 
 
 class EPHandle(OfThisProcess):
     """The result of ``ElasticBuffer.dispatch`` for combines and other dispatches by it."""
 
     _why_not_copied = "what one rank's buffer knows of a dispatch: each dispatch gives one"
+
+    _layout: Any  #: that the rows came by
 
     def __init__(self, part: Any, inner: Any, topk_idx: torch.Tensor, num_sms: int) -> None:
         self.part, self.inner = part, inner
@@ -91,14 +93,14 @@ class EPHandle(OfThisProcess):
     def dst_buffer_slot_idx(self) -> torch.Tensor:
         """[tokens, ...] int32: the row of each token, or topk slot, where it went; -1."""
         tokens = self.topk_idx.shape[0]
-        table: torch.Tensor = self.part.layout_of(self).token_dst_scatter_idx
+        table: torch.Tensor = self._layout.token_dst_scatter_idx
         return table[0, :tokens].clone()
 
     def _source(self) -> torch.Tensor:
-        tags = self.part.layout_of(self).recv_tags
+        tags = self._layout.recv_tags
         live = tags[:, 0] >= 0
         if self.do_expand:
-            number = self.part.layout_of(self).recv_expert_offsets[-1]
+            number = self._layout.recv_expert_offsets[-1]
         else:
             number = self.psum_num_recv_tokens_per_scaleup_rank[-1]
         rows = torch.arange(tags.shape[0], dtype=torch.int32, device=tags.device)
@@ -129,7 +131,6 @@ class Compact:
 
     def check(self, x: torch.Tensor, ids: torch.Tensor, call: Call) -> None:
         """Raises where the windows have no room."""
-        del ids
         self._rows.check_room(x, call)
 
     def dispatch(
@@ -144,7 +145,7 @@ class Compact:
             x, scales, inner, choices, ids, weights, self.alignment, worst, num_sms
         )
         handle = EPHandle(self, inner, ids, num_sms)
-        handle.rows_out = inner.rows_out
+        handle._layout, handle.rows_out = inner.layout(), inner.rows_out
         handle.num_recv_tokens_per_expert_list = got.counts or []
         assert got.topk_idx is not None
         handle.found = got.topk_idx.clone()  # the caller may change the other
@@ -191,22 +192,14 @@ class Compact:
         order = last.argsort(dim=1, stable=True)
         return torch.where(inside.gather(1, order), order.int(), -1)
 
-    def layout_of(self, handle: EPHandle) -> Any:
-        """The layout of the layer that moved the rows."""
-        return handle.inner.layout()
-
     def tokens_from(self, handle: EPHandle) -> torch.Tensor:
         """[ranks]"""
         return handle.inner.counts()[:, self._rows.rank]
 
     def choices_of(self, handle: EPHandle) -> torch.Tensor:
         """[local experts] int32"""
-        local = self.num_experts // self._ranks
         assert handle.found is not None
-        flat = handle.found.reshape(-1).to(torch.int64)
-        counts = torch.zeros(local + 1, dtype=torch.int32, device=flat.device)
-        ones = torch.ones_like(flat, dtype=torch.int32)
-        return counts.scatter_add_(0, torch.where(flat < 0, local, flat), ones)[:local]
+        return local_counts(handle.found, self.num_experts // self._ranks)
 
 
 class Expanded:
@@ -245,7 +238,8 @@ class Expanded:
         layer = self._layers.get(key, num_sms)
         layout: Any
         rows, arrived, layout = layer.dispatch(x, ids, weights, scales=scales)
-        handle = EPHandle(self, (key, layout), ids, num_sms)
+        handle = EPHandle(self, key, ids, num_sms)
+        handle._layout = layout
         handle.rows_out = layout._handle.num_recv_rows() if exact else key.fixed_rows
         got = self._taken(rows, arrived, layout.recv_scales, handle)
         if exact:
@@ -258,7 +252,7 @@ class Expanded:
         self, x: torch.Tensor, scales: Optional[torch.Tensor], handle: EPHandle, weights: Any
     ) -> Received:
         """Collective: other rows, and perhaps weights, by the same routing."""
-        key, layout = handle.inner
+        key, layout = handle.inner, handle._layout
         layer = self._layers.get(key, handle.num_sms)
         if (key.kind == "scaled") != (scales is not None):
             raise InvalidArgument(
@@ -276,21 +270,19 @@ class Expanded:
         """Looks at all arguments of a combine; returns the biases."""
         if weights is not None:
             raise Unsupported(f"{call.who}: topk_weights of expanded rows, expected None")
-        shape = (handle.rows_out, handle.inner[0].hidden)
+        shape = (handle.rows_out, handle.inner.hidden)
         return call.rows_and_biases(x, bias, shape, handle.topk_idx.shape[0])
 
     def combine(
         self, x: torch.Tensor, handle: EPHandle, weights: Any, biases: List[torch.Tensor]
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """Collective."""
-        del weights
-        key, layout = handle.inner
-        layer = self._layers.get(key, handle.num_sms)
-        return layer.combine(x, layout, biases=biases), None
+        layer = self._layers.get(handle.inner, handle.num_sms)
+        return layer.combine(x, handle._layout, biases=biases), None
 
     def tokens_from(self, handle: EPHandle) -> torch.Tensor:
         """[ranks]: rows that are the first of their token here."""
-        layout = handle.inner[1]
+        layout = handle._layout
         tags = layout.recv_tags
         place = torch.arange(tags.shape[0], dtype=torch.int32, device=tags.device)
         first = (tags[:, 3] == place) & (place < layout.recv_expert_offsets[-1])
@@ -299,13 +291,9 @@ class Expanded:
         ones = torch.ones_like(source, dtype=torch.int32)
         return counts.scatter_add_(0, source, ones)[: self._ranks]
 
-    def layout_of(self, handle: EPHandle) -> Any:
-        """The layout of the layer that moved the rows."""
-        return handle.inner[1]
-
     def choices_of(self, handle: EPHandle) -> torch.Tensor:
         """[local experts] int32"""
-        return handle.inner[1].recv_expert_counts.clone()
+        return handle._layout.recv_expert_counts.clone()
 
     def _taken(self, rows: torch.Tensor, weights: Any, scales: Any, handle: EPHandle) -> Received:
         taken = [

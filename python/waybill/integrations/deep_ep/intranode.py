@@ -10,7 +10,7 @@ import torch
 from ..._errors import shown
 from ...errors import Disagreement, InvalidArgument
 from ...torch._tensors import require_known_ids
-from .arguments import COUNTS, Call, counts_of, rows_that_fit
+from .arguments import COUNTS, WINDOWS, Call, counts_of
 from .handles import DispatchHandle, LayerKey, Layers, Received
 
 
@@ -24,7 +24,7 @@ class Intranode:
 
     def max_tokens(self, hidden: int) -> int:
         """Tokens that a rank may dispatch: as many from each rank fit into the windows."""
-        most = rows_that_fit(self._bytes, hidden) // self.num_ranks
+        most = min(self._bytes // (WINDOWS * 2 * hidden), 2**31 - 1) // self.num_ranks
         return most if self._limit is None else min(most, self._limit)
 
     def check_room(self, rows: torch.Tensor, call: Call) -> None:
@@ -102,14 +102,14 @@ class Intranode:
             handle.rows_out = num_worst_tokens
         else:
             handle.num_rows = handle.rows_out = handle.layout()._handle.num_recv_rows()
-        out, out_scales = _rows(rows, handle.rows_out), _rows_if(recv_scales, handle.rows_out)
+        out, out_scales = _rows(rows, handle.rows_out), _rows(recv_scales, handle.rows_out)
         found, weights = self._local_choices(choices, topk_idx, topk_weights, handle, num_local)
         if num_worst_tokens > 0:
             return Received(out, out_scales, found, weights, [], handle)
         if found is None:
             counts = self._exchange_counts(num_tokens_per_expert, num_sms)
         else:
-            counts = _count(found, num_local)
+            counts = _on_host(local_counts(found, num_local))
             if self.device.type != "cpu" and topk_idx is not None:  # the host has waited
                 require_known_ids(topk_idx, experts, -1, "Buffer.dispatch: topk_idx", self.rank)
         aligned = [-(-count // alignment) * alignment for count in counts]
@@ -132,7 +132,7 @@ class Intranode:
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """Collective: other rows by the routing of a dispatch."""
         rows, recv_scales = self._send(x, scales, handle, num_sms)
-        return _rows(rows, handle.rows_out), _rows_if(recv_scales, handle.rows_out)
+        return _rows(rows, handle.rows_out), _rows(recv_scales, handle.rows_out)
 
     def choices(
         self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: DispatchHandle,
@@ -237,24 +237,21 @@ class Intranode:
         return _on_host(rows[:, :local].to(torch.int64).sum(0))
 
 
-def _rows(view: torch.Tensor, number: int) -> torch.Tensor:
-    """A copy of the first rows; what the view has not is not written."""
-    if number <= view.shape[0]:
-        return view[:number].clone()
+def _rows(view: Any, number: int) -> Any:
+    """A copy of the first rows; what the view has not is not written. None stays None."""
+    if view is None or number <= view.shape[0]:
+        return None if view is None else view[:number].clone()
     out = view.new_empty(number, view.shape[1])
     out[: view.shape[0]] = view
     return out
 
 
-def _rows_if(view: Optional[torch.Tensor], number: int) -> Optional[torch.Tensor]:
-    return None if view is None else _rows(view, number)
-
-
-def _count(ids: torch.Tensor, num_local: int) -> List[int]:
-    places = torch.where(ids < 0, num_local, ids).reshape(-1).to(torch.int64)
-    counts = torch.zeros(num_local + 1, dtype=torch.int64, device=ids.device)
-    counts.scatter_add_(0, places, torch.ones_like(places))
-    return _on_host(counts[:num_local])
+def local_counts(ids: torch.Tensor, num_local: int) -> torch.Tensor:
+    """[local experts] int32: how often the ids have each; -1 is none."""
+    flat = ids.reshape(-1).to(torch.int64)
+    counts = torch.zeros(num_local + 1, dtype=torch.int32, device=ids.device)
+    ones = torch.ones_like(flat, dtype=torch.int32)
+    return counts.scatter_add_(0, torch.where(flat < 0, num_local, flat), ones)[:num_local]
 
 
 def _on_host(numbers: torch.Tensor) -> List[int]:

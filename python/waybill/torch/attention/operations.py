@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Tuple
 import torch
 
 from ...errors import InvalidArgument, Unsupported
-from .._tensors import first_order, has_operations, operation
-from .step import RankStep, Saved, adjacent_rows
+from .._tensors import adjacent_rows, first_order, has_operations, operation
+from .step import RankStep, Saved
 
 _KEPT = 256  # tickets; with more in flight than that, backward would not find its plan
 # The sizes of a ticket have this added to the number of rows. Sizes of 0 and 1, and those that

@@ -12,7 +12,15 @@ import torch
 from ..._errors import said_by, shown
 from ..._graphs import outside_graphs
 from ...errors import Disagreement, InvalidArgument, TransportError
-from .._tensors import autocast_now, first_order, profiled, require_moved, without_autocast
+from .._tensors import (
+    adjacent_rows,
+    autocast_now,
+    first_order,
+    profiled,
+    require_moved,
+    wants_gradients,
+    without_autocast,
+)
 from ..kernels import AttentionKernel, AttentionShape
 from ..kernels.seam import attention, gradients, mismatch
 from ..sequence_dispatcher import SequenceDispatcher
@@ -180,7 +188,7 @@ class Attention(torch.autograd.Function):
 
 def keeps(kernel: AttentionKernel, device: torch.device, *inputs: torch.Tensor) -> bool:
     """Whether a backward pass may come, which the kernel must have."""
-    keep = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    keep = wants_gradients(*inputs)
     if keep:
         kernel.check_training(device, WHO)
     return keep
@@ -514,15 +522,3 @@ class RankStep:
                 call.sequences, self.shape, self.at,
             )  # fmt: skip
         return dq, dk, dv
-
-
-def adjacent_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Slices of a common projection go as they are; rows must have adjacent elements, in memory."""
-    if tensor.is_neg():
-        return tensor.resolve_neg().contiguous()
-    size = 1
-    for extent, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:])):
-        if stride != size and extent != 1:
-            return tensor.contiguous()
-        size *= extent
-    return tensor

@@ -8,10 +8,11 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from ..._arrays import at_least, choice, flag, int64
+from ..._arrays import at_least, choice, flag, instance, int64
 from ..._errors import said_by, shown
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
+from ..._process_group import group_of
 from ...errors import InvalidArgument, TransportError, WrongType
 from ...moe.config import EPConfig
 from ...world import World, agree_on
@@ -223,13 +224,6 @@ def check_choices(
             raise WrongType(f"{_WHO}: {name} = {shown(value)}, expected a module or function")
 
 
-def require_layer(layer: Any) -> None:
-    """One that has a world, on which the others can be told."""
-    if not isinstance(layer, EPAll2AllLayer):
-        kind = type(layer).__name__
-        raise InvalidArgument(f"{_WHO}: layer is a {kind}, expected an EPAll2AllLayer")
-
-
 def check_layer(
     layer: Any, num_experts: int, topk: int, hidden: int, max_tokens: int, more: Dict[str, Any]
 ) -> None:
@@ -266,8 +260,6 @@ def _is_of(layer: EPAll2AllLayer, name: str, value: Any) -> bool:
     if name == "group":
         if isinstance(value, World):
             return value is layer.world
-        from ..._process_group import group_of  # not every torch has torch.distributed
-
         return group_of(value, _WHO, name) is layer.ep_group
     if name == "device":
         device = layer.world.device
@@ -401,7 +393,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         super().__init__()
         who = "ExpertParallel"
         if layer is not None:
-            require_layer(layer)
+            instance(layer, EPAll2AllLayer, f"{who}: layer", "an EPAll2AllLayer")
         world = world_of(group, None, device, who) if layer is None else layer.world
         options: Dict[str, Any] = {}
         most = 0
@@ -618,8 +610,8 @@ def _box_of(
 
     if not shares:
         return LayerBox(make)
-    # Of this world. A box stays until its users have released it, not until they are collected,
-    # which may be at other times on other ranks.
+    # A box stays until its users have released it, not until they are collected, which may be at
+    # other times on other ranks.
     boxes: Dict[str, LayerBox] = world._expert_layers
     key = repr((*sizes, dtype, sorted(options.items())))
     if key not in boxes:

@@ -23,6 +23,7 @@ from .._tensors import (
     stream_of,
     torch_dtype,
     view_of,
+    wants_gradients,
 )
 from ..world import group_of_layer, world_of
 from .autograd import Combine, Dispatch
@@ -366,7 +367,12 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         require_moved(input, "combine: input")
         dtype = self.ep_config.token_dtype
         input = as_autocast(input, dtype, self.device)
-        biases = [as_autocast(bias, dtype, self.device) for bias in _checked_biases(biases)]
+        # Rows of a tensor would be taken for biases.
+        instance(biases, (list, tuple), "combine: biases", "a list of tensors")
+        biases = [
+            as_autocast(require_moved(bias, "combine: biases"), dtype, self.device)
+            for bias in biases
+        ]
         recorded = torch.is_grad_enabled()
         if self.payload != "plain":
             _refuse_gradients("combine", self.payload, input, *biases)
@@ -635,18 +641,9 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         return output
 
 
-def _checked_biases(biases: Any) -> Sequence[torch.Tensor]:
-    instance(
-        biases, (list, tuple), "combine: biases", "a list of tensors"
-    )  # rows of a tensor would be taken for biases
-    return [require_moved(bias, "combine: biases") for bias in biases]
-
-
 def _refuse_gradients(who: str, payload: str, *values: Any) -> None:
     """A float8 payload has none; who asks for them shall not train without noticing."""
-    if torch.is_grad_enabled() and any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in values
-    ):
+    if wants_gradients(*values):
         raise InvalidArgument(
             f"{who}: got a tensor that requires gradients, and a layer of payload = {payload!r} has"
             ' none: use one of payload = "plain", or detach() it where none are meant'

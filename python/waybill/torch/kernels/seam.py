@@ -134,7 +134,7 @@ class AttentionKernel:
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         out: torch.Tensor, lse: Optional[torch.Tensor], sequences: Sequences, shape: AttentionShape,
     ) -> Gradients:  # fmt: skip
-        """Gradients of q, k and v, each a tensor of its own."""
+        """Gradients of q, k and v."""
         with _known_to_autograd(), torch.enable_grad():
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
             again, _ = self.forward(leaves[0], leaves[1], leaves[2], sequences, shape, False)
@@ -148,7 +148,7 @@ class AttentionKernel:
                 return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
             grad = grad.contiguous()
             found = torch.autograd.grad(again, leaves, grad, materialize_grads=True)
-        return _apart(grad, *found)
+        return found[0], found[1], found[2]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -184,18 +184,6 @@ class FunctionKernel(AttentionKernel):
 
     def __repr__(self) -> str:
         return f"FunctionKernel({self.function!r})"
-
-
-def _apart(given: torch.Tensor, *gradients: torch.Tensor) -> Gradients:
-    """Each in memory of its own: autograd may give one tensor for several, or expanded ones."""
-    taken, found = {given.untyped_storage().data_ptr()}, []
-    for gradient in gradients:
-        memory = gradient.untyped_storage().data_ptr()
-        if memory in taken or not gradient.is_contiguous():
-            gradient = gradient.clone(memory_format=torch.contiguous_format)
-        taken.add(memory)
-        found.append(gradient)
-    return found[0], found[1], found[2]
 
 
 def _known_to_autograd() -> contextlib.AbstractContextManager[Any]:
