@@ -381,6 +381,8 @@ def adjacent_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Slices of a common projection go as they are; rows must have adjacent elements, in memory."""
     if tensor.is_neg():
         return tensor.resolve_neg().contiguous()
+    if tensor.is_contiguous():
+        return tensor
     size = 1
     for extent, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:])):
         if stride != size and extent != 1:

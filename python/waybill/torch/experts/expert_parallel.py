@@ -308,9 +308,8 @@ def _wrong(got: str, expected: str, rank: int) -> InvalidArgument:
     return InvalidArgument(f"{_WHO}: {got}, expected {expected}, on rank {rank}")
 
 
-def check_outputs(outputs: Any, rows: torch.Tensor, given: str) -> torch.Tensor:
+def check_outputs(outputs: Any, rows: torch.Tensor, name: str) -> torch.Tensor:
     """The outputs that experts made of rows: another shape would be spread over them."""
-    name = f"{_WHO}: {given}"
     require_tensor(outputs, name)
     if outputs.shape != rows.shape or not outputs.is_floating_point():
         raise InvalidArgument(
@@ -469,7 +468,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         weights, chosen = flat_rows(scores), flat_rows(ids)
         added = None if self.shared is None else self._side.run(self.shared, x)
         if self.shared is not None:
-            check_outputs(added, x, f"what shared gave on rank {self.layer.rank}")
+            check_outputs(added, x, f"{_WHO}: what shared gave on rank {self.layer.rank}")
         # Everything between here and home has the gradients of the mean.
         ranks = self.layer.world_size if self.gradients == "mean" else 1
         x = scaled_gradient(x, ranks)
@@ -579,9 +578,9 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
     ) -> torch.Tensor:
         """The outputs that the experts make of rows."""
         weights = [row_weights] if self.weights == "experts" else []
-        given = f"what the experts of rank {self.layer.rank} gave"
-        outputs = check_outputs(self.experts(rows, ends, *weights), rows, given)
-        refuse_tangent(outputs, f"{_WHO}: {given}")
+        name = f"{_WHO}: what the experts of rank {self.layer.rank} gave"
+        outputs = check_outputs(self.experts(rows, ends, *weights), rows, name)
+        refuse_tangent(outputs, name)
         return tied(outputs.to(rows.dtype), self.experts, rows, row_weights)
 
     @outside_graphs

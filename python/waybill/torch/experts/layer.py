@@ -541,18 +541,18 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         of_backward: bool = False,
     ) -> Tuple[Any, Any, Any, LayerLayout]:  # fmt: skip
         """(rows, weights, scales, descriptor): views of the window."""
-        who = "dispatch"
-        tokens_given, kept = given(tokens, f"{who}: input", self.device)
+        tokens_given, kept = given(tokens, "dispatch: input", self.device)
         others = [
-            given(value, f"{who}: {name}", self.device)
+            given(value, name, self.device)
             for value, name in (
-                (None if layout is not None else ids, "exp_indices"), (weight, "weight"),
-                (scales, "scales"), (positions, "full_scatter_indices"),
+                (None if layout is not None else ids, "dispatch: exp_indices"),
+                (weight, "dispatch: weight"), (scales, "dispatch: scales"),
+                (positions, "dispatch: full_scatter_indices"),
             )
         ]  # fmt: skip
         if layout is None and ids is None:
-            raise InvalidArgument(f"{who}: exp_indices is None, expected [num_tokens, topk]")
-        handle = None if layout is None else checked_layout(layout, f"{who}: layout_desc")._handle
+            raise InvalidArgument("dispatch: exp_indices is None, expected [num_tokens, topk]")
+        handle = None if layout is None else checked_layout(layout, "dispatch: layout_desc")._handle
         payload_dtype = self.dtype if self.payload == "plain" else torch.float8_e4m3fn
         bits, weights, scale_bits, made = self._layer.dispatch(
             tokens_given, *(view for view, _ in others), handle, stream_of(self.device),
