@@ -317,32 +317,27 @@ class Moves:
         """
         with upload:
             for name in ("qkv", "out", *_BACKWARD):
-                self._find(name)
+                self._plan(name, reserves=False)
         self._dispatcher.reserve(*self._plans.values())
 
     def prepare_backward(self) -> None:
         """A backward pass makes no tables, for which windows might have to grow."""
         if all(name in self._plans for name in _BACKWARD):
             return
-        self._dispatcher.reserve(*(self._find(name) for name in _BACKWARD))
+        self._dispatcher.reserve(*(self._plan(name, reserves=False) for name in _BACKWARD))
 
-    def _plan(self, name: str) -> PlanHandle:
-        ready = self._plans.get(name)
-        if ready is None:
-            ready = self._find(name)
-            self._dispatcher.reserve(ready)
-        return ready
-
-    def _find(self, name: str) -> PlanHandle:
+    def _plan(self, name: str, reserves: bool = True) -> PlanHandle:
         """Made once. (functools.cached_property of Python 3.11 has one lock for all objects, which
         ranks that are threads would wait for each other with.)
         """
-        if name not in self._plans:
+        ready = self._plans.get(name)
+        if ready is None:
             same = name == "dq" and self._q == self._out
-            self._plans[name] = (
-                self._find("out") if same else self._plan_of(name, self._parts(name))
-            )
-        return self._plans[name]
+            ready = self._plan("out", False) if same else self._plan_of(name, self._parts(name))
+            self._plans[name] = ready
+            if reserves:
+                self._dispatcher.reserve(ready)
+        return ready
 
     def _plan_of(self, name: str, parts: Sequence[Tuple[Any, ...]]) -> PlanHandle:
         if name == "sums":
