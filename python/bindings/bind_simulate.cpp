@@ -14,7 +14,6 @@
 #include "moe/option_names.h"
 #include "waybill/core/error.h"
 #include "waybill/simulate/check.h"
-#include "waybill/simulate/kv_gradient.h"
 #include "waybill/simulate/orchestrate.h"
 
 namespace waybill::python {

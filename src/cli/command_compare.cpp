@@ -3,7 +3,7 @@
 #include "documents.h"
 #include "plans.h"
 #include "report/format.h"
-#include "waybill/cost_model/compare_plans.h"
+#include "waybill/cost_model/predict_step.h"
 
 namespace waybill::cli {
 namespace {

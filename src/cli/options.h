@@ -5,7 +5,7 @@
 #include <string>
 
 #include "command_line.h"
-#include "waybill/planner/planner_options.h"
+#include "waybill/planner/planner.h"
 #include "waybill/report/plan_summary.h"
 
 namespace waybill::cli {

@@ -1,13 +1,14 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
+#include <iterator>
+#include <set>
 #include <span>
 #include <vector>
 
 #include "home_layout.h"
 #include "slab.h"
-#include "waybill/planner/planner_options.h"
+#include "waybill/planner/planner.h"
 #include "waybill/routing/qkv_plan.h"
 
 namespace waybill::detail {
@@ -46,8 +47,8 @@ class Capacity {
   std::vector<std::int32_t> held_doc_;  ///< [W] that document, or -1
 };
 
-/// Ranks by how much work they can still take, in buckets: all operations take constant time, and
-/// what they return depends only on the order of the calls.
+/// Ranks by how much work they can still take, roughly: rooms that differ little count the same,
+/// and of these ranks those come first that were put first.
 class ReceiverPool {
  public:
   /// Empties the pool; room is at most `max_room`.
@@ -56,36 +57,38 @@ class ReceiverPool {
   /// Adds a rank that is not in it, or changes its room.
   void put(std::int32_t rank, std::int64_t room);
   void remove(std::int32_t rank);
-  [[nodiscard]] bool contains(std::int32_t rank) const { return bucket_[rank] >= 0; }
+  [[nodiscard]] bool contains(std::int32_t rank) const { return places_[rank] != ranks_.end(); }
 
   /// The rank with the most room, or -1.
   [[nodiscard]] std::int32_t roomiest() const;
   /// The rank with the least room of at least `room`, else the one with the most, or -1.
   [[nodiscard]] std::int32_t smallest_fit(std::int64_t room) const;
   /// The next rank in the pool with about as much room or more; -1: none.
-  [[nodiscard]] std::int32_t roomier(std::int32_t rank) const;
+  [[nodiscard]] std::int32_t roomier(std::int32_t rank) const {
+    return at(std::next(places_[rank]));
+  }
 
  private:
-  static constexpr std::int32_t num_buckets = 1024;
+  struct Entry {
+    std::int32_t bucket = 0;
+    std::int32_t rank = 0;
+    std::int64_t number = 0;  ///< of the put
+
+    friend bool operator<(const Entry& a, const Entry& b) {
+      return a.bucket != b.bucket ? a.bucket < b.bucket : a.number < b.number;
+    }
+  };
+  using Place = std::set<Entry>::const_iterator;
 
   [[nodiscard]] std::int32_t bucket_of(std::int64_t room) const;
-  [[nodiscard]] std::int32_t bucket_at_least(std::int32_t bucket) const;  // or -1
-  [[nodiscard]] std::int32_t bucket_at_most(std::int32_t bucket) const;   // or -1
+  [[nodiscard]] std::int32_t at(Place place) const {
+    return place == ranks_.end() ? -1 : place->rank;
+  }
 
-  std::array<std::uint64_t, num_buckets / 64> used_{};
-  std::array<std::int32_t, num_buckets> first_{};
-  std::array<std::int32_t, num_buckets> last_{};
-  std::vector<std::int32_t> bucket_;  // [W] or -1
-  std::vector<std::int32_t> next_;    // [W]
-  std::vector<std::int32_t> prev_;    // [W]
+  std::set<Entry> ranks_;
+  std::vector<Place> places_;  ///< [W] ranks_.end(): not in the pool
+  std::int64_t num_puts_ = 0;
   double scale_ = 0;
-};
-
-/// Queries of a home piece, positions in the document, that another rank attends to.
-struct Move {
-  Slab slab;
-  std::int32_t piece = 0;
-  std::int32_t dst = 0;
 };
 
 /// Queries that their home has too many of.
@@ -120,8 +123,7 @@ class Balancer {
   [[nodiscard]] const std::vector<std::int64_t>& load() const { return load_; }
 
  private:
-  void count_home_work();
-  void count_home_bytes();
+  void count_home();
   void keep_capacity();
   [[nodiscard]] std::int32_t piece_to_evict(std::int32_t rank) const;
   [[nodiscard]] std::int32_t rank_that_holds(std::int32_t piece) const;
@@ -129,11 +131,9 @@ class Balancer {
   void reunite_short_ends();
   void reunite(std::int32_t idx, std::int32_t other);
   void fill_pool();
+  void find_slab_work();
   void shed_all();
   void shed(std::int32_t rank, std::int64_t surplus);
-  [[nodiscard]] bool has_less_work(std::int32_t a, std::int32_t b) const;
-  void heap_pieces(std::int32_t rank);
-  [[nodiscard]] std::int32_t heaviest_piece();
   [[nodiscard]] bool tail_is_cheaper(std::int32_t tail, std::int32_t other,
                                      std::int64_t surplus) const;
   void make_bids();
@@ -141,9 +141,7 @@ class Balancer {
   bool raise_limit();
   [[nodiscard]] bool needs_serving(SlabBid& bid);
   void put_back(std::int32_t rank);
-  void set_aside(std::int32_t rank);
-  void serve_large(SlabBid& bid);
-  void serve_small(SlabBid& bid);
+  void serve(SlabBid& bid);
   void serve_homes(SlabBid& bid);
   [[nodiscard]] std::int32_t rank_in_node(std::int32_t node) const;
   [[nodiscard]] std::int32_t rank_for_end(const SlabBid& bid) const;
@@ -154,7 +152,7 @@ class Balancer {
   void move_load(Region& region, Slab slab, std::int32_t rank);
   [[nodiscard]] double bytes_in_after(const SlabBid& bid, std::int32_t rank) const;
   [[nodiscard]] std::int64_t work_of(std::int32_t piece) const {
-    return costs_.work(slab_of(home_->pieces[piece]));
+    return costs_.work(home_->pieces[piece]);
   }
 
   const HomeLayout* home_ = nullptr;
@@ -177,10 +175,5 @@ class Balancer {
   std::vector<std::int32_t> aside_;  ///< ranks that lack capacity for the bid at hand
   std::vector<Move> moves_;
 };
-
-/// Turns moves, ordered by piece and position, into shards. Neighbours with the same destination
-/// are one shard. With a window, keys are cut where the queries that travel begin to need them.
-void write_plan(const HomeLayout& home, std::span<const Move> moves, const PlannerOptions& options,
-                QkvPlan& plan);
 
 }  // namespace waybill::detail

@@ -3,21 +3,9 @@
 #include <cstdint>
 
 #include "home_layout.h"
-#include "waybill/planner/planner_options.h"
+#include "waybill/planner/planner.h"
 
 namespace waybill::detail {
-
-/// Queries [begin, end) of a document.
-struct Slab {
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
-  std::int64_t doc_len =
-      0;  ///< tokens of the document: the keys of a query, where the mask is full
-};
-
-[[nodiscard]] inline Slab slab_of(const HomePiece& piece) {
-  return {piece.begin, piece.end, piece.doc_len};
-}
 
 /// Work and bytes of slabs.
 struct SlabCosts {
@@ -30,7 +18,7 @@ struct SlabCosts {
   bool tails = false;
 
   SlabCosts() = default;
-  SlabCosts(const PlannerOptions& options, double mean_work);
+  explicit SlabCosts(const PlannerOptions& options);
 
   [[nodiscard]] std::int64_t work(Slab slab) const {
     return kernel_work(mask, facts, slab.begin, slab.end, slab.doc_len);
@@ -43,14 +31,11 @@ struct SlabCosts {
   }
 
   /// KV rows that a rank without any needs for the slab.
-  [[nodiscard]] std::int64_t context(Slab slab) const {
-    const Slab rows = keys(slab);
-    return rows.end - rows.begin;
-  }
+  [[nodiscard]] std::int64_t context(Slab slab) const { return keys(slab).rows(); }
 
   /// KV rows that a home lacks for the queries of its piece.
   [[nodiscard]] std::int64_t remote_context(Slab piece) const {
-    return context(piece) - (piece.end - piece.begin);
+    return context(piece) - piece.rows();
   }
 
   /// The grid on which a slab of this document that ends near `position` is cut: a power of two
