@@ -4,7 +4,7 @@
 #include <numeric>
 #include <span>
 
-#include "slab.h"
+#include "balance.h"
 
 namespace waybill::detail {
 

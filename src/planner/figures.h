@@ -101,7 +101,7 @@ class RelayPlanner {
   const std::int32_t* nodes_ = nullptr;
   std::int64_t row_bytes_ = 0;
   std::int64_t part_rows_ = 0;
-  std::int32_t home_ = 0;  ///< of the shard at hand
+  std::int32_t home_ = 0;  ///< home of the shard at hand
   std::int64_t turn_ = 0;  ///< parts so far: who is served first goes round
   Tier nvlink_;
   Tier network_{.network = true};

@@ -1,7 +1,7 @@
-#include "slab.h"
-
 #include <algorithm>
 #include <cmath>
+
+#include "balance.h"
 
 namespace waybill::detail {
 
