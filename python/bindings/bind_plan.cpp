@@ -19,7 +19,7 @@
 #include "metadata_casters.h"
 #include "waybill/core/dtype.h"
 #include "waybill/core/error.h"
-#include "waybill/cost_model/compare_plans.h"
+#include "waybill/cost_model/predict_step.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/planner/planner.h"
 #include "waybill/planner/static_plans.h"

@@ -173,16 +173,9 @@ ReturnKind return_kind(const Topology& topology, const PartRoutes& routes, std::
 PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vector<RelayHop> hops,
                        std::span<const std::int64_t> rows_needed) {
   std::vector<std::int32_t> homes = homes_of(metadata.rank_offsets);
-  const RelayedShards shards{metadata.world_size, metadata.seq_len, homes};
+  check_hops(who, hops, metadata.world_size, metadata.seq_len, homes);
   double total_rows = 0;
-  for (std::size_t h = 0; h < hops.size(); ++h) {
-    const RelayHop& hop = hops[h];
-    const char* const expected = wrong_with_hop(hops, h, shards);
-    require(expected == nullptr, who, ": relay hop ", h, ": ", hop.num_rows, " rows from ",
-            hop.row_begin, " of shard ", hop.shard, ", from rank ", hop.src_rank, " to ",
-            hop.dst_rank, ", expected ", expected);
-    total_rows += static_cast<double>(hop.num_rows);
-  }
+  for (const RelayHop& hop : hops) total_rows += static_cast<double>(hop.num_rows);
   require(total_rows < max_call_bytes, who, ": the relay hops move ", total_rows,
           " rows, expected below 2^60");
   PartRoutes routes = link_hops(metadata, std::move(homes), std::move(hops));

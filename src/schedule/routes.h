@@ -6,7 +6,7 @@
 
 #include "schedule/sequence_plan.h"
 #include "waybill/core/topology.h"
-#include "waybill/planner/relay.h"
+#include "waybill/planner/planner.h"
 
 namespace waybill::detail {
 

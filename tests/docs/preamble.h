@@ -29,8 +29,6 @@
 #include "waybill/core/random.h"
 #include "waybill/core/topology.h"
 #include "waybill/core/wait.h"
-#include "waybill/cost_model/call_overhead.h"
-#include "waybill/cost_model/compare_plans.h"
 #include "waybill/cost_model/predict_experts.h"
 #include "waybill/cost_model/predict_step.h"
 #include "waybill/experts/ep_all2all_layer.h"
@@ -58,7 +56,6 @@
 #include "waybill/runtime/sequence_dispatcher.h"
 #include "waybill/runtime/world.h"
 #include "waybill/simulate/check.h"
-#include "waybill/simulate/kv_gradient.h"
 #include "waybill/simulate/orchestrate.h"
 #include "waybill/transport/bootstrap.h"
 

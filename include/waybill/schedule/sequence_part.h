@@ -5,7 +5,7 @@
 
 #include "waybill/core/dtype.h"
 #include "waybill/core/link_speeds.h"
-#include "waybill/planner/relay.h"
+#include "waybill/planner/planner.h"
 #include "waybill/routing/sparse_metadata.h"
 
 namespace waybill {
