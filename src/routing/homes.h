@@ -31,6 +31,14 @@ struct Homes {
   return homes;
 }
 
+/// The size of the largest part. @param offsets [parts + 1], ascending
+[[nodiscard]] inline std::int64_t largest_part(std::span<const std::int64_t> offsets) {
+  std::int64_t largest = 0;
+  for (std::size_t i = 1; i < offsets.size(); ++i)
+    largest = std::max(largest, offsets[i] - offsets[i - 1]);
+  return largest;
+}
+
 inline void find_homes(const QkvPlan& plan, Homes& homes) {
   homes.rank.resize(plan.num_shards());
   homes.begin.resize(plan.num_shards());

@@ -280,3 +280,9 @@ void check_queries(const SendTable& table, const Arrivals& arrivals, const PlanI
 }
 
 }  // namespace waybill::validation
+
+void waybill::QkvPlan::check(const char* who) const {
+  validation::Findings findings(1);
+  if (validation::check_plan(*this, findings)) return;
+  throw_invalid(who, ": ", to_string(std::move(findings).take().front()));
+}
