@@ -1,7 +1,6 @@
 #include <algorithm>
 
-#include "plan_index.h"
-#include "send_table.h"
+#include "checks.h"
 
 namespace waybill::validation {
 namespace {

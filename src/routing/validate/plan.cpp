@@ -1,5 +1,4 @@
-#include "plan_index.h"
-#include "send_table.h"
+#include "checks.h"
 #include "waybill/core/topology.h"
 
 namespace waybill::validation {
@@ -188,16 +187,13 @@ void check_plan_capacity(const PlanIndex& index, const ValidateOptions& options,
     std::int64_t q_rows = 0;
     const std::int64_t kv_rows = walk_kv(
         index, r, [&](const KvStep& step) { q_rows += index.rows(step.query, step.query); });
-    if (options.q_capacity >= 0 && q_rows > options.q_capacity) {
-      findings.add(FindingKind::capacity, plan_table, "q_dst", {.rank = r},
-                   concat(q_rows, " Q rows"),
-                   concat("at most ", options.q_capacity, ", the capacity"));
-    }
-    if (options.kv_capacity >= 0 && kv_rows > options.kv_capacity) {
-      findings.add(FindingKind::capacity, plan_table, "q_dst", {.rank = r},
-                   concat(kv_rows, " KV rows"),
-                   concat("at most ", options.kv_capacity, ", the capacity"));
-    }
+    const auto check = [&](std::int64_t rows, const char* what, std::int64_t capacity) {
+      if (capacity < 0 || rows <= capacity) return;
+      findings.add(FindingKind::capacity, plan_table, "q_dst", {.rank = r}, concat(rows, what),
+                   concat("at most ", capacity, ", the capacity"));
+    };
+    check(q_rows, " Q rows", options.q_capacity);
+    check(kv_rows, " KV rows", options.kv_capacity);
   }
 }
 

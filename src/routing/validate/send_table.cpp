@@ -1,8 +1,7 @@
-#include "send_table.h"
-
 #include <algorithm>
 #include <type_traits>
 
+#include "checks.h"
 #include "waybill/core/dtype.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/topology.h"

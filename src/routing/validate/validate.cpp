@@ -5,9 +5,7 @@
 #include <ostream>
 #include <utility>
 
-#include "findings.h"
-#include "plan_index.h"
-#include "send_table.h"
+#include "checks.h"
 
 namespace waybill {
 
