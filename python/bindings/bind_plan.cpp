@@ -20,7 +20,6 @@
 #include "waybill/report/plan_summary.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
-#include "waybill/routing/varlen_routing.h"
 
 namespace waybill::python {
 

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "waybill/core/table_allocator.h"
+#include "waybill/routing/metadata.h"
 #include "waybill/routing/qkv_plan.h"
-#include "waybill/routing/sparse_metadata.h"
 
 namespace waybill::detail {
 

@@ -7,7 +7,6 @@
 
 #include "waybill/core/host_tensor.h"
 #include "waybill/routing/metadata.h"
-#include "waybill/routing/sparse_metadata.h"
 #include "waybill/simulate/orchestrate.h"
 
 namespace waybill::detail {

@@ -6,7 +6,6 @@
 
 #include "waybill/core/host_tensor.h"
 #include "waybill/routing/metadata.h"
-#include "waybill/routing/sparse_metadata.h"
 
 namespace waybill {
 
