@@ -38,10 +38,12 @@ bool check_sizes(const QkvPlan& plan, Findings& findings) {
          ok;
 }
 
+/// To the end also when no more findings are taken: the result says whether the plan can be
+/// indexed.
 bool check_shards(const QkvPlan& plan, Findings& findings) {
   bool ok = true;
   std::int64_t total = 0;
-  for (std::int32_t r = 0; r < plan.world_size && !findings.full(); ++r) {
+  for (std::int32_t r = 0; r < plan.world_size; ++r) {
     for (std::int64_t s = plan.rank_shard_offsets[r]; s < plan.rank_shard_offsets[r + 1]; ++s) {
       const Place place{.rank = r, .shard = s};
       const std::int64_t len = plan.shard_len[s];
@@ -72,7 +74,7 @@ bool check_documents(const QkvPlan& plan, Findings& findings) {
   const std::int64_t num_shards = plan.num_shards();
   std::vector<std::uint8_t> held(num_shards);
   bool ok = true;
-  for (std::int64_t place = 0; place < num_shards && !findings.full(); ++place) {
+  for (std::int64_t place = 0; place < num_shards; ++place) {
     const std::int64_t shard = plan.doc_shards[place];
     if (shard < 0 || shard >= num_shards) {
       findings.add(FindingKind::document, plan_table, "doc_shards", {},
@@ -101,7 +103,7 @@ bool check_windows(const QkvPlan& plan, Findings& findings) {
     return false;
   }
   bool ok = true;
-  for (std::int64_t d = 0; d < plan.num_documents() && !findings.full(); ++d) {
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     const std::int64_t first = plan.doc_shard_offsets[d];
     std::int64_t before = 0;
     for (std::int64_t p = 0; p < plan.doc_shard_offsets[d + 1] - first; ++p) {
