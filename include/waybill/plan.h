@@ -24,7 +24,6 @@
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/routing/validate.h"
-#include "waybill/routing/varlen_routing.h"
 #include "waybill/simulate/check.h"
 #include "waybill/simulate/orchestrate.h"
 #include "waybill/version.h"

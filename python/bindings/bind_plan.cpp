@@ -28,7 +28,6 @@
 #include "waybill/report/step_report.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
-#include "waybill/routing/varlen_routing.h"
 
 namespace waybill::python {
 

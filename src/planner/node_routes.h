@@ -8,7 +8,7 @@
 
 #include "waybill/core/topology.h"
 #include "waybill/planner/planner.h"
-#include "waybill/routing/sparse_metadata.h"
+#include "waybill/routing/metadata.h"
 
 namespace waybill::detail {
 

@@ -52,7 +52,6 @@
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/routing/validate.h"
-#include "waybill/routing/varlen_routing.h"
 #include "waybill/runtime/sequence_dispatcher.h"
 #include "waybill/runtime/world.h"
 #include "waybill/simulate/check.h"

@@ -6,7 +6,7 @@
 #include "waybill/core/dtype.h"
 #include "waybill/core/link_speeds.h"
 #include "waybill/planner/planner.h"
-#include "waybill/routing/sparse_metadata.h"
+#include "waybill/routing/metadata.h"
 
 namespace waybill {
 

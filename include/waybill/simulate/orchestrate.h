@@ -8,7 +8,6 @@
 #include "waybill/core/index_array.h"
 #include "waybill/core/topology.h"
 #include "waybill/routing/metadata.h"
-#include "waybill/routing/sparse_metadata.h"
 
 namespace waybill {
 
