@@ -69,7 +69,7 @@ World make_gpu_thread_world(std::shared_ptr<Bootstrap> bootstrap, int device,
                     [&](auto shared, auto gpu, const auto& places) {
                       const int share = cuda::ranks_on_gpu_of(places, shared->rank());
                       return cuda::make_gpu_thread_transport(std::move(shared), ranks_per_node,
-                                                             std::move(gpu), share);
+                                                             std::move(gpu), places, share);
                     });
 }
 

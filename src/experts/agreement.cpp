@@ -46,14 +46,6 @@ std::uint8_t flags_of(std::initializer_list<std::pair<CallFlag, bool>> flags) {
   return static_cast<std::uint8_t>(bits);
 }
 
-std::uint8_t flags_of(const ExpertDispatchInput& input, bool counts) {
-  return flags_of({{CallFlag::weights, is_given(input.weights)},
-                   {CallFlag::scatter_indices, counts && is_given(input.full_scatter_indices)},
-                   {CallFlag::needs_gradients, input.needs_gradients},
-                   {CallFlag::weights_need_gradients, input.weights_need_gradients},
-                   {CallFlag::backward, input.of_backward}});
-}
-
 }  // namespace
 
 std::vector<Setting> layer_settings(const EPConfig& config, const EPLayerOptions& options) {
@@ -76,18 +68,16 @@ CallFingerprint layer_fingerprint(const EPConfig& config, const EPLayerOptions& 
   return {.formats = formats.value(), .options = others.value()};
 }
 
-CallFingerprint counting_fingerprint(CallFingerprint layer, const ExpertDispatchInput& input) {
-  layer.call = CollectiveCall::expert_dispatch;
-  layer.flags = flags_of(input, true);
-  layer.origin = input.origin;
-  return layer;
-}
-
-CallFingerprint known_fingerprint(CallFingerprint layer, const ExpertDispatchInput& input,
-                                  std::uint32_t routing) {
-  layer.call = CollectiveCall::expert_known_routing;
-  layer.flags = flags_of(input, false);
-  layer.origin = routing;
+CallFingerprint dispatch_fingerprint(CallFingerprint layer, const ExpertDispatchInput& input,
+                                     std::optional<std::uint32_t> routing) {
+  layer.call = routing ? CollectiveCall::expert_known_routing : CollectiveCall::expert_dispatch;
+  layer.flags =
+      flags_of({{CallFlag::weights, is_given(input.weights)},
+                {CallFlag::scatter_indices, !routing && is_given(input.full_scatter_indices)},
+                {CallFlag::needs_gradients, input.needs_gradients},
+                {CallFlag::weights_need_gradients, input.weights_need_gradients},
+                {CallFlag::backward, input.of_backward}});
+  layer.origin = routing.value_or(input.origin);
   return layer;
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -21,14 +22,10 @@ namespace waybill::detail {
 [[nodiscard]] CallFingerprint layer_fingerprint(const EPConfig& config,
                                                 const EPLayerOptions& options);
 
-/// A dispatch that counts.
-[[nodiscard]] CallFingerprint counting_fingerprint(CallFingerprint layer,
-                                                   const ExpertDispatchInput& input);
-
-/// A dispatch by the routing that dispatch `routing` made.
-[[nodiscard]] CallFingerprint known_fingerprint(CallFingerprint layer,
-                                                const ExpertDispatchInput& input,
-                                                std::uint32_t routing);
+/// A dispatch. @param routing number of the dispatch whose routing it takes; not given: it counts
+[[nodiscard]] CallFingerprint dispatch_fingerprint(CallFingerprint layer,
+                                                   const ExpertDispatchInput& input,
+                                                   std::optional<std::uint32_t> routing);
 
 /// A combine of the rows of dispatch `number`.
 [[nodiscard]] CallFingerprint combine_fingerprint(CallFingerprint layer,

@@ -279,17 +279,9 @@ void BarrierAllContext::barrier_all(const char* operation) {
     transport.barrier(operation);
     return;
   }
-  ++epoch_;
   const std::int32_t count = world_.topology().ranks_per_node;
-  const std::int32_t local = to_int(world_.rank()) % count;
-  const std::int32_t first = to_int(world_.rank()) - local;
-  for (std::int32_t k = 1; k < count; ++k) {
-    transport.signal(Rank{first + (local + k) % count}, {signals_.get(), local}, epoch_);
-  }
-  for (std::int32_t k = 1; k < count; ++k) {
-    const std::int32_t peer = (local + k) % count;
-    (void)transport.wait({signals_.get(), peer}, epoch_, Rank{first + peer}, operation);
-  }
+  const std::int32_t first = to_int(world_.rank()) / count * count;
+  wait_for_ranks(transport, *signals_, 0, first, count, ++epoch_, operation);
 }
 
 void BarrierAllContext::finalize() {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string_view>
 
 #include "experts/expert_memory.h"
 #include "runtime/executor.h"
@@ -143,6 +144,12 @@ class ExpertExecutor {
   /// less. Waits for nothing.
   [[nodiscard]] virtual ExpertOverflow take_overflow() = 0;
 };
+
+/// Lets ranks first..first + count - 1, of which this is one, wait for each other by signals: rank
+/// r raises slot first_slot + r - first to `epoch`. @throws Timeout
+void wait_for_ranks(Transport& transport, const SignalPad& signals, std::int64_t first_slot,
+                    std::int32_t first, std::int32_t count, std::uint64_t epoch,
+                    std::string_view operation);
 
 /// A world's executor that is this too has an ExpertExecutor of its own kind.
 class ExpertExecutorFactory {

@@ -9,6 +9,7 @@
 
 #include "core/to_size.h"
 #include "host_executor.h"
+#include "moe/input_checks.h"
 #include "waybill/core/error.h"
 #include "waybill/core/table_allocator.h"
 #include "waybill/moe/quantize.h"
@@ -41,18 +42,6 @@ std::shared_ptr<const ExpertRows> share_rows(const std::shared_ptr<void>& memory
   if (!shared->second) shared->second = make();
   const ExpertRows* const rows = &*shared->second;
   return {std::move(shared), rows};
-}
-
-std::vector<std::int64_t> read_positions(const ConstTensorView& view) {
-  std::vector<std::int64_t> positions;
-  if (!is_given(view)) return positions;
-  const std::int64_t count = view.shape[0] * view.shape[1];
-  for (std::int64_t i = 0; i < count; ++i) {
-    positions.push_back(view.dtype == DType::int32
-                            ? reinterpret_cast<const std::int32_t*>(view.data)[i]
-                            : reinterpret_cast<const std::int64_t*>(view.data)[i]);
-  }
-  return positions;
 }
 
 std::int64_t slice(const HostExpertCall& at, std::int32_t node) {
@@ -356,7 +345,9 @@ std::shared_ptr<HostExpertTables> host_route(const HostExpertCall& at,
   const EPConfig& config = at.config;
   const auto routing = std::make_shared<HostExpertRouting>(config, at.options);
   const auto ids = read_expert_ids(config, at.options, input.ids, at.call.operation);
-  routing->positions = read_positions(input.full_scatter_indices);
+  if (is_given(input.full_scatter_indices)) {
+    routing->positions = read_integers(input.full_scatter_indices);
+  }
   if (!routing->positions.empty()) clear_tags(at, *routing);
   const auto counts = count_topk_slots(config, ids);
   for (std::int32_t e = 0; at.call.max_per_expert > 0 && e < config.num_experts; ++e) {
@@ -379,7 +370,7 @@ std::shared_ptr<HostExpertTables> host_route(const HostExpertCall& at,
     std::ranges::copy(ids, routing->ids_of(routing->own_node()).begin());
   }
   place_own(at, *routing);
-  auto tables = std::make_shared<HostExpertTables>(routing, config.weight_dtype);
+  auto tables = std::make_shared<HostExpertTables>(routing, config.weight_dtype, routing);
   take_weights(at, input, *tables);
   return tables;
 }

@@ -201,18 +201,8 @@ class HostExpertExecutor final : public ExpertExecutor {
                const Stream& /*stream*/) override {
     const std::int32_t count = of_world ? config_.world_size : config_.local_world_size;
     const std::int32_t first = config_.rank / count * count;
-    const auto slot = [&](std::int32_t rank) {
-      return SignalSlot{&signals, std::int64_t{of_world ? config_.world_size : 0} + rank};
-    };
-    const auto other = [&](std::int32_t k) {
-      return Rank{first + (config_.rank - first + k) % count};
-    };
-    for (std::int32_t k = 1; k < count; ++k) {
-      transport_.signal(other(k), slot(config_.rank), epoch);
-    }
-    for (std::int32_t k = 1; k < count; ++k) {
-      (void)transport_.wait(slot(to_int(other(k))), epoch, other(k), "ep_barrier_all");
-    }
+    const std::int64_t slot = of_world ? config_.world_size : first;
+    wait_for_ranks(transport_, signals, slot, first, count, epoch, "ep_barrier_all");
   }
 
   ExpertOverflow take_overflow() override { return std::exchange(overflow_, {}); }
@@ -241,6 +231,19 @@ class HostExpertExecutor final : public ExpertExecutor {
 }  // namespace waybill::detail
 
 namespace waybill {
+
+void wait_for_ranks(Transport& transport, const SignalPad& signals, std::int64_t first_slot,
+                    std::int32_t first, std::int32_t count, std::uint64_t epoch,
+                    std::string_view operation) {
+  const std::int32_t mine = to_int(transport.rank()) - first;
+  for (std::int32_t k = 1; k < count; ++k) {
+    transport.signal(Rank{first + (mine + k) % count}, {&signals, first_slot + mine}, epoch);
+  }
+  for (std::int32_t k = 1; k < count; ++k) {
+    const std::int32_t peer = (mine + k) % count;
+    (void)transport.wait({&signals, first_slot + peer}, epoch, Rank{first + peer}, operation);
+  }
+}
 
 std::unique_ptr<ExpertExecutor> make_expert_executor(const World& world, const EPConfig& config,
                                                      const EPDispatchOptions& options,

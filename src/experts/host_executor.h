@@ -77,12 +77,10 @@ class HostExpertRouting final : public ExpertRouting {
 /// One dispatch in host memory.
 class HostExpertTables final : public ExpertTables {
  public:
-  /// For a dispatch that makes its routing, which it may write until finish().
-  HostExpertTables(std::shared_ptr<HostExpertRouting> made, DType weight_dtype)
-      : routing_(made), being_made_(std::move(made)), weight_dtype_(weight_dtype) {}
-  /// For a dispatch by an existing routing.
-  HostExpertTables(std::shared_ptr<const HostExpertRouting> known, DType weight_dtype)
-      : routing_(std::move(known)), weight_dtype_(weight_dtype) {}
+  /// @param made the same routing, if this dispatch makes it: it may write it until finish()
+  HostExpertTables(std::shared_ptr<const HostExpertRouting> routing, DType weight_dtype,
+                   std::shared_ptr<HostExpertRouting> made = nullptr)
+      : routing_(std::move(routing)), being_made_(std::move(made)), weight_dtype_(weight_dtype) {}
 
   [[nodiscard]] const HostExpertRouting& routing() const override { return *routing_; }
   [[nodiscard]] const std::shared_ptr<const HostExpertRouting>& shared_routing() const {

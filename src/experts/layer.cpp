@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <optional>
 #include <utility>
 
 #include "agreement.h"
@@ -179,8 +180,8 @@ struct EPAll2AllLayer::State {
   [[nodiscard]] CallFingerprint fingerprint_now() const;
   [[nodiscard]] std::uint64_t realign(const ExpertCall& call);
   [[nodiscard]] bool may_take_second_place(const Stream& stream) const;
-  EPDispatched finish_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
-                               std::shared_ptr<ExpertTables> begun, std::uint32_t routing);
+  EPDispatched dispatch(const ExpertDispatchInput& input, const EPLayout* known,
+                        const Stream& stream);
   void grow_for(const ExpertTables& tables, const Stream& stream);
   [[nodiscard]] bool goes_alike(const EPLayout& layout) const;
   void check_rows(const ExpertCombineInput& input, const EPLayout& layout) const;
@@ -266,16 +267,33 @@ void EPAll2AllLayer::State::grow_for(const ExpertTables& tables, const Stream& s
   (void)context.reallocate_dispatch_output_buf(rows);
 }
 
-EPDispatched EPAll2AllLayer::State::finish_dispatch(const ExpertCall& call,
-                                                    const ExpertDispatchInput& input,
-                                                    std::shared_ptr<ExpertTables> begun,
-                                                    std::uint32_t routing) {
+/// @param known null: the dispatch counts
+EPDispatched EPAll2AllLayer::State::dispatch(const ExpertDispatchInput& input,
+                                             const EPLayout* known, const Stream& stream) {
+  abort_state.check("dispatch");
+  check_dispatch_input(config, options.dispatch, input, known == nullptr);
+  std::optional<std::uint32_t> routing;
+  if (known != nullptr) {
+    check_own(*known, "dispatch");
+    require(input.tokens.shape[0] == known->num_tokens_, "dispatch: input has ",
+            input.tokens.shape[0], " tokens, expected ", known->num_tokens_, ", as the layout");
+    routing = known->routing_;
+  }
+  const ExpertCall call =
+      next_call("dispatch", num_dispatches, stream,
+                detail::dispatch_fingerprint(fingerprint_now(), input, routing));
+  std::shared_ptr<ExpertTables> begun;
+  abort_state.guard([&] {
+    dispatch_capture = realign(call);
+    begun = known == nullptr ? executor->route(call, input)
+                             : executor->enter(call, input, *known->tables_);
+  });
   captured_dispatches.count();
   ++epoch;
   ++num_dispatches;
   ends_with_combine = false;
   abort_state.guard([&] {
-    grow_for(*begun, *call.stream);
+    grow_for(*begun, stream);
     executor->dispatch(call, input, *begun);
   });
   const auto layout = std::make_shared<EPLayout>();
@@ -287,7 +305,7 @@ EPDispatched EPAll2AllLayer::State::finish_dispatch(const ExpertCall& call,
   layout->num_tokens_ = input.tokens.shape[0];
   layout->layer_ = id;
   layout->number_ = static_cast<std::uint32_t>(num_dispatches);
-  layout->routing_ = routing;
+  layout->routing_ = routing.value_or(layout->number_);
   const std::int64_t rows = options.fixed_rows > 0 ? options.fixed_rows : layout->num_recv_rows();
   const DispatchOutputBuffers buffers = context.buffers(call.parity, rows);
   return {.rows = buffers.rows,
@@ -297,38 +315,12 @@ EPDispatched EPAll2AllLayer::State::finish_dispatch(const ExpertCall& call,
 }
 
 EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, Stream stream) {
-  State& state = *state_;
-  state.abort_state.check("dispatch");
-  check_dispatch_input(state.config, state.options.dispatch, input, true);
-  const ExpertCall call =
-      state.next_call("dispatch", state.num_dispatches, stream,
-                      detail::counting_fingerprint(state.fingerprint_now(), input));
-  const auto number = static_cast<std::uint32_t>(state.num_dispatches + 1);
-  std::shared_ptr<ExpertTables> begun;
-  state.abort_state.guard([&] {
-    state.dispatch_capture = state.realign(call);
-    begun = state.executor->route(call, input);
-  });
-  return state.finish_dispatch(call, input, std::move(begun), number);
+  return state_->dispatch(input, nullptr, stream);
 }
 
 EPDispatched EPAll2AllLayer::dispatch(const ExpertDispatchInput& input, const EPLayout& layout,
                                       Stream stream) {
-  State& state = *state_;
-  state.abort_state.check("dispatch");
-  check_dispatch_input(state.config, state.options.dispatch, input, false);
-  state.check_own(layout, "dispatch");
-  require(input.tokens.shape[0] == layout.num_tokens_, "dispatch: input has ",
-          input.tokens.shape[0], " tokens, expected ", layout.num_tokens_, ", as the layout");
-  const ExpertCall call =
-      state.next_call("dispatch", state.num_dispatches, stream,
-                      detail::known_fingerprint(state.fingerprint_now(), input, layout.routing_));
-  std::shared_ptr<ExpertTables> begun;
-  state.abort_state.guard([&] {
-    state.dispatch_capture = state.realign(call);
-    begun = state.executor->enter(call, input, *layout.tables_);
-  });
-  return state.finish_dispatch(call, input, std::move(begun), layout.routing_);
+  return state_->dispatch(input, &layout, stream);
 }
 
 /// As many rows as arrived are expected. With fixed_rows there may be more, up to those of the

@@ -9,24 +9,30 @@
 namespace waybill {
 namespace {
 
+/// Calls visit(row, column, value) for each element of a matrix.
+template <class Integer, class Visit>
+void visit_integers(const ConstTensorView& view, Visit&& visit) {
+  for (std::int64_t row = 0; row < view.shape[0]; ++row) {
+    for (std::int64_t col = 0; col < view.shape[1]; ++col) {
+      const std::byte* const place = view.data + (row * view.strides[0] + col * view.strides[1]) *
+                                                     static_cast<std::int64_t>(sizeof(Integer));
+      visit(row, col, std::int64_t{*reinterpret_cast<const Integer*>(place)});
+    }
+  }
+}
+
 template <class Id>
 std::vector<std::int32_t> read_ids(const EPConfig& config, const EPDispatchOptions& options,
                                    const ConstTensorView& ids, const char* who) {
-  const std::int64_t tokens = ids.shape[0];
   const std::int64_t dropped = options.dropped(config);
-  std::vector<std::int32_t> result(tokens * config.topk);
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    for (std::int64_t k = 0; k < config.topk; ++k) {
-      const std::byte* const place = ids.data + (t * ids.strides[0] + k * ids.strides[1]) *
-                                                    static_cast<std::int64_t>(sizeof(Id));
-      const std::int64_t id = *reinterpret_cast<const Id*>(place);
-      require((0 <= id && id < config.num_experts) || id == dropped, who, ": exp_indices[", t, "][",
-              k, "] = ", id, ", expected 0..", config.num_experts - 1, ", or ", dropped,
-              " for a dropped topk slot");
-      result[t * config.topk + k] =
-          static_cast<std::int32_t>(id == dropped ? config.num_experts : id);
-    }
-  }
+  std::vector<std::int32_t> result(ids.shape[0] * config.topk);
+  visit_integers<Id>(ids, [&](std::int64_t t, std::int64_t k, std::int64_t id) {
+    require((0 <= id && id < config.num_experts) || id == dropped, who, ": exp_indices[", t, "][",
+            k, "] = ", id, ", expected 0..", config.num_experts - 1, ", or ", dropped,
+            " for a dropped topk slot");
+    result[t * config.topk + k] =
+        static_cast<std::int32_t>(id == dropped ? config.num_experts : id);
+  });
   return result;
 }
 
@@ -102,6 +108,19 @@ void detail::check_matrix(const ConstTensorView& view, std::int64_t rows, std::i
           to_string(view.shape), ", expected [", rows, ", ", columns, "]");
   require(rows == 0 || columns <= 1 || view.strides[1] == 1, who, ": ", name, "[", rank,
           "]: the elements of a row are ", view.strides[1], " apart, expected 1");
+}
+
+std::vector<std::int64_t> detail::read_integers(const ConstTensorView& view) {
+  std::vector<std::int64_t> integers;
+  const auto add = [&](std::int64_t, std::int64_t, std::int64_t value) {
+    integers.push_back(value);
+  };
+  if (view.dtype == DType::int32) {
+    visit_integers<std::int32_t>(view, add);
+  } else {
+    visit_integers<std::int64_t>(view, add);
+  }
+  return integers;
 }
 
 void detail::check_ids(const char* who, const EPConfig& config,

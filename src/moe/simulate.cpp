@@ -42,17 +42,7 @@ std::vector<std::int64_t> read_positions(const EPConfig& config, const EPDispatc
   require(view.shape == Shape{total_tokens, config.topk}, in_dispatch,
           ": full_scatter_indices has shape ", to_string(view.shape), ", expected [", total_tokens,
           ", ", config.topk, "]: the topk slots of all ranks");
-  std::vector<std::int64_t> positions;
-  for (std::int64_t t = 0; t < total_tokens; ++t) {
-    for (std::int64_t k = 0; k < config.topk; ++k) {
-      const std::byte* const place =
-          view.data + (t * view.strides[0] + k * view.strides[1]) * dtype_bytes(view.dtype);
-      positions.push_back(view.dtype == DType::int32
-                              ? *reinterpret_cast<const std::int32_t*>(place)
-                              : *reinterpret_cast<const std::int64_t*>(place));
-    }
-  }
-  return positions;
+  return detail::read_integers(view);
 }
 
 /// Checks the inputs of all ranks and copies ids and weights. @return full_scatter_indices

@@ -180,15 +180,9 @@ void CopyEngine::queue_batches(const SequenceCall& call) {
   }
 }
 
-void CopyEngine::send_all(const SequenceCall& call) {
+void CopyEngine::send(const SequenceCall& call, bool local_alone) {
   begin(call);
-  add(call, call.plan->segments);
-  add(call, call.plan->local_segments);
-  queue_batches(call);
-}
-
-void CopyEngine::send_local(const SequenceCall& call) {
-  begin(call);
+  if (!local_alone) add(call, call.plan->segments);
   add(call, call.plan->local_segments);
   queue_batches(call);
 }

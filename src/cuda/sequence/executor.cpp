@@ -135,7 +135,7 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
     if (call.num_sms == 0) {
       ArriveParams arrive = arrive_params(call, *gpu_, FaultKind::dispatch, share_);
       arrive.fingerprint.plan = plan_of(call).fingerprint();
-      copy_engine_.send_all(call);
+      copy_engine_.send(call, false);
       copy_engine_.join(call);
       gpu_->check(launch_arrive_and_wait(arrive, stream_of(call.stream)), "launching a kernel",
                   call.operation);
@@ -148,7 +148,7 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
     const bool bulk = gpu_->has_bulk_copies() && suits_bulk(call) &&
                       call.plan->chunk_bytes <= max_bulk_chunk_bytes;
     // The copy engine moves what stays here, so that the multiprocessors have the links alone.
-    if (has_local_copies(call)) copy_engine_.send_local(call);
+    if (has_local_copies(call)) copy_engine_.send(call, true);
     start_path(call, FaultKind::dispatch, PathArrival::last);
     const auto launch = bulk ? launch_dispatch_tma : launch_dispatch_vector;
     const bool batched = plan_of(call).batched();

@@ -151,12 +151,9 @@ class CopyEngine {
   CopyEngine& operator=(const CopyEngine&) = delete;
   ~CopyEngine();
 
-  /// Queues all rows of the call, after the work that is on the stream. Other ranks do not see them
-  /// before a signal after join().
-  void send_all(const SequenceCall& call);
-
-  /// The same for the plan's local segments alone.
-  void send_local(const SequenceCall& call);
+  /// Queues the rows of the call, or of the plan's local segments alone, after the work that is on
+  /// the stream. Other ranks do not see them before a signal after join().
+  void send(const SequenceCall& call, bool local_alone);
 
   /// kv_gradient: the rows of the plan's local segments, from gradients to outputs. Outputs in
   /// float32 of 16-bit gradients are written by `num_sms` multiprocessors.

@@ -12,14 +12,6 @@ namespace {
 
 constexpr const char* thread_world = "make_gpu_thread_world";
 
-bool can_access(int device, int peer) {
-  int can = 1;
-  if (device != peer) {
-    cuda_check(cudaDeviceCanAccessPeer(&can, device, peer), "asking for peer access");
-  }
-  return can != 0;
-}
-
 /// Enables it once per process: a second call is an error, which tools report.
 void enable_peer_access(int device, int peer) {
   static std::mutex lock;
@@ -39,19 +31,13 @@ void enable_peer_access(int device, int peer) {
 class GpuThreadTransport final : public GpuTransport {
  public:
   GpuThreadTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
-                     std::shared_ptr<GpuRank> gpu, int share)
+                     std::shared_ptr<GpuRank> gpu, const std::vector<GpuPlace>& places, int share)
       : GpuTransport(std::move(bootstrap), ranks_per_node, std::move(gpu), share) {
     const int mine = this->gpu().device();
     const auto peers = all_gather_value(this->bootstrap(), mine, "gpu world: devices");
-    std::string trouble;
-    for (const int peer : peers) {
-      if (can_access(mine, peer)) continue;
-      trouble = concat("device ", mine, " cannot reach the memory of device ", peer);
-      break;
-    }
     use_peer_memory(agree_on_peer_memory(this->bootstrap(), thread_world,
                                          peer_access_wish(std::getenv("WAYBILL_PEER_ACCESS")),
-                                         trouble));
+                                         missing_peer_access(places, 0, mine)));
     if (peer_memory() == PeerMemory::host) return;
     for (const int peer : peers) enable_peer_access(mine, peer);
   }
@@ -74,9 +60,11 @@ class GpuThreadTransport final : public GpuTransport {
 
 std::unique_ptr<GpuTransport> make_gpu_thread_transport(std::shared_ptr<Bootstrap> bootstrap,
                                                         std::int32_t ranks_per_node,
-                                                        std::shared_ptr<GpuRank> gpu, int share) {
+                                                        std::shared_ptr<GpuRank> gpu,
+                                                        const std::vector<GpuPlace>& places,
+                                                        int share) {
   return std::make_unique<GpuThreadTransport>(std::move(bootstrap), ranks_per_node, std::move(gpu),
-                                              share);
+                                              places, share);
 }
 
 }  // namespace waybill::cuda

@@ -69,7 +69,7 @@ class GpuTransport : public PeerTransport {
 /// @throws Unsupported without peer access where WAYBILL_PEER_ACCESS refuses memory of the host
 [[nodiscard]] std::unique_ptr<GpuTransport> make_gpu_thread_transport(
     std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node, std::shared_ptr<GpuRank> gpu,
-    int share);
+    const std::vector<GpuPlace>& places, int share);
 
 /// Makes the engine of ranks that are processes. Each maps the device memory of others (CUDA IPC):
 /// of all ranks with the backend `peer`, of the ranks of its node with `nccl`.
