@@ -30,8 +30,12 @@ struct TrialRows {
   std::uint32_t span = 256;
 };
 
-/// The origin of a row, in one word: rank above, row below; -1: not written.
+/// The origin of a row, in one word, and the number of its copies; -1: not written.
 inline constexpr int rank_shift = 44;
+struct TrialSources {
+  const std::int64_t* place = nullptr;   ///< [rows]: rank above, row below
+  const std::int32_t* copies = nullptr;  ///< [rows]: the number is multiplied by it; null: by 1
+};
 
 /// All ranks of a self test read this: parts, and the origin of every row that arrives.
 struct TrialJob {
@@ -93,19 +97,17 @@ __global__ void fill(TrialRows to, std::int32_t rank) {
   }
 }
 
-/// @param places [rows]: origins. @param copies [rows]: numbers are multiplied by them; null: by 1
-__global__ void check(TrialRows rows, const std::int64_t* places, const std::int32_t* copies,
-                      unsigned long long* wrong) {
+__global__ void check(TrialRows rows, TrialSources sources, unsigned long long* wrong) {
   const std::int64_t total = rows.rows * rows.row_elements;
   const std::int64_t step = std::int64_t{gridDim.x} * blockDim.x;
   unsigned long long differ = 0;
   for (std::int64_t i = blockIdx.x * std::int64_t{blockDim.x} + threadIdx.x; i < total; i += step) {
     const std::int64_t row = i / rows.row_elements;
-    const std::int64_t place = places[row];
+    const std::int64_t place = sources.place[row];
     if (place < 0) continue;
     const std::int64_t from = place & ((std::int64_t{1} << rank_shift) - 1);
     std::uint32_t number = number_of(rows, place >> rank_shift, from, i % rows.row_elements);
-    if (copies != nullptr) number *= static_cast<std::uint32_t>(copies[row]);
+    if (sources.copies != nullptr) number *= static_cast<std::uint32_t>(sources.copies[row]);
     const std::uint64_t code = rows.codes[number];
     bool same = true;
     for (int b = 0; b < rows.element_bytes; ++b) {
@@ -122,10 +124,9 @@ cudaError_t launch_fill(const TrialRows& to, std::int32_t rank, cudaStream_t str
 }
 
 /// Adds the elements that differ to *wrong, on the device.
-cudaError_t launch_check(const TrialRows& rows, const std::int64_t* places,
-                         const std::int32_t* copies, unsigned long long* wrong,
-                         cudaStream_t stream) {
-  if (rows.rows > 0) check<<<blocks, threads, 0, stream>>>(rows, places, copies, wrong);
+cudaError_t launch_check(const TrialRows& rows, const TrialSources& sources,
+                         unsigned long long* wrong, cudaStream_t stream) {
+  if (rows.rows > 0) check<<<blocks, threads, 0, stream>>>(rows, sources, wrong);
   return cudaGetLastError();
 }
 
@@ -291,7 +292,7 @@ class RankTrial {
   GpuSelfTestStep run_forward() {
     fill(false);
     GpuSelfTestStep step = time([&] { send(); });
-    for (std::size_t t = 0; t < 3; ++t) check(step, rows_of(received_[t], t, false), addresses_[t]);
+    for (std::size_t t = 0; t < 3; ++t) check(step, rows_of(received_[t], t, false), t);
     keep();
     return finish(step);
   }
@@ -300,7 +301,7 @@ class RankTrial {
   GpuSelfTestStep run_back() {
     const std::vector<ConstTensorView> inputs{there_[0]};
     GpuSelfTestStep step = time([&] { received_ = dispatcher_.dispatch(back_, inputs, stream()); });
-    check(step, rows_of(received_[0], 0, false), home_q_);
+    check(step, rows_of(received_[0], 0, false), {pointer(home_q_), nullptr});
     return finish(step);
   }
 
@@ -315,9 +316,8 @@ class RankTrial {
     const std::vector<TensorView> outputs{own_[1], own_[2]};
     GpuSelfTestStep step =
         time([&] { dispatcher_.kv_gradient(gradient_, inputs, outputs, stream()); });
-    for (std::size_t t = 1; t < 3; ++t) {
-      check(step, rows_of(own_[t], t, true), home_kv_, copies_.get());
-    }
+    const TrialSources home{pointer(home_kv_), static_cast<const std::int32_t*>(copies_.get())};
+    for (std::size_t t = 1; t < 3; ++t) check(step, rows_of(own_[t], t, true), home);
     return finish(step);
   }
 
@@ -329,6 +329,9 @@ class RankTrial {
  private:
   [[nodiscard]] Stream stream() const { return {stream_}; }
   void synchronize() { dispatcher_.synchronize(stream()); }
+  static const std::int64_t* pointer(const std::shared_ptr<void>& table) {
+    return static_cast<const std::int64_t*>(table.get());
+  }
 
   template <class Element>
   std::shared_ptr<void> upload(const std::vector<Element>& table) {
@@ -385,12 +388,13 @@ class RankTrial {
     }
   }
 
-  void check(GpuSelfTestStep& step, const TrialRows& rows, const std::shared_ptr<void>& places,
-             const void* copies = nullptr) {
+  void check(GpuSelfTestStep& step, const TrialRows& rows, std::size_t t) {
+    check(step, rows, TrialSources{pointer(addresses_[t]), nullptr});
+  }
+
+  void check(GpuSelfTestStep& step, const TrialRows& rows, const TrialSources& sources) {
     step.bytes_checked += rows.rows * rows.row_elements * rows.element_bytes;
-    cuda_check(launch_check(rows, static_cast<const std::int64_t*>(places.get()),
-                            static_cast<const std::int32_t*>(copies),
-                            static_cast<unsigned long long*>(wrong_.get()), stream_),
+    cuda_check(launch_check(rows, sources, static_cast<unsigned long long*>(wrong_.get()), stream_),
                "launching a kernel");
   }
 
