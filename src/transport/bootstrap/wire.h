@@ -1,20 +1,20 @@
 #pragma once
 
-#include <algorithm>
-#include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "waybill/transport/bootstrap.h"
 
-// All bootstraps use these: limits of the bytes that ranks send each other, fields in them, and
-// texts of other ranks.
+// All bootstraps use these: limits of the bytes that ranks send each other, messages, and texts of
+// other ranks.
 namespace waybill::detail {
 
 /// The longest reason that one rank gives another, in bytes.
@@ -67,38 +67,18 @@ class Descriptor {
   int number_ = -1;
 };
 
-// Fields lie one after another, little-endian and without padding. Each function moves the span to
-// the next field.
-
-inline void put_bytes(std::span<std::byte>& to, std::span<const std::byte> from) {
-  std::ranges::copy(from, to.begin());
-  to = to.subspan(from.size());
+/// Ranks send messages as they lie in memory: little-endian and without padding.
+template <class Message>
+[[nodiscard]] std::span<const std::byte> bytes_in(const Message& message) {
+  static_assert(std::has_unique_object_representations_v<Message> &&
+                std::endian::native == std::endian::little);
+  return std::as_bytes(std::span(&message, 1));
 }
 
-template <class Number>
-void put_number(std::span<std::byte>& to, Number value) {
-  for (std::size_t i = 0; i < sizeof(value); ++i) {
-    to[i] = static_cast<std::byte>(value >> (8 * i) & 0xFF);
-  }
-  to = to.subspan(sizeof(value));
-}
-
-template <std::size_t Size>
-std::array<std::byte, Size> take_bytes(std::span<const std::byte>& from) {
-  std::array<std::byte, Size> bytes{};
-  std::ranges::copy(from.first(Size), bytes.begin());
-  from = from.subspan(Size);
-  return bytes;
-}
-
-template <class Number>
-Number take_number(std::span<const std::byte>& from) {
-  Number value = 0;
-  for (std::size_t i = 0; i < sizeof(value); ++i) {
-    value |= static_cast<Number>(std::to_integer<Number>(from[i]) << (8 * i));
-  }
-  from = from.subspan(sizeof(value));
-  return value;
+/// The part of a message whose bytes are still to come.
+template <class Message>
+[[nodiscard]] std::span<std::byte> room_in(Message& message, std::size_t filled) {
+  return std::as_writable_bytes(std::span(&message, 1)).subspan(filled);
 }
 
 }  // namespace waybill::detail
