@@ -12,7 +12,6 @@
 #include "waybill/cost_model/predict_step.h"
 #include "waybill/json/file.h"
 #include "waybill/json/length_distribution_json.h"
-#include "waybill/json/link_speeds_json.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/planner/planner.h"
 #include "waybill/planner/static_plans.h"

@@ -3,7 +3,7 @@
 
 #include "options.h"
 #include "program.h"
-#include "waybill/json/link_speeds_json.h"
+#include "waybill/json/plan_json.h"
 
 #ifdef WAYBILL_CLI_CUDA
 #include "cuda/gpu_report.h"

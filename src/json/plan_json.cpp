@@ -11,7 +11,6 @@
 #include "waybill/core/index_array.h"
 #include "waybill/core/topology.h"
 #include "waybill/json/file.h"
-#include "waybill/json/link_speeds_json.h"
 
 // Texts of plans, metadata, and speeds of links. Each type has one list of its fields, which the
 // writer and the reader visit.

@@ -36,7 +36,6 @@
 #include "waybill/experts/ep_all2all_layer.h"
 #include "waybill/json/file.h"
 #include "waybill/json/length_distribution_json.h"
-#include "waybill/json/link_speeds_json.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/moe/expert_routing.h"
 #include "waybill/moe/quantize.h"
