@@ -27,7 +27,6 @@ inline constexpr std::size_t max_entry_bytes = std::size_t{64} << 20;
 /// terminal acts on.
 [[nodiscard]] std::string peer_text(std::string_view text,
                                     std::size_t max_bytes = max_reason_bytes);
-[[nodiscard]] std::string peer_text(std::span<const std::byte> text);
 
 /// Quotes the peer_text() of it; "none" for an empty text.
 [[nodiscard]] std::string quoted_or_none(std::string_view text);
@@ -45,6 +44,9 @@ void fill_random(std::span<std::byte> bytes);
 
 [[nodiscard]] inline std::span<const std::byte> bytes_of(std::string_view text) {
   return std::as_bytes(std::span(text));
+}
+[[nodiscard]] inline std::string_view text_of(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
 /// Owns a file descriptor; below 0: none.

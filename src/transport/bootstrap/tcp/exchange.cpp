@@ -90,7 +90,7 @@ std::optional<std::string> TcpPeer::last_reason() {
   std::optional<std::string> reason;
   for (read(); frame_ && !reason; read()) {
     const Frame frame = take_frame();
-    if (frame.header.kind == FrameKind::failed) reason = peer_text(frame.bytes);
+    if (frame.header.kind == FrameKind::failed) reason = peer_text(text_of(frame.bytes));
   }
   frame_ = kept;
   return reason;
@@ -185,7 +185,7 @@ std::optional<Frame> TcpBootstrap::verdict_on(std::int32_t peer, bool deadline_p
     if (frame->header.kind != FrameKind::failed) {
       return verdict_frame(FrameKind::left, peer, before);
     }
-    return verdict_frame(FrameKind::failed, peer, before, peer_text(frame->bytes));
+    return verdict_frame(FrameKind::failed, peer, before, peer_text(text_of(frame->bytes)));
   }
   if (from.is_gone()) return verdict_frame(FrameKind::left, peer, before);
   if (deadline_passed) return verdict_frame(FrameKind::silent, peer, before);
@@ -248,7 +248,8 @@ void TcpBootstrap::throw_verdict(const Frame& verdict, double seconds,
         concat(operation, ": rank 0 sent a verdict on rank ", header.rank, " of ", world_size()));
   }
   if (header.kind == FrameKind::failed) {
-    throw PeerFailed(concat(operation, ": rank ", peer, " failed: ", peer_text(verdict.bytes)));
+    throw PeerFailed(
+        concat(operation, ": rank ", peer, " failed: ", peer_text(text_of(verdict.bytes))));
   }
   if (header.kind == FrameKind::left) {
     throw PeerFailed(concat(operation, ": rank ", peer, " left (seen by rank ", rank(),

@@ -154,7 +154,7 @@ class RendezvousServer {
     if (verdict_->header.kind == FrameKind::silent) {
       throw_timeout("tcp bootstrap: connect", 0, peer, 1, 0, waited);
     }
-    const std::string reason = peer_text(verdict_->bytes);
+    const std::string reason = peer_text(text_of(verdict_->bytes));
     const std::string what = reason.empty() ? concat("rank ", peer, " left")
                                             : concat("rank ", peer, " failed: ", reason);
     reject_all(what, Deadline(std::min(reject_patience_s, deadline.left_s())));
@@ -246,7 +246,7 @@ class RendezvousServer {
     const Frame* const frame = peer.frame();
     std::optional<std::string> reason;
     if (frame != nullptr && frame->header.kind == FrameKind::failed) {
-      reason = peer_text(frame->bytes);
+      reason = peer_text(text_of(frame->bytes));
     } else if (had_frame) {  // the news is that it closed the connection
       reason = peer.last_reason().value_or("");
     } else if (peer.is_gone()) {
