@@ -165,18 +165,27 @@ void check_options(const SequenceDispatcherOptions& options, const CompileOption
           ", expected >= 0");
 }
 
+/// The options of all plans, when all ranks have the same. Options that are refused end no world,
+/// as no memory is there yet.
+/// @param options get the relay that is used
+CompileOptions agreed_compile_options(const SequenceDispatcherOptions& given,
+                                      SequenceDispatcherOptions& options, const World& world) {
+  CompileOptions compile = options_of_plans(options, world);
+  options.plan.relay = compile.plan.relay;
+  agree_on_settings(world.transport(), "SequenceDispatcher", [&] {
+    check_options(given, compile, world);
+    return common_settings(options);
+  });
+  return compile;
+}
+
 }  // namespace
 
 struct SequenceDispatcher::State {
   State(const World& its_world, const SequenceDispatcherOptions& given)
       : world(its_world),
         options(with_links(given, world)),
-        compile(options_of_plans(options, world)) {
-    options.plan.relay = compile.plan.relay;
-    agree_on_settings(world.transport(), "SequenceDispatcher", [&] {
-      check_options(given, compile, world);
-      return common_settings(options);
-    });
+        compile(agreed_compile_options(given, options, world)) {
     name = concat(" of dispatcher ", world.next_object());
     const std::int32_t ranks = world.world_size();
     arrivals = world.transport().allocate_signals(
