@@ -24,7 +24,6 @@
 #include "waybill/planner/static_plans.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/plan_summary.h"
-#include "waybill/report/step_report.h"
 
 namespace waybill::python {
 

@@ -164,10 +164,13 @@ constexpr const auto& columns_of() {
   }
 }
 
+std::string_view name_of(DType dtype) { return dtype_name(dtype); }
+std::string_view name_of(KvLayout layout) { return to_string(layout); }
+std::string_view name_of(MaskKind mask) { return to_string(mask); }
+
 /// The value whose name the node gives. @throws IoError that tells what is expected
-template <class Name, class NameOf>
-Name read_name(const JsonNode& node, std::initializer_list<Name> names, NameOf&& name_of,
-               std::string_view expected) {
+template <class Name>
+Name read_name(const JsonNode& node, std::initializer_list<Name> names, std::string_view expected) {
   for (const Name name : names) {
     if (node.string() == name_of(name)) return name;
   }
@@ -277,7 +280,7 @@ IndexArray read_array(const JsonNode& node) {
   const Shape shape{std::span(extents)};
   const DType dtype = read_name(
       node.at("dtype"), {DType::boolean, DType::int32, DType::uint32, DType::int64, DType::uint64},
-      dtype_name, "one of bool, int32, uint32, int64, uint64");
+      "one of bool, int32, uint32, int64, uint64");
   const JsonNode data = node.at("data");
   std::vector<std::int64_t> elements;
   read_nested(data, shape, 0, elements);
@@ -461,10 +464,8 @@ void write_value(JsonWriter& writer, const T& value) {
     writer.real(value);
   } else if constexpr (std::same_as<T, std::string>) {
     writer.string(value);
-  } else if constexpr (std::same_as<T, DType>) {
-    writer.string(dtype_name(value));
   } else if constexpr (std::is_enum_v<T>) {
-    writer.string(to_string(value));
+    writer.string(name_of(value));
   } else if constexpr (is_optional<T>) {
     if (!value) return void(writer.null());
     write_value(writer, *value);
@@ -519,13 +520,10 @@ void read_value(const JsonNode& node, T& value, ReadCheck check) {
   } else if constexpr (std::same_as<T, DType>) {
     check_at(node, [&] { value = dtype_from_name(node.string()); });
   } else if constexpr (std::same_as<T, KvLayout>) {
-    value = read_name(
-        node, {KvLayout::per_query, KvLayout::per_rank},
-        [](KvLayout layout) { return to_string(layout); }, "\"per_query\" or \"per_rank\"");
+    value =
+        read_name(node, {KvLayout::per_query, KvLayout::per_rank}, "\"per_query\" or \"per_rank\"");
   } else if constexpr (std::same_as<T, MaskKind>) {
-    value = read_name(
-        node, {MaskKind::causal, MaskKind::full}, [](MaskKind mask) { return to_string(mask); },
-        "\"causal\" or \"full\"");
+    value = read_name(node, {MaskKind::causal, MaskKind::full}, "\"causal\" or \"full\"");
   } else if constexpr (is_optional<T>) {
     read_value(node, value.emplace(), check);
   } else if constexpr (std::same_as<T, IndexArray>) {

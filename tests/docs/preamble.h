@@ -45,7 +45,6 @@
 #include "waybill/report/expert_summary.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/plan_summary.h"
-#include "waybill/report/step_report.h"
 #include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/generators.h"
 #include "waybill/routing/index_ops.h"
