@@ -54,15 +54,15 @@ class Bootstrap {
   /// engine can reach them. The first call counts. Between processes, an exchange to which this
   /// rank has given its bytes still ends well on the others. Not collective, never waits. The
   /// object is unusable afterwards.
-  virtual void fail(std::string_view /*reason*/) noexcept {}
+  virtual void fail(std::string_view reason) noexcept;
 
   /// Waits elsewhere call it. @throws PeerFailed (or what ended the run) when a rank is known to
   ///   have given up; an engine that learns of it only in exchanges throws nothing
-  virtual void check_peers(std::string_view /*operation*/) const {}
+  virtual void check_peers(std::string_view operation) const;
 
   /// The scope that ends the waits of all ranks together, if they are threads of one run. Else
   /// null.
-  [[nodiscard]] virtual std::shared_ptr<FailureScope> failure_scope() const { return nullptr; }
+  [[nodiscard]] virtual std::shared_ptr<FailureScope> failure_scope() const;
 
  protected:
   /// @throws InvalidArgument unless 0 <= rank < world_size, and as check_timeout

@@ -121,6 +121,12 @@ std::vector<Bootstrap::Bytes> Bootstrap::all_gather(std::span<const std::byte> m
 
 void Bootstrap::barrier(std::string_view operation) { (void)all_gather({}, operation); }
 
+void Bootstrap::fail(std::string_view /*reason*/) noexcept {}
+
+void Bootstrap::check_peers(std::string_view /*operation*/) const {}
+
+std::shared_ptr<FailureScope> Bootstrap::failure_scope() const { return nullptr; }
+
 /// Returns WAYBILL_HOST_ID, by which parts of a machine become hosts; else the boot id of the
 /// kernel, which the containers of a host share; without one, the name of the host.
 std::string host_id() {

@@ -1,3 +1,5 @@
+#include <poll.h>
+
 #include <algorithm>
 #include <utility>
 

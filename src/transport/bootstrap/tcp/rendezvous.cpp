@@ -1,6 +1,7 @@
 #include "transport/bootstrap/tcp/rendezvous.h"
 
 #include <dirent.h>
+#include <poll.h>
 #include <sys/resource.h>
 
 #include <algorithm>

@@ -4,6 +4,7 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -244,6 +245,10 @@ bool listens_everywhere(const std::string& host, const std::vector<std::string>&
   const bool means_loopback = host.starts_with("localhost") || host.starts_with("ip6-l");
   return !is_address && !means_loopback && !addresses.empty() &&
          std::ranges::all_of(addresses, is_loopback);
+}
+
+pollfd watch(const Socket& socket, short events) {
+  return {.fd = socket.number(), .events = events, .revents = 0};
 }
 
 void wait_for_any(std::span<pollfd> sockets, const Deadline& deadline) {

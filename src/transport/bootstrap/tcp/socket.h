@@ -1,10 +1,10 @@
 #pragma once
 
-#include <poll.h>
-
 #include <chrono>
 
 #include "transport/bootstrap/wire.h"
+
+struct pollfd;  // <poll.h>
 
 namespace waybill::detail {
 
@@ -77,9 +77,7 @@ class Socket : public Descriptor {
 [[nodiscard]] std::vector<std::string> addresses_of(const std::string& host);
 
 /// Watches a socket for POLLIN, POLLOUT or both (0: for the end of the connection alone).
-[[nodiscard]] inline pollfd watch(const Socket& socket, short events) {
-  return {.fd = socket.number(), .events = events, .revents = 0};
-}
+[[nodiscard]] pollfd watch(const Socket& socket, short events);
 
 /// Waits at most 50 ms, or until the deadline, and sets `revents` of those that are ready. It
 /// always notices the end of a connection. @throws as check_interrupt
