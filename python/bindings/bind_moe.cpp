@@ -325,6 +325,42 @@ EvenExperts even_experts_py(const IndexArray& rows, std::int32_t spare_experts,
   });
 }
 
+/// The tables of a plan are [R, slots per rank].
+nb::object slot_ids_py(const IndexArray& slots, const IndexArray& quotas,
+                       const IndexArray& local_rows, const IndexArray& first_row,
+                       const IndexArray& rows, const IndexArray& ids, std::int32_t rank) {
+  const auto int32s = [](const IndexArray& table) {
+    const Int64View numbers(table);
+    std::vector<std::int32_t> result;
+    for (const std::int64_t value : numbers.span()) {
+      require(-1 <= value && value <= std::numeric_limits<std::int32_t>::max(), "slot_ids: ", value,
+              ", expected -1 or an expert");
+      result.push_back(static_cast<std::int32_t>(value));
+    }
+    return result;
+  };
+  const auto int64s = [](const IndexArray& table) {
+    const Int64View numbers(table);
+    return std::vector<std::int64_t>(numbers.span().begin(), numbers.span().end());
+  };
+  require(slots.ndim() == 2, "slot_ids: plan.slots has ", slots.ndim(),
+          " axes, expected [num_ranks, slots per rank]");
+  require(rows.ndim() == 2 && rows.dim(0) == slots.dim(0), "slot_ids: rows has shape ",
+          to_string(rows.shape()), ", expected [", slots.dim(0), ", num_experts]");
+  EvenExperts plan;
+  plan.num_ranks = static_cast<std::int32_t>(slots.dim(0));
+  plan.slots_per_rank = static_cast<std::int32_t>(slots.dim(1));
+  plan.slots = int32s(slots);
+  plan.quotas = int64s(quotas);
+  plan.local_rows = int64s(local_rows);
+  plan.first_row = int64s(first_row);
+  const Int64View counts(rows);
+  const std::vector<std::int32_t> numbers = int32s(ids);
+  const std::vector<std::int32_t> made =
+      unlocked([&] { return slot_ids(plan, counts.span(), numbers, rank); });
+  return int32_table(made, ids.shape());
+}
+
 using LoadArg = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 nb::dict expert_placement_py(const LoadArg& loads, const std::vector<std::int32_t>& present,
@@ -366,6 +402,8 @@ void bind_expert_balance(nb::module_& m) {
   even.def_ro("max_rows", &EvenExperts::max_rows);
   even.def_ro("mean_rows", &EvenExperts::mean_rows);
   even.def_ro("bound", &EvenExperts::bound);
+  m.def("slot_ids", &slot_ids_py, "slots"_a, "quotas"_a, "local_rows"_a, "first_row"_a, "rows"_a,
+        "ids"_a, "rank"_a);
   m.def("even_experts", &even_experts_py, "rows"_a, "spare_experts"_a, "present"_a, "min_rows"_a,
         "limit"_a, "alignment"_a);
 }

@@ -663,6 +663,15 @@ class EvenExperts:
     @property
     def bound(self) -> int: ...
 
+def slot_ids(
+    slots: numpy.typing.NDArray[Any],
+    quotas: numpy.typing.NDArray[Any],
+    local_rows: numpy.typing.NDArray[Any],
+    first_row: numpy.typing.NDArray[Any],
+    rows: numpy.typing.NDArray[Any],
+    ids: numpy.typing.NDArray[Any],
+    rank: int,
+) -> Any: ...
 def even_experts(
     rows: numpy.typing.NDArray[Any],
     spare_experts: int,

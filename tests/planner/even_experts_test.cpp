@@ -56,5 +56,33 @@ TEST(EvenExperts, ARefusedCallLeavesThePlannerUsable) {
   EXPECT_EQ(plan.slots, (std::vector<std::int32_t>{0, 1, -1, 2, 3, 0}));
 }
 
+TEST(SlotIds, MeetTheQuotasAndTakeLocalRowsFirst) {
+  Random random(11);
+  constexpr std::int32_t num_ranks = 4;
+  constexpr std::int32_t num_experts = 8;
+  std::vector<std::int64_t> rows(num_ranks * num_experts);
+  for (std::int64_t& n : rows) n = random.below(30);
+  const EvenExperts plan = even_experts(rows, num_ranks, num_experts, {.spare_experts = 2});
+  std::vector<std::int64_t> in_slots(plan.slots.size());
+  for (std::int32_t rank = 0; rank < num_ranks; ++rank) {
+    std::vector<std::int32_t> ids;
+    for (std::int32_t e = 0; e < num_experts; ++e) ids.insert(ids.end(), rows[rank * 8 + e], e);
+    ids.push_back(num_experts);
+    const std::vector<std::int32_t> slots = slot_ids(plan, rows, ids, rank);
+    EXPECT_EQ(slots.back(), std::ssize(plan.slots));
+    std::vector<std::int64_t> own(plan.slots_per_rank);
+    for (std::size_t i = 0; i + 1 < ids.size(); ++i) {
+      EXPECT_EQ(plan.slots[slots[i]], ids[i]);
+      ++in_slots[slots[i]];
+      if (slots[i] / plan.slots_per_rank == rank) ++own[slots[i] % plan.slots_per_rank];
+    }
+    for (std::int32_t s = 0; s < plan.slots_per_rank; ++s) {
+      EXPECT_GE(own[s], plan.local_rows[rank * plan.slots_per_rank + s]);
+    }
+  }
+  EXPECT_EQ(in_slots, plan.quotas);
+  EXPECT_THROW((void)slot_ids(plan, rows, std::vector<std::int32_t>{0}, 0), InvalidArgument);
+}
+
 }  // namespace
 }  // namespace waybill

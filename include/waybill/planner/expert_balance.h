@@ -69,6 +69,20 @@ class EvenExpertsPlanner {
 [[nodiscard]] EvenExperts even_experts(std::span<const std::int64_t> rows, std::int32_t num_ranks,
                                        std::int32_t num_experts, const EvenExpertsOptions& options);
 
+/// The slots that a rank's tokens go to: its expert ids with the copies of a plan in place of the
+/// experts. A layer of num_ranks * slots_per_rank experts takes them as ids: slot s of rank r is
+/// expert r * slots_per_rank + s there, and empty slots get no rows. Local first, as EvenExperts
+/// says.
+/// @param rows [R, E] that the plan was made from
+/// @param ids [T, K] of this rank in token order; num_experts or -1: a dropped topk slot
+/// @return [T, K]; a dropped topk slot is the number of slots, or stays -1
+/// @throws InvalidArgument where the plan is not one of `rows`, or `ids` have other numbers of an
+///   expert than `rows` say
+[[nodiscard]] std::vector<std::int32_t> slot_ids(const EvenExperts& plan,
+                                                 std::span<const std::int64_t> rows,
+                                                 std::span<const std::int32_t> ids,
+                                                 std::int32_t rank);
+
 /// Where experts lie for many microbatches, from counted loads. An expert may have copies, each on
 /// another rank; its rows are split evenly among them.
 struct ExpertPlacementOptions {

@@ -5,7 +5,13 @@ Rows are ordered by local expert, then source rank, then token, then topk slot: 
 """
 
 from .config import EPConfig
-from .even_experts import EvenExperts, ExpertPlacement, even_experts, plan_expert_placement
+from .even_experts import (
+    EvenExperts,
+    ExpertPlacement,
+    even_experts,
+    plan_expert_placement,
+    slot_ids,
+)
 from .predict import ExpertCallPrediction, ExpertSummary, predict, summarize
 from .simulate import EPAllToAllLayoutDesc, ExpertDispatch, quantize_fp8, simulate_dispatch
 
@@ -22,5 +28,6 @@ __all__ = [
     "predict",
     "quantize_fp8",
     "simulate_dispatch",
+    "slot_ids",
     "summarize",
 ]

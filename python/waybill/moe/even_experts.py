@@ -104,19 +104,48 @@ def even_experts(
     )
 
 
-def _counts(rows: Any) -> IntArray:
+def slot_ids(plan: EvenExperts, rows: ArrayLike, ids: ArrayLike, *, rank: int) -> IntArray:
+    """Sends a rank's tokens to the slots of a plan: its expert ids with copies in place of experts.
+
+    A layer of ``plan.slots.size`` experts takes the result as its ids: slot ``s`` of rank ``r`` is
+    expert ``r * plan.slots.shape[1] + s`` there. Empty slots get no rows. A combine gives what it
+    gives without copies, as sums go by topk slot.
+
+    Args:
+        plan: of ``even_experts``, the same on all ranks.
+        rows: integers ``[num_ranks, num_experts]`` that the plan was made from.
+        ids: integers ``[T, topk]`` (or any shape, in token order) of this rank; ``num_experts`` or
+            -1 is a dropped topk slot.
+        rank: the rank whose ids these are.
+
+    Returns:
+        int32, of the shape of ``ids``. A dropped topk slot is ``plan.slots.size``, or stays -1.
+
+    Raises:
+        InvalidArgument: the plan is not one of ``rows``; ``ids`` have other numbers of an expert
+            than ``rows[rank]``; an id or the rank is out of range.
+    """
+    _check_integers("slot_ids", {"rank": rank}, 2**31 - 1, "2^31 - 1")
+    tables = (plan.slots, plan.quotas, plan.local_rows, plan.first_row)
+    result: IntArray = _core.slot_ids(
+        *tables, _counts(rows, "slot_ids"), index_array(ids, "slot_ids: ids"), int(rank)
+    )
+    return result
+
+
+def _counts(rows: Any, who: str = "even_experts") -> IntArray:
     """int64 [num_ranks, num_experts]; floats are taken where they are integral."""
-    array = as_numpy(rows, "even_experts: rows")
+    array = as_numpy(rows, f"{who}: rows")
     if array.dtype.kind == "f":
         if not np.isfinite(array).all() or (array != np.floor(array)).any():
-            raise InvalidArgument("even_experts: rows has fractions, expected integers")
+            raise InvalidArgument(f"{who}: rows has fractions, expected integers")
         if array.size and np.abs(array).max() > 2**53:
-            raise InvalidArgument("even_experts: rows has numbers beyond 2^53")
+            raise InvalidArgument(f"{who}: rows has numbers beyond 2^53")
         array = array.astype(np.int64)
-    table = index_array(array, "even_experts: rows")
+    table = index_array(array, f"{who}: rows")
     if table.ndim != 2:
         raise InvalidArgument(
-            f"even_experts: rows has shape {list(table.shape)}, expected [num_ranks, num_experts]"
+            f"{who}: rows has shape {list(table.shape)}, expected [num_ranks, num_experts]"
         )
     return table
 
