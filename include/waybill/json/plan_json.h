@@ -6,7 +6,7 @@
 
 #include "waybill/core/link_speeds.h"
 #include "waybill/json/file.h"
-#include "waybill/planner/attention_plan.h"
+#include "waybill/planner/planner.h"
 #include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/metadata.h"
 #include "waybill/routing/qkv_plan.h"

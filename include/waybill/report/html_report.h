@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "waybill/cost_model/compare_plans.h"
 #include "waybill/cost_model/predict_step.h"
 #include "waybill/report/plan_summary.h"
 #include "waybill/routing/qkv_plan.h"
