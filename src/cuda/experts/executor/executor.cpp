@@ -82,7 +82,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     ExpertCall empty = call;
     empty.fingerprint = {.call = CollectiveCall::realign};
     const MoeArrive arrive = params_.arrive(empty, FaultKind::moe_dispatch);
-    check(launch_realign(arrive, {{next_dispatch, next_combine}}, stream_of(call)), call);
+    check(launch_realign(arrive, next_dispatch, next_combine, stream_of(call)), call);
   }
 
   std::shared_ptr<ExpertTables> route(const ExpertCall& call,
@@ -90,11 +90,11 @@ class GpuExpertExecutor final : public ExpertExecutor {
     begin();
     const TableCall table_call = table_call_of(call);
     last_ticket_ = (last_ticket_ + 1) & 0xFFFFFFFF;
+    auto routing = std::make_shared<GpuExpertRouting>(
+        layer_.config, layer_.options, layer_.memory.capacity_rows, input.ids.shape[0],
+        last_ticket_, pool_, layer_.gpu, table_call);
     auto tables = std::make_shared<GpuExpertTables>(
-        std::make_shared<GpuExpertRouting>(layer_.config, layer_.options,
-                                           layer_.memory.capacity_rows, input.ids.shape[0],
-                                           last_ticket_, pool_, layer_.gpu, table_call),
-        weight_memory(input, table_call), layer_.config.weight_dtype, table_call);
+        routing, routing, weight_memory(input, table_call), layer_.config.weight_dtype, table_call);
     if (nodes_ != nullptr) begin_on_nodes(call, input, tables->routing(), true);
     if (nodes_ != nullptr) nodes_->count_rows(call, *tables->being_made());
     const RouteParams params = params_.route(call, input, *tables);
@@ -113,7 +113,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     begin();
     const TableCall table_call = table_call_of(call);
     auto tables = std::make_shared<GpuExpertTables>(
-        static_cast<const GpuExpertTables&>(earlier).shared_routing(),
+        static_cast<const GpuExpertTables&>(earlier).shared_routing(), nullptr,
         weight_memory(input, table_call), layer_.config.weight_dtype, table_call);
     if (nodes_ != nullptr) begin_on_nodes(call, input, tables->routing(), false);
     const EnterParams params = params_.enter(call, input, *tables);
@@ -162,7 +162,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
       const int free_sms = layer_.gpu->num_sms() - num_route_blocks(params.shape, call);
       params.num_senders = std::clamp(free_sms, 1, params.num_senders);
     }
-    check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
+    check(launch_rows(params, bulk, early, blocks, stream_of(call)), call);
     if (nodes_ != nullptr && made != nullptr) nodes_->note_runs(call, *made);
     if (nodes_ != nullptr) nodes_->finish_rows(call);
     made_tables.finish(table_call);
@@ -252,10 +252,9 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   ExpertOverflow take_overflow() override {
     layer_.gpu->throw_fault();
-    const std::uint64_t overflow_word = params_.faults()->overflow;
-    params_.faults()->overflow = 0;
-    return {.rows = static_cast<std::int32_t>(overflow_word),
-            .call = overflow_word >> overflow_epoch_shift};
+    const std::uint64_t word = *params_.overflow();
+    *params_.overflow() = 0;
+    return {.rows = static_cast<std::int32_t>(word), .call = word >> overflow_epoch_shift};
   }
 
  private:
@@ -303,7 +302,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   /// The number of rows that this rank has received, on the device.
   [[nodiscard]] const std::int32_t* num_recv_rows(const GpuExpertTables& tables) const {
     const GpuExpertRouting& routing = tables.routing();
-    return routing.part(routing.fixed().num_recv_rows) + layer_.config.rank;
+    return routing.part(routing.tables().num_recv_rows) + layer_.config.rank;
   }
 
   /// If the host has waited for the counts, all addresses are known when it launches the rows.
@@ -342,7 +341,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     params.input = stage.input;
     params.num_rows = stage.num_rows;
     params.num_recv_rows = stage.num_recv_rows;
-    params.records = routing.part(routing.fixed().records);
+    params.records = routing.part(routing.tables().records);
     params.num_input_tokens = stage.num_input_tokens;
     if (params.sums && input.options.weighted) params.received_weights = tables.received_weights();
     params.slabs = near_peers_of<std::byte>(slab, 0, 0, layer_.config.world_size);
@@ -352,17 +351,17 @@ class GpuExpertExecutor final : public ExpertExecutor {
     params.addresses = sum.addresses;
     params.lost_row = sum.lost_row;
     params.weights = sum.weights;
-    params.biases = {{sum.biases[0], sum.biases[1]}, sum.output};
+    std::ranges::copy(sum.biases, params.biases);
+    params.output = sum.output;
     return params;
   }
 
   void push(const ExpertCall& call, const ExpertCombineInput& input,
             const GpuExpertTables& tables) const {
     const PushParams params = push_params(call, input, tables);
-    const PushBiases& sums = params.biases;
     const bool wide =
-        common_word({address_of(params.input), params.row_bytes, address_of(sums.output),
-                     address_of(sums.rows[0]), address_of(sums.rows[1])}) == 16;
+        common_word({address_of(params.input), params.row_bytes, address_of(params.output),
+                     address_of(params.biases[0]), address_of(params.biases[1])}) == 16;
     const bool bulk =
         wide && layer_.gpu->has_bulk_copies() && waybill::detail::test_hooks().push_words == 0;
     const PushWay way = bulk ? PushWay::bulk : wide ? PushWay::words : PushWay::elements;
@@ -386,7 +385,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const int blocks = 2 * layer_.gpu->num_sms();
     const cudaStream_t stream = stream_of(call);
     if (sums_locally(input.options)) {
-      params.records = tables.routing().part(tables.routing().fixed().records);
+      params.records = tables.routing().part(tables.routing().tables().records);
       if (input.options.weighted) params.weights = tables.received_weights();
       check(launch_sum_rows(params, layer_.config.token_dtype, layer_.config.weight_dtype,
                             word == 16, blocks, stream),
@@ -469,7 +468,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   /// @return null without weights
   [[nodiscard]] std::byte* keep_weights(GpuExpertTables& tables, const TableCall& call) const {
     if (!tables.has_weights()) return nullptr;
-    const std::int64_t rows = tables.routing().rows().capacity_rows;
+    const std::int64_t rows = tables.routing().tables().capacity_rows;
     return tables.keep_weights(
         pool_->take(rows * dtype_bytes(layer_.config.weight_dtype), false, call));
   }
@@ -512,8 +511,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
   void claim_rows(const ExpertCall& call, GpuExpertRouting& made, RowsParams& params) const {
     params.claims_rows = true;
     layer_.gpu->check(
-        cudaMemsetAsync(made.row_part(made.rows().primary_rows), 0xFF,
-                        static_cast<std::size_t>(made.rows().capacity_rows) * 4, stream_of(call)),
+        cudaMemsetAsync(made.part(made.tables().primary_rows), 0xFF,
+                        static_cast<std::size_t>(made.tables().capacity_rows) * 4, stream_of(call)),
         "clearing a table", call.operation);
   }
 
