@@ -178,6 +178,15 @@ def compare(folders, commands, rounds):
     return lines, slower
 
 
+def num_ranks():
+    """One per GPU, and at least two, which then share one; programs of 0.1 made one of one GPU."""
+    try:
+        done = subprocess.run(["nvidia-smi", "--list-gpus"], stdout=subprocess.PIPE, text=True)
+    except OSError:
+        return 2
+    return max(2, len(done.stdout.splitlines()))
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--host", action="store_true")
@@ -185,11 +194,13 @@ def main(arguments=None):
     parser.add_argument("old", type=pathlib.Path)
     parser.add_argument("new", type=pathlib.Path)
     given = parser.parse_args(arguments)
-    commands = HOST if given.host else MOE | SEQUENCE | HOST
+    ranks = ("--ranks", str(num_ranks()))
+    sequence = {(*command, *ranks): figures for command, figures in SEQUENCE.items()}
+    commands = HOST if given.host else MOE | sequence | HOST
     folders = (given.old, given.new)
     if not given.host and not all((folder / "waybill_bench").is_file() for folder in folders):
         print("bench_ab: no waybill_bench in both folders: no figures of the host")
-        commands = MOE | SEQUENCE
+        commands = MOE | sequence
     lines, slower = compare(folders, commands, given.rounds)
     print(f"{'figure, us':70} {'old':>10} {'new':>10}")
     print("\n".join(lines))

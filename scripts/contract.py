@@ -85,7 +85,8 @@ class Module:
             return [value.value]
         if isinstance(value, ast.Starred):
             return self.names(value.value)
-        return list(module(f"{self.name}.{ast.unparse(value).removesuffix('.__all__')}").all)
+        name = ast.unparse(value).removesuffix(".__all__")
+        return list(module(".".join(self.imported.get(name, (self.name, name)))).all)
 
     def read_import(self, node):
         base = self.name.split(".")

@@ -233,9 +233,7 @@ void bind_dispatcher(nb::module_& m) {
         });
       },
       "stream"_a);
-  type.def("close", [](RankDispatcher& d) {
-    d.call_always("close", [](SequenceDispatcher& dispatcher) { dispatcher.close(); });
-  });
+  type.def("close", [](RankDispatcher& d) { d.call_always("close", &SequenceDispatcher::close); });
   type.def_prop_ro("window_bytes", [](const RankDispatcher& d) { return d.window_bytes.load(); });
   type.def_prop_ro("last_dispatch", [](const RankDispatcher& d) { return d.last_dispatch.load(); });
 }

@@ -55,29 +55,23 @@ std::vector<std::shared_ptr<void>> memory_of(const SymmetricBuffer (&windows)[2]
   return kept;
 }
 
-/// A layout whose tables are tensors of the caller's. When the last one dies, work with them may
-/// still be under way on the stream on which they were asked for.
-struct UsedLayout {
-  UsedLayout(std::shared_ptr<EPLayout> used, Stream on) : layout(std::move(used)), stream(on) {}
-  UsedLayout(const UsedLayout&) = delete;
-  UsedLayout& operator=(const UsedLayout&) = delete;
-  ~UsedLayout() {
-    try {
-      layout->note_use(stream);
-    } catch (...) {  // the device is lost: nobody will use the memory again
-    }
-  }
-
-  std::shared_ptr<EPLayout> layout;
-  Stream stream;
-};
-
 /// A descriptor as Python holds it.
 struct LayoutHandle {
   std::shared_ptr<RankWorld> rank;
   std::shared_ptr<EPLayout> layout;
-  std::shared_ptr<UsedLayout> used = nullptr;  ///< since the first table was asked for
+  std::shared_ptr<void> used = nullptr;  ///< since the first table was asked for
 };
+
+/// Held by tables, which are tensors of the caller's. When the last one dies, work with them may
+/// still be under way on the stream on which they were asked for.
+std::shared_ptr<void> used_layout(const std::shared_ptr<EPLayout>& layout, Stream stream) {
+  return {layout.get(), [layout, stream](void* /*layout*/) noexcept {
+            try {
+              layout->note_use(stream);
+            } catch (...) {  // the device is lost: nobody will use the memory again
+            }
+          }};
+}
 
 /// Tables of a dispatch, by the names that Triton-distributed gave them, where it did.
 constexpr std::pair<std::string_view, ConstTensorView ExpertTableViews::*> named_tables[] = {
@@ -105,8 +99,7 @@ nb::object table_py(LayoutHandle& handle, std::string_view name, std::uintptr_t 
   if (found == std::end(named_tables)) throw nb::key_error(std::string(name).c_str());
   const ExpertTableViews views = call(*handle.rank, nullptr, "EPLayout.tables", std::nullopt,
                                       [&] { return handle.layout->tables(); });
-  if (handle.used == nullptr)
-    handle.used = std::make_shared<UsedLayout>(handle.layout, stream_from(stream));
+  if (handle.used == nullptr) handle.used = used_layout(handle.layout, stream_from(stream));
   return array_over(views.*found->second, *handle.rank, owner_of(handle.rank, {}, handle.used));
 }
 
@@ -277,17 +270,12 @@ void bind_layer(nb::module_& m) {
                                [](EPAll2AllLayer& given) { return given.overflow().rows; });
            })
       .def("check_overflow",
-           [](RankLayer& layer) {
-             layer.call("check_overflow", [](EPAll2AllLayer& given) { given.check_overflow(); });
-           })
+           [](RankLayer& layer) { layer.call("check_overflow", &EPAll2AllLayer::check_overflow); })
       .def("finalize",
-           [](RankLayer& layer) {
-             layer.call_always("finalize", [](EPAll2AllLayer& given) { given.finalize(); });
-           })
+           [](RankLayer& layer) { layer.call_always("finalize", &EPAll2AllLayer::finalize); })
       .def_prop_ro("memory_bytes", memory_bytes_py)
       .def_prop_ro("output_rows", [](RankLayer& layer) {
-        return layer.call_always("output_rows",
-                                 [](const EPAll2AllLayer& given) { return given.output_rows(); });
+        return layer.call_always("output_rows", &EPAll2AllLayer::output_rows);
       });
 }
 
@@ -316,11 +304,10 @@ void bind_contexts(nb::module_& m) {
       .def("reallocate", reallocate_py, "rows"_a)
       .def("finalize",
            [](RankContext& context) {
-             context.call_always("finalize", [](DispatchCombineContext& c) { c.finalize(); });
+             context.call_always("finalize", &DispatchCombineContext::finalize);
            })
       .def_prop_ro("capacity", [](RankContext& context) {
-        return context.call_always(
-            "capacity", [](const DispatchCombineContext& c) { return c.capacity_rows(); });
+        return context.call_always("capacity", &DispatchCombineContext::capacity_rows);
       });
   using RankBarrier = OnRank<BarrierAllContext>;
   nb::class_<RankBarrier>(m, "ExpertBarrier")
@@ -335,7 +322,7 @@ void bind_contexts(nb::module_& m) {
              barrier.call("barrier_all", [](BarrierAllContext& b) { b.barrier_all(); });
            })
       .def("finalize", [](RankBarrier& barrier) {
-        barrier.call_always("finalize", [](BarrierAllContext& b) { b.finalize(); });
+        barrier.call_always("finalize", &BarrierAllContext::finalize);
       });
 }
 

@@ -51,14 +51,13 @@ EPConfig config_py(std::int64_t max_tokens, std::int64_t hidden, std::int32_t to
 EPDispatchOptions dispatch_options_py(const EPConfig& config,
                                       std::optional<std::int32_t> dropped_id, std::string_view rows,
                                       std::int64_t expert_alignment, std::string_view payload) {
-  constexpr const char* who = "EPDispatchOptions";
   const EPDispatchOptions options = {
       .dropped_id = dropped_id,
       .rows = detail::option_of<EPRows>(detail::row_names, rows, "EPDispatchOptions: rows"),
       .expert_alignment = expert_alignment,
       .payload = detail::option_of<EPPayload>(detail::payload_names, payload,
                                               "EPDispatchOptions: payload")};
-  options.check(config, who);
+  options.check(config, "EPDispatchOptions");
   return options;
 }
 
@@ -202,7 +201,7 @@ nb::object links_of(const ExpertCallPrediction& call, std::int64_t LinkBytes::*s
 
 nb::dict call_py(const ExpertCallPrediction& call) {
   nb::dict result;
-  result["call"] = std::string(to_string(call.kind));
+  result["call"] = to_string(call.kind);
   result["seconds"] = call.seconds;
   result["begin_seconds"] = call.begin_seconds;
   result["beside_seconds"] = call.beside_seconds;
@@ -240,8 +239,7 @@ nb::list predict_py(const EPConfig& config, const EPDispatchOptions& dispatch,
 
 ExpertSummary summarize_py(const EPConfig& config, const EPDispatchOptions& options,
                            const std::vector<PayloadArg>& ids) {
-  const auto read = ids_from(config, options, ids, "summarize");
-  return unlocked([&] { return summarize_experts(config, options, read); });
+  return summarize_experts(config, options, ids_from(config, options, ids, "summarize"));
 }
 
 nb::dict figures_py(const ExpertSummary& summary) {
@@ -300,7 +298,7 @@ void bind_expert_summary(nb::module_& m) {
             return expert_text(summary, {nvlink, network});
           },
           "nvlink"_a, "network"_a);
-  m.def("summarize_experts", summarize_py, "config"_a, "options"_a, "ids"_a);
+  m.def("summarize_experts", summarize_py, "config"_a, "options"_a, "ids"_a, without_lock);
 }
 
 EvenExperts even_experts_py(const IndexArray& rows, std::int32_t spare_experts,
@@ -314,15 +312,13 @@ EvenExperts even_experts_py(const IndexArray& rows, std::int32_t spare_experts,
   require(num_ranks <= max_extent && num_experts <= max_extent, "even_experts: rows is ", num_ranks,
           " x ", num_experts, ", expected at most 2^31 - 1 ranks and experts");
   const Int64View numbers(rows);
-  return unlocked([&] {
-    return even_experts(numbers.span(), static_cast<std::int32_t>(num_ranks),
-                        static_cast<std::int32_t>(num_experts),
-                        {.spare_experts = spare_experts,
-                         .present = present,
-                         .min_rows = min_rows,
-                         .limit = limit,
-                         .alignment = alignment});
-  });
+  return even_experts(numbers.span(), static_cast<std::int32_t>(num_ranks),
+                      static_cast<std::int32_t>(num_experts),
+                      {.spare_experts = spare_experts,
+                       .present = present,
+                       .min_rows = min_rows,
+                       .limit = limit,
+                       .alignment = alignment});
 }
 
 /// The tables of a plan are [R, slots per rank].
@@ -405,7 +401,7 @@ void bind_expert_balance(nb::module_& m) {
   m.def("slot_ids", &slot_ids_py, "slots"_a, "quotas"_a, "local_rows"_a, "first_row"_a, "rows"_a,
         "ids"_a, "rank"_a);
   m.def("even_experts", &even_experts_py, "rows"_a, "spare_experts"_a, "present"_a, "min_rows"_a,
-        "limit"_a, "alignment"_a);
+        "limit"_a, "alignment"_a, without_lock);
 }
 
 }  // namespace

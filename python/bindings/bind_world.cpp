@@ -77,22 +77,18 @@ std::vector<Bootstrap::Bytes> call_all_gather(const nb::object& all_gather,
 /// The bootstrap, ranks_per_node and local_rank that the launcher's variables say.
 std::tuple<GivenBootstrap, std::int32_t, std::int32_t> environment_bootstrap(double timeout_s) {
   note_sigint_from_now_on();
-  return unlocked([&] {
-    const LaunchEnvironment environment = read_launch_environment();
-    return std::tuple(GivenBootstrap{make_environment_bootstrap(environment, timeout_s)},
-                      environment.ranks_per_node, environment.local_rank);
-  });
+  const LaunchEnvironment environment = read_launch_environment();
+  return {GivenBootstrap{make_environment_bootstrap(environment, timeout_s)},
+          environment.ranks_per_node, environment.local_rank};
 }
 
 /// For a rank that cannot make its bootstrap: the others name it and do not wait.
 void report_failure(const std::string& reason, double patience_s) {
-  unlocked([&] {
-    try {
-      report_failed_start(read_launch_environment(), reason, patience_s);
-    } catch (const Error&) {  // the launcher is wrong: nobody knows where the others are
-      return;
-    }
-  });
+  try {
+    report_failed_start(read_launch_environment(), reason, patience_s);
+  } catch (const Error&) {  // the launcher is wrong: nobody knows where the others are
+    return;
+  }
 }
 
 /// `all_gather(mine: bytes) -> list of bytes, by rank` of the caller's, and
@@ -115,16 +111,21 @@ GivenBootstrap callable_bootstrap(std::int32_t rank, std::int32_t world_size,
   return {make_callable_bootstrap(rank, world_size, exchange, timeout_s, std::move(tell))};
 }
 
-/// @param make from the bootstrap
-template <class Make>
-WorldHandle handle_of(GivenBootstrap& given, int device, const Make& make, bool in_step = false) {
+/// @param make from the bootstrap and `place`: the device, if it takes one, and ranks_per_node
+template <auto make, class... Place>
+WorldHandle world_of(GivenBootstrap& given, int device, bool in_step, const Place&... place) {
   note_sigint_from_now_on();
   auto bootstrap = given.take();
   auto scope = bootstrap->failure_scope();
   return unlocked([&] {
-    return WorldHandle{
-        std::make_shared<RankWorld>(make(std::move(bootstrap)), std::move(scope), device, in_step)};
+    return WorldHandle{std::make_shared<RankWorld>(make(std::move(bootstrap), place...),
+                                                   std::move(scope), device, in_step)};
   });
+}
+
+template <auto make>
+WorldHandle host_world(GivenBootstrap& given, std::int32_t ranks_per_node) {
+  return world_of<make>(given, -1, false, ranks_per_node);
 }
 
 /// Collective: names and values that all ranks must have the same.
@@ -132,20 +133,8 @@ void require_same(const WorldHandle& world, const std::string& who,
                   const std::vector<std::pair<std::string, std::string>>& mine) {
   std::vector<Setting> settings;
   for (const auto& [name, value] : mine) settings.push_back({name, value});
-  call(*world.rank, nullptr, who.c_str(), std::nullopt,
-       [&] { world.rank->world().transport().require_same(who, settings); });
-}
-
-WorldHandle thread_world(GivenBootstrap& given, std::int32_t ranks_per_node) {
-  return handle_of(given, -1, [&](std::shared_ptr<Bootstrap> bootstrap) {
-    return make_thread_world(std::move(bootstrap), ranks_per_node);
-  });
-}
-
-WorldHandle process_world(GivenBootstrap& given, std::int32_t ranks_per_node) {
-  return handle_of(given, -1, [&](std::shared_ptr<Bootstrap> bootstrap) {
-    return make_process_world(std::move(bootstrap), ranks_per_node);
-  });
+  call(*world.object, nullptr, who.c_str(), std::nullopt,
+       [&] { world.object->world().transport().require_same(who, settings); });
 }
 
 #ifdef WAYBILL_PYTHON_CUDA
@@ -166,24 +155,16 @@ nb::list faults() {
 ///   calls of both, and would wait for itself.
 WorldHandle gpu_thread_world(GivenBootstrap& given, int device, std::int32_t ranks_per_node,
                              bool in_step) {
-  return handle_of(
-      given, device,
-      [&](std::shared_ptr<Bootstrap> bootstrap) {
-        return make_gpu_thread_world(std::move(bootstrap), device, ranks_per_node);
-      },
-      in_step);
+  return world_of<make_gpu_thread_world>(given, device, in_step, device, ranks_per_node);
 }
 
 WorldHandle gpu_process_world(GivenBootstrap& given, int device, std::int32_t ranks_per_node) {
-  return handle_of(given, device, [&](std::shared_ptr<Bootstrap> bootstrap) {
-    return make_gpu_process_world(std::move(bootstrap), device, ranks_per_node);
-  });
+  return world_of<make_gpu_process_world>(given, device, false, device, ranks_per_node,
+                                          NetworkBackend::automatic);
 }
 
 WorldHandle nvshmem_world(GivenBootstrap& given, int device, std::int32_t ranks_per_node) {
-  return handle_of(given, device, [&](std::shared_ptr<Bootstrap> bootstrap) {
-    return make_nvshmem_world(std::move(bootstrap), device, ranks_per_node);
-  });
+  return world_of<make_nvshmem_world>(given, device, false, device, ranks_per_node);
 }
 #else
 constexpr bool has_cuda = false;
@@ -205,35 +186,52 @@ constexpr auto gpu_process_world = no_gpu_world;
 constexpr auto nvshmem_world = no_gpu_world;
 #endif
 
+void bind_world_handle(nb::module_& m) {
+  nb::class_<WorldHandle> world(m, "World");
+  world.def_prop_ro("rank", [](const WorldHandle& w) { return to_int(w.object->world().rank()); });
+  world.def_prop_ro("world_size",
+                    [](const WorldHandle& w) { return w.object->world().world_size(); });
+  world.def_prop_ro("ranks_per_node", [](const WorldHandle& w) {
+    return w.object->world().topology().ranks_per_node;
+  });
+  world.def_prop_ro("timeout_s",
+                    [](const WorldHandle& w) { return w.object->world().transport().timeout_s(); });
+  world.def_prop_ro("device", [](const WorldHandle& w) { return w.object->device(); });
+  world.def("require_same", &require_same, "who"_a, "mine"_a);
+  world.def("use_links", [](const WorldHandle& w, double nvlink, double network, double block,
+                            const std::string& measured_on) {
+    call(*w.object, nullptr, "World.use_links", std::nullopt, [&] {
+      w.object->world().use_links({nvlink, network, block}, measured_on);
+    });
+  });
+  world.def("check_ended", [](const WorldHandle& w, const std::string& who) {
+    w.object->check_ended(who.c_str());
+  });
+  world.def("barrier", [](const WorldHandle& w) {
+    call(*w.object, nullptr, "World::barrier", std::nullopt, [&] { w.object->world().barrier(); });
+  });
+}
+
 }  // namespace
 
 void bind_world(nb::module_& m) {
   m.attr("has_cuda") = has_cuda;
-  m.def("num_gpus", [] { return unlocked(count_gpus); });
+  m.def("num_gpus", count_gpus, without_lock);
   m.def("device_faults", faults);
   m.def("host_id", &host_id);
   nb::class_<GivenBootstrap>(m, "Bootstrap");
   m.def("thread_bootstraps", &thread_bootstraps, "world_size"_a, "timeout_s"_a);
-  m.def("environment_bootstrap", &environment_bootstrap, "timeout_s"_a);
-  m.def("report_failed_start", &report_failure, "reason"_a, "patience_s"_a);
+  m.def("environment_bootstrap", &environment_bootstrap, "timeout_s"_a, without_lock);
+  m.def("report_failed_start", &report_failure, "reason"_a, "patience_s"_a, without_lock);
   m.def("callable_bootstrap", &callable_bootstrap, "rank"_a, "world_size"_a, "all_gather"_a,
         "tell_failure"_a.none(), "timeout_s"_a);
-  m.def("thread_world", &thread_world, "bootstrap"_a, "ranks_per_node"_a);
-  m.def("process_world", &process_world, "bootstrap"_a, "ranks_per_node"_a);
+  m.def("thread_world", host_world<make_thread_world>, "bootstrap"_a, "ranks_per_node"_a);
+  m.def("process_world", host_world<make_process_world>, "bootstrap"_a, "ranks_per_node"_a);
   m.def("gpu_thread_world", gpu_thread_world, "bootstrap"_a, "device"_a, "ranks_per_node"_a,
         "in_step"_a);
   m.def("gpu_process_world", gpu_process_world, "bootstrap"_a, "device"_a, "ranks_per_node"_a);
   m.def("nvshmem_world", nvshmem_world, "bootstrap"_a, "device"_a, "ranks_per_node"_a);
-  nb::class_<WorldHandle> world(m, "World");
-  world.def_prop_ro("rank", [](const WorldHandle& w) { return to_int(w.rank->world().rank()); });
-  world.def_prop_ro("world_size",
-                    [](const WorldHandle& w) { return w.rank->world().world_size(); });
-  world.def_prop_ro("ranks_per_node",
-                    [](const WorldHandle& w) { return w.rank->world().topology().ranks_per_node; });
-  world.def_prop_ro("timeout_s",
-                    [](const WorldHandle& w) { return w.rank->world().transport().timeout_s(); });
-  world.def_prop_ro("device", [](const WorldHandle& w) { return w.rank->device(); });
-  world.def("require_same", &require_same, "who"_a, "mine"_a);
+  bind_world_handle(m);
   constexpr LinkSpeeds usual;
   m.attr("default_links") = nb::make_tuple(
       usual.nvlink_bytes_per_second, usual.network_bytes_per_second, usual.block_bytes_per_second);
@@ -242,17 +240,6 @@ void bind_world(nb::module_& m) {
     const auto [links, device, num_gpus] = links_from_json(text, origin);
     return std::tuple(links.nvlink_bytes_per_second, links.network_bytes_per_second,
                       links.block_bytes_per_second, device);
-  });
-  world.def("use_links", [](const WorldHandle& w, double nvlink, double network, double block,
-                            const std::string& measured_on) {
-    call(*w.rank, nullptr, "World.use_links", std::nullopt, [&] {
-      w.rank->world().use_links({nvlink, network, block}, measured_on);
-    });
-  });
-  world.def("check_ended",
-            [](const WorldHandle& w, const std::string& who) { w.rank->check_ended(who.c_str()); });
-  world.def("barrier", [](const WorldHandle& w) {
-    call(*w.rank, nullptr, "World::barrier", std::nullopt, [&] { w.rank->world().barrier(); });
   });
 }
 

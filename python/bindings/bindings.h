@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "interrupts.h"
+#include "waybill/json/file.h"
 
 namespace waybill::python {
 
@@ -14,6 +15,14 @@ template <class Work>
 auto unlocked(Work&& work) {
   const InterpreterUnlocked without_lock;
   return std::forward<Work>(work)();
+}
+
+/// An argument of `def`: the function runs without the interpreter's lock and touches no Python
+/// object. Its arguments and its result are converted with the lock.
+inline constexpr nanobind::call_guard<InterpreterUnlocked> without_lock;
+
+[[nodiscard]] inline JsonStyle json_style(bool compact) {
+  return compact ? JsonStyle::compact : JsonStyle::readable;
 }
 
 /// Names, for Python's checks of arguments.

@@ -223,17 +223,17 @@ void bind_interrupts(nb::module_& m) {
   (void)set_interrupt_check(check);
   nb::module_::import_("atexit").attr("register")(nb::cpp_function(end_with_interpreter));
   m.attr("max_timeout_s") = max_timeout_s;
-  m.def("check_interrupt", [] { unlocked(check_interrupt); });
+  m.def("check_interrupt", check_interrupt, without_lock);
   m.def("end_waits", end_all_waits);
   m.def("interrupt_thread", [](unsigned long ident) {
     (void)PyThreadState_SetAsyncExc(ident, PyExc_KeyboardInterrupt);
   });
   nb::class_<ScopeHandle>(m, "FailureScope")
-      .def("fail", [](const ScopeHandle& h, const std::string& why) { h.scope->fail(why); })
+      .def("fail", [](const ScopeHandle& h, const std::string& why) { h.object->fail(why); })
       .def("interrupt",
-           [](const ScopeHandle& h, const std::string& why) { h.scope->interrupt(why); });
+           [](const ScopeHandle& h, const std::string& why) { h.object->interrupt(why); });
   m.def("enter_scope", [](const ScopeHandle& h) {
-    entered_scopes.push_back(std::make_unique<EnteredWaitScope>(h.scope));
+    entered_scopes.push_back(std::make_unique<EnteredWaitScope>(h.object));
   });
   m.def("leave_scope", [] { entered_scopes.pop_back(); });
 }

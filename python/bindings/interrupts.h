@@ -25,11 +25,14 @@ class InterpreterUnlocked {
   PyThreadState* state_;
 };
 
-/// A FailureScope as Python holds it. Not nanobind's own shared_ptr: threads end with one, which
-/// would then ask for the interpreter, perhaps after its end.
-struct ScopeHandle {
-  std::shared_ptr<FailureScope> scope;
+/// An object as Python holds it. Not nanobind's own shared_ptr: threads end with one, which would
+/// then ask for the interpreter, perhaps after its end.
+template <class Object>
+struct Held {
+  std::shared_ptr<Object> object;
 };
+
+using ScopeHandle = Held<FailureScope>;
 
 /// Before a call of this thread begins: what the user has asked for since the thread last asked. A
 /// thread that never asked, or asked long ago, is not ended by what came before: it was for others.

@@ -3,7 +3,6 @@
 #include "bindings.h"
 #include "core/number.h"
 #include "core/test_hooks.h"
-#include "waybill/json/file.h"
 
 NB_MODULE(_core, m) {
   m.doc() = "The compiled part of waybill. Arrays in, arrays out; the package gives them names.";

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -111,10 +112,7 @@ class RankWorld {
   std::vector<std::shared_ptr<void>> retired_;
 };
 
-/// A world as Python holds it. Not nanobind's own shared_ptr: see ScopeHandle.
-struct WorldHandle {
-  std::shared_ptr<RankWorld> rank;
-};
+using WorldHandle = Held<RankWorld>;
 
 /// A cudaStream_t, as Python has it.
 [[nodiscard]] inline Stream stream_from(std::uintptr_t handle) {
@@ -148,14 +146,15 @@ class OnRank {
  public:
   /// @param make makes the object from the World, in a call
   template <class Make>
-  OnRank(const WorldHandle& world, const char* who, const Make& make) : rank_(world.rank) {
+  OnRank(const WorldHandle& world, const char* who, const Make& make) : rank_(world.object) {
     python::call(*rank_, &turn_, who, std::nullopt, [&] { object_.emplace(make(rank_->world())); });
   }
   OnRank(const OnRank&) = delete;
   OnRank& operator=(const OnRank&) = delete;
   virtual ~OnRank() = default;
 
-  /// `f(object)` in a call. A stream means that `f` queues work that waits for other ranks.
+  /// `f(object)` in a call; or a method of it. A stream means that `f` queues work that waits for
+  /// other ranks.
   template <class F>
   auto call(const char* who, F&& f, std::optional<Stream> stream = std::nullopt) {
     return python::call(*rank_, &turn_, who, stream, [&] { return run(f); });
@@ -178,7 +177,7 @@ class OnRank {
   auto run(F& f) {
     const std::unique_ptr<OnRank, void (*)(OnRank*)> at_end(
         this, [](OnRank* self) { self->call_ended(*self->object_); });
-    return f(*object_);
+    return std::invoke(f, *object_);
   }
 
   std::shared_ptr<RankWorld> rank_;

@@ -37,19 +37,16 @@ def as_numpy(value: Any, name: str) -> AnyArray:
     if hasattr(value, "__dlpack_device__"):
         try:
             device = value.__dlpack_device__()[0]
-        except (BufferError, RuntimeError, TypeError, ValueError) as error:  # torch's "meta"
+            if device == _DLPACK_CPU:
+                tracked = getattr(value, "requires_grad", False)
+                return np.from_dlpack(value.detach() if tracked else value)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            # torch's "meta", or a dtype that numpy lacks
             raise InvalidArgument(f"{name} cannot be seen as a numpy array: {error}") from None
-        if device != _DLPACK_CPU:
-            where = "a CUDA device" if device in _CUDA_DEVICES else f"DLPack device {int(device)}"
-            raise InvalidArgument(
-                f"{name} lies on {where}, expected host memory: use waybill.torch for GPU tensors"
-            )
-        if getattr(value, "requires_grad", False):
-            value = value.detach()
-        try:
-            return np.from_dlpack(value)
-        except (BufferError, RuntimeError, TypeError, ValueError) as error:  # a dtype numpy lacks
-            raise InvalidArgument(f"{name} cannot be seen as a numpy array: {error}") from None
+        where = "a CUDA device" if device in _CUDA_DEVICES else f"DLPack device {int(device)}"
+        raise InvalidArgument(
+            f"{name} lies on {where}, expected host memory: use waybill.torch for GPU tensors"
+        )
     try:
         return np.asarray(value)
     except (ValueError, OverflowError) as error:
@@ -107,24 +104,26 @@ def whole_numbers(value: ArrayLike, name: str, floats: bool = False) -> IntArray
     return index_array(array, name)
 
 
-_BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+#: Integers by their size: rows move as bytes, whatever their elements mean.
+BITS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
-def bits_of(array: AnyArray, name: str) -> AnyArray:
-    """The same memory as integers of the element's size: rows move as bytes, whatever they mean."""
+def dtype_name(array: AnyArray, name: str) -> str:
+    """Names what the bytes mean: numpy's own name leaves out their order and what a record has."""
     size = array.dtype.itemsize
-    if size not in _BITS or array.dtype.hasobject:
+    if size not in BITS or array.dtype.hasobject:
         raise Unsupported(
             f"{name} has dtype {array.dtype} of {size} bytes, expected elements of 1, 2, 4 or 8"
             " bytes"
         )
-    return array.view(_BITS[size])
-
-
-def dtype_name(array: AnyArray) -> str:
-    """Names what the bytes mean: numpy's own name leaves out their order and what a record has."""
     plain = array.dtype.isnative and array.dtype.names is None
     return array.dtype.name if plain else str(array.dtype)
+
+
+def payload(array: AnyArray, name: str) -> Tuple[AnyArray, str]:
+    """The same memory as integers of the element's size, and the name of its dtype."""
+    kind = dtype_name(array, name)
+    return array.view(BITS[array.dtype.itemsize]), kind
 
 
 def integer(value: Any, name: str) -> int:

@@ -229,13 +229,8 @@ def _mismatch(value: Any, kind: str) -> Optional[str]:
         return None if -(2**63) <= operator.index(value) < 2**64 else "an integer of 64 bits"
     if kind == "float":
         return None if isinstance(value, (int, float, np.number)) else "a number"
-    plain: Dict[str, Any] = {
-        "str": str,
-        "bool": (bool, np.bool_),
-        "bytes": bytes,
-        "dict": dict,
-        "list": list,
-    }
+    plain: Dict[str, Any] = {"str": str, "bytes": bytes, "dict": dict, "list": list}
+    plain["bool"] = (bool, np.bool_)
     if kind == "str" and isinstance(value, str) and not _is_text(value):
         return "a text without halves of characters"
     if kind in plain:
@@ -249,14 +244,9 @@ def _mismatch(value: Any, kind: str) -> Optional[str]:
 
 def _wrong_call(text: str, given: List[Any], by_name: Dict[str, Any]) -> WrongType:
     """The error for arguments that fit no signature, from nanobind's text and the arguments."""
-    return WrongType(_describe(text, given, by_name))
-
-
-def _describe(text: str, given: List[Any], by_name: Dict[str, Any]) -> str:
-    """Function, argument, got and expected."""
     found = _SIGNATURE.search(text)
     if found is None:
-        return text
+        return WrongType(text)
     who, signature = found.group(1), found.group(2)
     parameters = _parameters(signature)
     if "self" in _parts(signature, ",")[:1]:
@@ -267,12 +257,14 @@ def _describe(text: str, given: List[Any], by_name: Dict[str, Any]) -> str:
     for name, kind, value in arguments:
         expected = _mismatch(value, kind)
         if expected is not None:
-            return f"{who}: {name} = {shown(value)}, expected {expected}"
+            return WrongType(f"{who}: {name} = {shown(value)}, expected {expected}")
     for name, kind, value in arguments:  # an integer that fits no narrower or unsigned type
         if "int" in _parts(kind, "|") and _is_integer(value) and not 0 <= value < 2**31:
-            return f"{who}: {name} = {shown(value)}, expected an integer within its range"
+            wanted = "expected an integer within its range"
+            return WrongType(f"{who}: {name} = {shown(value)}, {wanted}")
     got = ", ".join(shown(value) for _, _, value in arguments)
-    return f"{who}: got ({got}), expected ({', '.join(': '.join(p) for p in parameters)})"
+    expected = ", ".join(": ".join(parameter) for parameter in parameters)
+    return WrongType(f"{who}: got ({got}), expected ({expected})")
 
 
 _core.set_error_types({"wrong_call": _wrong_call})

@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple, Optional, Type, TypeVar, cast
+from typing import Any, Optional, Type, TypeVar, cast
 
 from . import _core
 from .errors import Error
@@ -21,27 +21,13 @@ _SHARED = (
 )
 
 
-class DeviceFault(NamedTuple):
-    """A fault that a kernel of a rank of this process has reported."""
-
-    rank: int
-    device: int
-    num_ranks: int  #: ranks of this process on the device
-    text: str  #: call, rank, peer, wanted and seen value, or what it had been given
-
-
-def reported() -> list[DeviceFault]:
-    """The faults of all ranks in this process."""
-    return [DeviceFault(*fault) for fault in _core.device_faults()]
-
-
 def explain(error: BaseException) -> None:
     """Adds what is known of lost devices to an error that is not Waybill's, which knows it."""
     if isinstance(error, Error) or not isinstance(error, Exception):
         return
-    faults = reported()
-    notes = [f"waybill: cuda:{fault.device} was lost: {fault.text}" for fault in faults]
-    if any(fault.num_ranks > 1 for fault in faults):
+    faults = _core.device_faults()  # (rank, device, ranks of this process on it, text) each
+    notes = [f"waybill: cuda:{device} was lost: {text}" for _, device, _, text in faults]
+    if any(num_ranks > 1 for _, _, num_ranks, _ in faults):
         notes.append(_SHARED)
     said = "\n".join([str(error), *getattr(error, "__notes__", ())])
     for note in notes:

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import operator
 import sys
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, Type, TypeVar
 
-from .errors import WrongType
+from .errors import InvalidArgument, WrongType
 
+_M = TypeVar("_M", bound="Made")
 _U = TypeVar("_U", bound="Unchanging")
+
+
+class Made:
+    """Functions of the library make it, never a user's call of its constructor."""
+
+    __slots__ = ()
+    _made_by: ClassVar[str]
+
+    def __init__(self) -> None:
+        who = type(self).__name__
+        raise InvalidArgument(f"{who}: got a constructor call, expected {self._made_by}")
+
+    @classmethod
+    def _with(cls: Type[_M], **fields: Any) -> _M:
+        """The object with these attributes."""
+        self = cls.__new__(cls)
+        for name, value in fields.items():
+            setattr(self, name, value)
+        return self
 
 
 class Unchanging:

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 from torch import distributed as _distributed
@@ -178,7 +178,7 @@ class GroupExchange:
     def all_gather(self, mine: bytes) -> Sequence[bytes]:
         """The bytes of all ranks, by rank."""
         group = self._group()
-        if group is None or not _is_known(group):
+        if group is None or group not in distributed_c10d._world.pg_map:
             raise InvalidArgument(
                 f"{self._who}: the group was destroyed before the world's last collective call"
             )
@@ -217,7 +217,9 @@ class GroupExchange:
             time.sleep(min(pause, self.timeout_s - waited + 0.0005))
             pause = min(2 * pause, _LONGEST_SLEEP_S)
         self._check_failed(store)  # these bytes may be left from ranks that have given up
-        return store.multi_get(keys) if _gets_many(store) else [store.get(key) for key in keys]
+        if hasattr(store, "has_extended_api") and store.has_extended_api():
+            return store.multi_get(keys)  # type: ignore[no-any-return]
+        return [store.get(key) for key in keys]
 
     def _check_failed(self, store: Any) -> None:
         if store.check(["failed"]):
@@ -240,14 +242,6 @@ class GroupExchange:
         return error
 
 
-def _is_known(group: Any) -> bool:
-    return group in distributed_c10d._world.pg_map
-
-
-def _gets_many(store: Any) -> bool:
-    return hasattr(store, "has_extended_api") and store.has_extended_api()
-
-
 def _store_of(group: Any, prefix: str) -> Any:
     """Part of the group's store; None: it has none that can be asked."""
     _, store = distributed_c10d._world.pg_map.get(group, (None, None))
@@ -256,11 +250,9 @@ def _store_of(group: Any, prefix: str) -> Any:
     return distributed.PrefixStore(prefix, store)
 
 
-class Place(NamedTuple):
-    """The place of a rank."""
-
-    host: str
-    gpu: str  #: which it takes because it is torch's current one; "" where it was named, or none
+#: A rank's host, and the GPU that it takes because that is torch's current one: "" where a GPU was
+#: named, or there is none.
+Place = Tuple[str, str]
 
 
 def place_group(
@@ -280,12 +272,12 @@ def place_group(
     with _failures_reported(exchange):
         named = device_of(group, device)
         exchange.timeout_s = check(named, exchange.world_size)
-        own = Place(host_name(), _gpu_id(torch.cuda.current_device()) if named == "cuda" else "")
+        own = host_name(), _gpu_id(torch.cuda.current_device()) if named == "cuda" else ""
         everyone = exchange.all_gather(json.dumps(own).encode())
-    places = [Place(*json.loads(text)) for text in everyone]
+    places: list[Place] = [tuple(json.loads(text)) for text in everyone]
     refuse_shared_gpus(places, who)
     if ranks_per_node is None:
-        ranks_per_node = node_size([place.host for place in places], who)
+        ranks_per_node = node_size([host for host, _ in places], who)
     if named == "cuda":
         named = f"cuda:{torch.cuda.current_device()}"
     return exchange, named, ranks_per_node
@@ -344,10 +336,8 @@ def refuse_shared_gpus(places: Sequence[Place], who: str) -> None:
     """Two ranks on one GPU have forgotten to choose theirs."""
     first: dict[Place, int] = {}
     for rank, place in enumerate(places):
-        if not place.gpu:
-            continue
         other = first.setdefault(place, rank)
-        if other != rank:
+        if place[1] and other != rank:
             raise InvalidArgument(
                 f"{who}: ranks {other} and {rank} have the same GPU as torch's current device,"
                 " expected one each: call torch.cuda.set_device(local_rank) before, as"

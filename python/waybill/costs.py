@@ -13,6 +13,8 @@ from ._arrays import Path, instance, json_text, kept, number, within
 from ._errors import shown
 from .errors import InvalidArgument, WrongType
 
+__all__ = ["AttentionCosts", "LinkSpeeds", "read_links"]
+
 #: Bytes per second that make sense, and the usual ones.
 _LEAST, _MOST = _core.link_speed_range
 _NVLINK, _NETWORK, _BLOCK = _core.default_links
@@ -60,10 +62,8 @@ class LinkSpeeds:
         """Keywords for ``plan``, ``compare``, ``predict_step`` and ``waybill.moe.predict``:
         ``plan(lengths, 8, **links.rates)``.
         """
-        return {
-            "nvlink_bytes_per_second": self.nvlink_bytes_per_second,
-            "network_bytes_per_second": self.network_bytes_per_second,
-        }
+        names = ("nvlink_bytes_per_second", "network_bytes_per_second")
+        return {name: getattr(self, name) for name in names}
 
 
 def read_links(path: Path) -> LinkSpeeds:

@@ -4,6 +4,24 @@ from typing import Any, Optional
 
 from . import _core
 
+__all__ = [
+    "CudaError",
+    "Disagreement",
+    "Error",
+    "InternalError",
+    "Interrupted",
+    "InvalidArgument",
+    "IoError",
+    "NotThreeAxes",
+    "PeerFailed",
+    "RankOutOfRange",
+    "ShapeMismatch",
+    "Timeout",
+    "TransportError",
+    "Unsupported",
+    "WrongType",
+]
+
 # A terminal would take these for commands: the control characters C0, DEL and C1, ends of lines and
 # paragraphs, marks that turn the direction of writing, and bytes that are no text.
 _CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F)]
@@ -96,24 +114,6 @@ class InternalError(Error, RuntimeError):
     """A defect of the library, never of the caller."""
 
 
-_ALL = [
-    Error,
-    InvalidArgument,
-    WrongType,
-    Disagreement,
-    ShapeMismatch,
-    RankOutOfRange,
-    NotThreeAxes,
-    Unsupported,
-    IoError,
-    TransportError,
-    PeerFailed,
-    Interrupted,
-    CudaError,
-    Timeout,
-    InternalError,
-]
-_core.set_error_types({error.__name__: error for error in _ALL})
-
-for _error in _ALL:
-    _error.__module__ = "waybill"  # users see and catch this name
+_core.set_error_types({name: globals()[name] for name in __all__})
+for _name in __all__:
+    globals()[_name].__module__ = "waybill"  # users see and catch this name

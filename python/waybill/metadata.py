@@ -26,6 +26,7 @@ _TENSORS = (
     "num_seqs",
 )
 _MOVES = _TENSORS[:3]  # these say where rows go
+_FIELDS = (*_TENSORS, "world_size", "normalized", "num_total_recv_tokens")
 _M = TypeVar("_M", bound="Metadata")
 
 
@@ -58,11 +59,11 @@ class Metadata:
         number = integer(rank, "get_slice: rank")
         if abs(number) >= 2**31:  # the compiled part names the others
             raise InvalidArgument(f"get_slice: rank = {shown(number)}, expected one of the world")
-        arrays = self._arrays()
-        made = list(_core.get_slice(self._fields(arrays), number))
-        for at, given in enumerate(arrays.values()):
+        values = self._values()
+        made = list(_core.get_slice(tuple(map(_whole, _FIELDS, values)), number))
+        for at in range(len(_TENSORS)):
             if made[at] is not None:
-                made[at] = made[at].astype(given.dtype, copy=False)
+                made[at] = made[at].astype(values[at].dtype, copy=False)
         return self._from_fields(tuple(made))
 
     def normalize_dtype(self: _M) -> _M:
@@ -165,24 +166,17 @@ class Metadata:
         except Exception:  # no table can be made of what is there: the notebook shows the text
             return _report.plain_text(str(self))
 
-    def _fields(self, arrays: Optional[dict[str, Any]] = None) -> Fields:
+    def _fields(self) -> Fields:
         """The ten fields for the compiled part: numpy arrays, plain numbers, None."""
-        given = self._arrays() if arrays is None else arrays
-        return (*(_whole(name, array) for name, array in given.items()), *self._numbers())
+        return tuple(map(_whole, _FIELDS, self._values()))
 
     def _readable(self) -> Tuple[Fields, dict[str, str]]:
         """_fields where fields may hold anything: None for a wrong one, and the reasons by name."""
-        readers: dict[str, Any] = {
-            **{name: lambda name=name: _whole(name, self._array(name)) for name in _TENSORS},
-            "world_size": self._world,
-            "normalized": lambda: bool(self.normalized),
-            "num_total_recv_tokens": self._totals,
-        }
         fields: dict[str, Any] = {}
         odd: dict[str, str] = {}
-        for name, read in readers.items():
+        for name in _FIELDS:
             try:
-                fields[name] = read()
+                fields[name] = _whole(name, self._value(name))
             except Exception as error:
                 fields[name] = False if name == "normalized" else None
                 odd[name] = _text(error).removeprefix("Metadata: ")
@@ -208,34 +202,22 @@ class Metadata:
 
     def _values(self) -> Fields:
         """The ten fields as they are, tensors as numpy arrays."""
-        return (*self._arrays().values(), *self._numbers())
+        return tuple(map(self._value, _FIELDS))
 
-    def _arrays(self) -> dict[str, Any]:
-        """The tensors by name as contiguous numpy arrays of any dtype, or None."""
-        return {name: self._array(name) for name in _TENSORS}
-
-    def _array(self, name: str) -> Any:
-        value = self._host(getattr(self, name))
-        return None if value is None else plain_array(value, f"Metadata: {name}")
-
-    def _numbers(self) -> Tuple[Any, bool, Any]:
-        """world_size, normalized and the totals."""
-        return self._world(), bool(self.normalized), self._totals()
-
-    def _world(self) -> Optional[int]:
-        world = self.world_size
-        return None if world is None else int64(world, "Metadata: world_size")
-
-    def _totals(self) -> Any:
-        name = "Metadata: num_total_recv_tokens"
-        totals: Any = self.num_total_recv_tokens
-        if totals is None or isinstance(totals, int):
-            return None if totals is None else int64(totals, name)
-        totals = whole_numbers(self._host(totals), name, floats=True)
-        totals = totals.astype(np.int64).tolist()
-        if isinstance(totals, list) and any(isinstance(total, list) for total in totals):
-            raise InvalidArgument(f"{name} has several axes, expected W totals or one")
-        return totals
+    def _value(self, name: str) -> Any:
+        value, label = getattr(self, name), f"Metadata: {name}"
+        if name == "normalized":
+            return bool(value)
+        if value is None:
+            return None
+        if name in _TENSORS:
+            return plain_array(self._host(value), label)
+        if name == "world_size" or isinstance(value, int):
+            return int64(value, label)
+        totals = whole_numbers(self._host(value), label, floats=True)
+        if totals.ndim > 1:
+            raise InvalidArgument(f"{label} has several axes, expected W totals or one")
+        return totals.astype(np.int64).tolist()
 
     @staticmethod
     def _host(value: Any) -> Any:
@@ -246,11 +228,11 @@ class Metadata:
         return cls(*fields)
 
 
-def _whole(name: str, array: Any) -> Any:
-    """A tensor of integers, which where no rows move may also be whole floats; None stays None."""
-    if array is None:
-        return None
-    return whole_numbers(array, f"Metadata: {name}", floats=name not in _MOVES)
+def _whole(name: str, value: Any) -> Any:
+    """A tensor of integers, which where no rows move may also be whole floats; else the value."""
+    if value is None or name not in _TENSORS:
+        return value
+    return whole_numbers(value, f"Metadata: {name}", floats=name not in _MOVES)
 
 
 def _text(value: Any, show: Any = str) -> str:

@@ -20,7 +20,7 @@ from ._arrays import (
     within,
 )
 from ._errors import flat_names, reworded
-from ._lifetime import Unchanging, forwarded
+from ._lifetime import Made, Unchanging, forwarded
 from .costs import AttentionCosts, LinkSpeeds, check_speeds, planned
 from .errors import InvalidArgument
 from .metadata import QkvMetadata
@@ -41,7 +41,7 @@ class RelayHop(NamedTuple):
     after: int  #: the hop, earlier in the list, that brought the rows to src_rank; -1 from home
 
 
-class AttentionPlan(Unchanging):
+class AttentionPlan(Unchanging, Made):
     """Which rank attends to which queries, and what that costs. From ``plan``; immutable.
 
     Bytes are wire bytes, forward: rows of Q that leave home, and rows of KV that other ranks need,
@@ -50,21 +50,13 @@ class AttentionPlan(Unchanging):
 
     __slots__ = ("_plan",)
     _plan: _core.AttentionPlan
-
-    def __init__(self) -> None:
-        raise InvalidArgument("AttentionPlan: got a constructor call, expected waybill.plan(...)")
-
-    @classmethod
-    def _wrap(cls, plan: _core.AttentionPlan) -> AttentionPlan:
-        self = cls.__new__(cls)
-        self._plan = plan
-        return self
+    _made_by = "waybill.plan(...)"
 
     @classmethod
     def from_json(cls, text: Union[str, os.PathLike[str]]) -> AttentionPlan:
         """From a text of format ``waybill.attention_plan``, or from a file that holds one."""
         given = json_text(text, "AttentionPlan.from_json")
-        return cls._wrap(_core.attention_plan_from_json(*given))
+        return cls._with(_plan=_core.attention_plan_from_json(*given))
 
     def to_json(
         self, path: Union[str, os.PathLike[str], None] = None, compact: bool = False
@@ -137,7 +129,7 @@ class AttentionPlan(Unchanging):
         """Routing in sparse form, as a SequenceDispatcher takes it, with the relay schedule."""
         routing = self.to_qkv_plan().to_routing(num_threads)
         relay = self._plan if self._plan.has_relay else None
-        return QkvRouting._wrap(routing._routing, self, relay)
+        return QkvRouting._with(_routing=routing._routing, _plan=self, _relay=relay)
 
     def summary(self, gb_per_s: float = 0.0) -> str:
         """Figures and bars in text, for the rows that were planned. gb_per_s adds times."""
@@ -272,7 +264,7 @@ def plan(
         lengths = flat_list(doc_lengths, "plan: doc_lengths")
     try:
         options = _core.planner_options(**given)
-        return AttentionPlan._wrap(_core.plan_attention(lengths, options))
+        return AttentionPlan._with(_plan=_core.plan_attention(lengths, options))
     except InvalidArgument as error:
         raise reworded(error, "plan", in_words) from None
 

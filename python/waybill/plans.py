@@ -19,7 +19,7 @@ from ._arrays import (
     within,
 )
 from ._errors import said_by
-from ._lifetime import Unchanging, forwarded
+from ._lifetime import Made, Unchanging, forwarded
 from .errors import InvalidArgument
 from .metadata import (
     AttnLayout,
@@ -31,8 +31,10 @@ from .metadata import (
     layout_fields,
 )
 
+__all__ = ["Finding", "QkvPlan", "QkvRouting", "RankAttention", "SparseMetadata", "validate"]
 
-class SparseMetadata(Unchanging):
+
+class SparseMetadata(Unchanging, Made):
     """Which rows of one tensor go where, in one direction, without padding. Immutable.
 
     Lines are shards, grouped by sending rank, in the order of their rows there. Offsets and lengths
@@ -45,25 +47,13 @@ class SparseMetadata(Unchanging):
     _routing: Optional[QkvRouting]  # whose table it is, under _name; None of from_dense
     _name: str
     _min_rows: int  # for which windows have room in any case
-
-    def __init__(self) -> None:
-        raise InvalidArgument(
-            "SparseMetadata: got a constructor call, expected QkvPlan.to_routing() or"
-            " SparseMetadata.from_dense(metadata)"
-        )
+    _made_by = "QkvPlan.to_routing() or SparseMetadata.from_dense(metadata)"
 
     @classmethod
     def _wrap(
-        cls,
-        table: _core.SparseMetadata,
-        routing: Optional[QkvRouting] = None,
-        name: str = "",
-        relay: Any = None,
+        cls, table: _core.SparseMetadata, routing: Any = None, name: str = "", relay: Any = None
     ) -> SparseMetadata:
-        self = cls.__new__(cls)
-        self._table, self._relay = table, relay
-        self._routing, self._name, self._min_rows = routing, name, 0
-        return self
+        return cls._with(_table=table, _routing=routing, _name=name, _relay=relay, _min_rows=0)
 
     def with_room(self, rows: int) -> SparseMetadata:
         """This table, for which every rank's window has at least so many rows: plans of several
@@ -131,22 +121,14 @@ class RankAttention(NamedTuple):
     kv_len: IntArray  #: (n,): rows of its context, which ends with the shard itself
 
 
-class QkvRouting(Unchanging):
+class QkvRouting(Unchanging, Made):
     """All that a step needs, in sparse form: four metadata and the attention layout. Immutable."""
 
     __slots__ = ("_plan", "_relay", "_routing")
     _routing: _core.Routing
     _plan: Any  # the QkvPlan or AttentionPlan of which it is
     _relay: Any
-
-    def __init__(self) -> None:
-        raise InvalidArgument("QkvRouting: got a constructor call, expected QkvPlan.to_routing()")
-
-    @classmethod
-    def _wrap(cls, routing: _core.Routing, plan: Any, relay: Any = None) -> QkvRouting:
-        self = cls.__new__(cls)
-        self._routing, self._plan, self._relay = routing, plan, relay
-        return self
+    _made_by = "QkvPlan.to_routing()"
 
     @property
     def world_size(self) -> int:
@@ -220,7 +202,7 @@ KV_LAYOUTS = ("per_rank", "per_query")
 MASKS = ("causal", "full")
 
 
-class QkvPlan(Unchanging):
+class QkvPlan(Unchanging, Made):
     """A dispatch plan in sparse form; everything else is computed from it. Immutable.
 
     Shards are numbered rank by rank, in the order of their rows. A document is a list of shards in
@@ -264,9 +246,7 @@ class QkvPlan(Unchanging):
 
     @classmethod
     def _wrap(cls, plan: _core.Plan) -> QkvPlan:
-        self = cls.__new__(cls)
-        self._plan = plan
-        return self
+        return cls._with(_plan=plan)
 
     @classmethod
     def from_json(cls, text: Union[str, os.PathLike[str]]) -> QkvPlan:
@@ -331,7 +311,8 @@ class QkvPlan(Unchanging):
     def to_routing(self, num_threads: int = 1) -> QkvRouting:
         """Routing in sparse form, as a SequenceDispatcher takes it. num_threads 0: all cores."""
         threads = int64(num_threads, "QkvPlan.to_routing: num_threads")
-        return QkvRouting._wrap(_core.compute_qkv_routing(self._plan, threads), self)
+        routing = _core.compute_qkv_routing(self._plan, threads)
+        return QkvRouting._with(_routing=routing, _plan=self, _relay=None)
 
     def to_raw_dispatch(self, max_cp_degree: int = 1) -> RawQkvDispatch:
         """The plan in DistCA's dense form (causal plans, one KV copy per query)."""
@@ -471,14 +452,11 @@ def _layout_arrays(layout: Any, host: Any) -> Any:
     """Its fields as numpy arrays and lists of them; ``host`` takes them there."""
 
     def array(value: Any) -> Any:
+        if isinstance(value, list):
+            return [array(one) for one in value]
         return index_array(host(value), "validate: attention layout")
 
-    cu_q, cu_kv, max_q, max_kv, num_recv, kv_begin, kv_len = layout_fields(layout)
-    return (
-        [array(value) for value in cu_q], [array(value) for value in cu_kv], array(max_q),
-        array(max_kv), array(num_recv), [array(value) for value in kv_begin],
-        [array(value) for value in kv_len],
-    )  # fmt: skip
+    return tuple(array(field) for field in layout_fields(layout))
 
 
 def _is_plan(value: Any) -> bool:

@@ -94,15 +94,12 @@ def _fields_of_both(
     own table into the result gets None there: for dst_rank, or for seq_len and recv_seq_lens.
     """
     choice(undispatched, "compute_metadata: undispatched", "reject", "keep")
+    intermediate = flag(return_intermediate, "compute_metadata: return_intermediate")
+    lens, ranks = _tables("compute_metadata", seq_len=seq_len, global_dispatch=global_dispatch)
     result: Tuple[Fields, Fields, Any] = _core.compute_metadata(
-        whole_numbers(seq_len, "compute_metadata: seq_len"),
-        whole_numbers(global_dispatch, "compute_metadata: global_dispatch"),
-        flag(return_intermediate, "compute_metadata: return_intermediate"),
-        undispatched == "keep",
-        capsules,
-        callers_seq_len,
+        lens, ranks, intermediate, undispatched == "keep", capsules, callers_seq_len,
         callers_dispatch,
-    )
+    )  # fmt: skip
     return result
 
 
@@ -139,19 +136,16 @@ def compute_metadata_kv(
         (forward, reverse), and with return_intermediate a third, the 1-tuple
         (kv_dst_global_seq_id (W, S, C),).
     """
-    dispatch = whole_numbers(q_dispatch, "compute_metadata_kv: q_dispatch")
+    who = "compute_metadata_kv"
+    (dispatch,) = _tables(who, q_dispatch=q_dispatch)
     _check_hints(dispatch, q_seq_to_dst, max_num_local_seqs)
-    tables = _kv_tables(
-        "compute_metadata_kv", kv_to_q_mapping, kv_to_q_rank, kv_context_size, q_to_num_kv_seq,
-        q_to_num_kv_token,
+    *tables, lens, counts = _tables(
+        who, kv_to_q_mapping=kv_to_q_mapping, kv_to_q_rank=kv_to_q_rank,
+        kv_context_size=kv_context_size, q_to_num_kv_seq=q_to_num_kv_seq,
+        q_to_num_kv_token=q_to_num_kv_token, seq_len=seq_len, num_seqs=num_seqs,
     )  # fmt: skip
-    fwd, rev, ids = _core.compute_metadata_kv(
-        tables,
-        whole_numbers(seq_len, "compute_metadata_kv: seq_len"),
-        whole_numbers(num_seqs, "compute_metadata_kv: num_seqs"),
-        dispatch,
-        flag(return_intermediate, "compute_metadata_kv: return_intermediate"),
-    )
+    intermediate = flag(return_intermediate, f"{who}: return_intermediate")
+    fwd, rev, ids = _core.compute_metadata_kv(tuple(tables), lens, counts, dispatch, intermediate)
     pair = Metadata._from_fields(fwd), Metadata._from_fields(rev)
     return (*pair, (ids,)) if return_intermediate else pair
 
@@ -174,13 +168,11 @@ def compute_attn_layout_seqlens(
     """
     who = "compute_attn_layout_seqlens"
     ragged = flag(shard_to_tuple, f"{who}: shard_to_tuple")
-    fields = _core.compute_attn_layout_seqlens(
-        whole_numbers(seq_shard_len, f"{who}: seq_shard_len"),
-        whole_numbers(seq_shard_cumsum, f"{who}: seq_shard_cumsum"),
-        whole_numbers(dispatch, f"{who}: dispatch"),
-        flag(prepend_zero, f"{who}: prepend_zero"),
-        ragged,
+    lens, contexts, ranks = _tables(
+        who, seq_shard_len=seq_shard_len, seq_shard_cumsum=seq_shard_cumsum, dispatch=dispatch
     )
+    leading = flag(prepend_zero, f"{who}: prepend_zero")
+    fields = _core.compute_attn_layout_seqlens(lens, contexts, ranks, leading, ragged)
     layout = attention_layout(fields, ragged)
     assert isinstance(layout, AttnLayout)
     return layout
@@ -213,33 +205,25 @@ def compute_e2e_metadata(
         intermediates of both.
     """
     who = "compute_e2e_metadata"
-    fields = _core.compute_e2e_metadata(
-        whole_numbers(mlp_seq_len, f"{who}: mlp_seq_len"),
-        whole_numbers(mlp_num_seqs, f"{who}: mlp_num_seqs"),
-        whole_numbers(mlp_q_dispatch, f"{who}: mlp_q_dispatch"),
-        _kv_tables(who, kv_to_q_mapping, kv_to_q_rank, kv_context_size, q_to_num_kv_seq,
-                   q_to_num_kv_token),
-        flag(return_intermediate, "compute_e2e_metadata: return_intermediate"),
+    lens, counts, ranks, *tables = _tables(
+        who, mlp_seq_len=mlp_seq_len, mlp_num_seqs=mlp_num_seqs, mlp_q_dispatch=mlp_q_dispatch,
+        kv_to_q_mapping=kv_to_q_mapping, kv_to_q_rank=kv_to_q_rank,
+        kv_context_size=kv_context_size, q_to_num_kv_seq=q_to_num_kv_seq,
+        q_to_num_kv_token=q_to_num_kv_token,
     )  # fmt: skip
-    *tables, layout, q_intermediates, kv_ids = fields
-    metadata = tuple(Metadata._from_fields(table) for table in tables)
+    intermediate = flag(return_intermediate, f"{who}: return_intermediate")
+    fields = _core.compute_e2e_metadata(lens, counts, ranks, tuple(tables), intermediate)
+    *made, layout, q_intermediates, kv_ids = fields
+    metadata = tuple(Metadata._from_fields(table) for table in made)
     fa_params = tuple(attention_layout(layout, True))[:4]
     if return_intermediate:
         return (*metadata, fa_params, (*q_intermediates, kv_ids))
     return (*metadata, fa_params)
 
 
-def _kv_tables(
-    who: str, mapping: ArrayLike, ranks: ArrayLike, sizes: ArrayLike, seqs: ArrayLike,
-    tokens: ArrayLike,
-) -> Tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:  # fmt: skip
-    return (
-        whole_numbers(mapping, f"{who}: kv_to_q_mapping"),
-        whole_numbers(ranks, f"{who}: kv_to_q_rank"),
-        whole_numbers(sizes, f"{who}: kv_context_size"),
-        whole_numbers(seqs, f"{who}: q_to_num_kv_seq"),
-        whole_numbers(tokens, f"{who}: q_to_num_kv_token"),
-    )
+def _tables(who: str, **arrays: ArrayLike) -> Any:
+    """Arguments of ``who`` that are tables of integers, by name."""
+    return tuple(whole_numbers(array, f"{who}: {name}") for name, array in arrays.items())
 
 
 def _check_hints(dispatch: IntArray, q_seq_to_dst: ArrayLike, max_num_local_seqs: Any) -> None:
@@ -253,9 +237,7 @@ def _check_hints(dispatch: IntArray, q_seq_to_dst: ArrayLike, max_num_local_seqs
             f" {list(dispatch.shape)}"
         )
     if q_seq_to_dst is not None:
-        shape = list(
-            q_seq_to_dst.shape if hasattr(q_seq_to_dst, "shape") else np.shape(q_seq_to_dst)
-        )
+        shape = list(np.shape(q_seq_to_dst))
         expected = [dispatch.shape[0], dispatch.shape[1], dispatch.shape[0]]
         if shape != expected:
             raise InvalidArgument(
@@ -355,14 +337,11 @@ def create_qkv_dispatch_with_custom_mapping(
     """
     who = "create_qkv_dispatch_with_custom_mapping"
     more = asked_for(who, return_intermediate, return_mlp_no_shard_seq_lens)
-    lens = whole_numbers(seq_lens, f"{who}: seq_lens")
+    lens, nums, dst, shard_lens = _tables(
+        who, seq_lens=seq_lens, cp_num=cp_num, cp_dst=cp_dst, seq_shard_lens=seq_shard_lens
+    )
     fields, raw, _, _ = _core.create_qkv_dispatch_with_custom_mapping(
-        world_size,
-        lens,
-        whole_numbers(cp_num, f"{who}: cp_num"),
-        whole_numbers(cp_dst, f"{who}: cp_dst"),
-        whole_numbers(seq_shard_lens, f"{who}: seq_shard_lens"),
-        more[0],
+        world_size, lens, nums, dst, shard_lens, more[0]
     )
     if flag(verbose, f"{who}: verbose"):
         for name, value in zip(RawQkvDispatch._fields, raw):

@@ -24,7 +24,7 @@ from . import _core
 from ._arrays import AnyArray, as_numpy, dtype_name, flag, instance, int64, library_dtype
 from ._errors import reworded, shown, tensor_words
 from ._graphs import outside_graphs
-from ._lifetime import OfThisProcess, Unwinding, forwarded
+from ._lifetime import Made, OfThisProcess, Unwinding, forwarded
 from .errors import Disagreement, Error, InvalidArgument, Unsupported
 from .plans import relay_of, room_of, sparse_table
 from .world import World, agree
@@ -131,7 +131,7 @@ class TensorFormat(NamedTuple):
         return elements
 
 
-class PlanHandle(OfThisProcess):
+class PlanHandle(OfThisProcess, Made):
     """One rank's work for one operation, compiled, with its tables where the work is done.
 
     Made by plan_dispatch and plan_kv_gradient of the dispatcher to which it belongs; used any
@@ -143,23 +143,11 @@ class PlanHandle(OfThisProcess):
         "tables where this rank does the work: make one with plan_dispatch, from a plan or a"
         " routing, which can be"
     )
+    _made_by = "SequenceDispatcher.plan_dispatch(...)"
     _dispatcher: Any
     _plan: Any
     operation: str  #: "dispatch" or "kv_gradient"
     formats: Tuple[TensorFormat, ...]  #: one per tensor of all parts, in order
-
-    def __init__(self) -> None:
-        raise InvalidArgument(
-            "PlanHandle: got a constructor call, expected SequenceDispatcher.plan_dispatch(...)"
-        )
-
-    @classmethod
-    def _make(cls, dispatcher: Any, plan: Any, gradient: bool, formats: Any) -> PlanHandle:
-        self = cls.__new__(cls)
-        self._dispatcher, self._plan = dispatcher, plan
-        self.operation = "kv_gradient" if gradient else "dispatch"
-        self.formats = tuple(formats)
-        return self
 
     own_rows: list[int] = forwarded(
         "_plan.own_rows", "Rows of this rank's tensor, one number per tensor."
@@ -438,7 +426,10 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
     def _plan(self, who: str, gradient: bool, parts: Sequence[Any]) -> PlanHandle:
         given, formats = self._parts(who, parts)
         plan = self._dispatcher.plan(gradient, given, self._stream())
-        return PlanHandle._make(self, plan, gradient, formats)
+        operation = "kv_gradient" if gradient else "dispatch"
+        return PlanHandle._with(
+            _dispatcher=self, _plan=plan, operation=operation, formats=tuple(formats)
+        )
 
     def _parts(self, who: str, parts: Sequence[Any]) -> Tuple[list[Any], list[TensorFormat]]:
         given, formats = [], []
@@ -556,13 +547,7 @@ class SequenceDispatcher(Dispatcher[AnyArray]):
 
 
 def _library_name(array: AnyArray, name: str) -> str:
-    size = array.dtype.itemsize
-    if size not in (1, 2, 4, 8) or array.dtype.hasobject:
-        raise Unsupported(
-            f"{name} has dtype {array.dtype} of {size} bytes, expected elements of 1, 2, 4 or 8"
-            " bytes"
-        )
-    return library_dtype(dtype_name(array), size)
+    return library_dtype(dtype_name(array, name), array.dtype.itemsize)
 
 
 def _strides(array: AnyArray, name: str) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any, NoReturn, Sequence
 
 import numpy as np
@@ -14,10 +13,9 @@ from ._arrays import (
     ArrayLike,
     IntArray,
     as_numpy,
-    bits_of,
-    dtype_name,
     integer,
     library_dtype,
+    payload,
     sequence,
 )
 from ._errors import shown
@@ -62,9 +60,8 @@ def orchestrate_simulate(
     source = as_numpy(tensor, "orchestrate_simulate: tensor")
     output = writable(output_tensor, "orchestrate_simulate: output_tensor")
     run_simulation(
-        bits_of(source, "orchestrate_simulate: tensor"), dtype_name(source),
-        bits_of(output, "orchestrate_simulate: output_tensor"), dtype_name(output),
-        metadata, overlap, num_threads,
+        *payload(source, "orchestrate_simulate: tensor"),
+        *payload(output, "orchestrate_simulate: output_tensor"), metadata, overlap, num_threads,
     )  # fmt: skip
     return output_tensor
 
@@ -83,8 +80,9 @@ def simulate_communication(
     overlap = checked_overlap(overlap, "simulate_communication")
     sequence(tensors, "simulate_communication: tensors", "one array for each rank")
     sources = [as_numpy(t, f"simulate_communication: tensors[{i}]") for i, t in enumerate(tensors)]
-    flat = [bits_of(as_matrix(s), "simulate_communication: tensors") for s in sources]
-    received = run_communication(flat, [dtype_name(s) for s in sources], metadata, overlap)
+    pairs = [payload(as_matrix(s), "simulate_communication: tensors") for s in sources]
+    flat, dtypes = [bits for bits, _ in pairs], [dtype for _, dtype in pairs]
+    received = run_communication(flat, dtypes, metadata, overlap)
     return [
         rows.view(s.dtype).reshape(len(rows), *s.shape[1:]) for rows, s in zip(received, sources)
     ]
@@ -137,8 +135,7 @@ def sum_kv_copies(
         output = np.empty((rows, *source.shape[1:]), dtype=source.dtype)
     target = writable(output, "sum_kv_copies: output")
     run_sum(
-        bits_of(source, "sum_kv_copies: planes"), dtype_name(source),
-        bits_of(target, "sum_kv_copies: output"), dtype_name(target),
+        *payload(source, "sum_kv_copies: planes"), *payload(target, "sum_kv_copies: output"),
         metadata, rank, num_threads,
     )  # fmt: skip
     return output
@@ -165,12 +162,9 @@ def test_qkv_dispatch(args: Any = None, **overrides: Any) -> None:
         raise InvalidArgument(
             f"test_qkv_dispatch: got {unknown}, expected some of {list(defaults)}"
         )
-    values = {name: getattr(args, name, value) for name, value in defaults.items()}
-    o = SimpleNamespace(**{**values, **overrides})
-    findings, _ = _core.test_qkv_dispatch(
-        o.world_size, o.num_tokens, o.num_seqs, o.max_seq_shard, o.hidden_size, o.hidden_size,
-        o.seed,
-    )  # fmt: skip
+    values: Any = {name: getattr(args, name, value) for name, value in defaults.items()}
+    world, sequences, shards, tokens, hidden, seed = {**values, **overrides}.values()
+    findings, _ = _core.test_qkv_dispatch(world, tokens, sequences, shards, hidden, hidden, seed)
     if findings:
         raise AssertionError("test_qkv_dispatch: " + "; ".join(text for *_, text in findings))
 

@@ -18,7 +18,7 @@ from ._arrays import (
     within,
 )
 from ._errors import flat_names, said_by
-from ._lifetime import OfThisProcess, forwarded
+from ._lifetime import Made, OfThisProcess, forwarded
 from .costs import AttentionCosts, LinkSpeeds, check_speeds, predicted
 from .errors import InvalidArgument
 from .planner import AttentionPlan, _limit, _mask, _world, in_words
@@ -74,7 +74,7 @@ class Remedy(NamedTuple):
     seconds: float
 
 
-class StepPrediction(OfThisProcess):
+class StepPrediction(OfThisProcess, Made):
     """One attention layer, forward and backward, as it would run. From ``predict_step``."""
 
     __slots__ = ("_name", "_num_shards", "_plan", "_step")
@@ -83,17 +83,11 @@ class StepPrediction(OfThisProcess):
     _num_shards: int
     _plan: Any
     _step: Any
-
-    def __init__(self) -> None:
-        raise InvalidArgument(
-            "StepPrediction: got a constructor call, expected waybill.predict_step(...)"
-        )
+    _made_by = "waybill.predict_step(...)"
 
     @classmethod
     def _wrap(cls, step: Any, name: str, num_shards: int, plan: Any = None) -> StepPrediction:
-        self = cls.__new__(cls)
-        self._step, self._name, self._num_shards, self._plan = step, name, num_shards, plan
-        return self
+        return cls._with(_step=step, _name=name, _num_shards=num_shards, _plan=plan)
 
     seconds: float = forwarded("_step.seconds", "When the last rank has ended.")
     forward_seconds: float = forwarded(
@@ -241,14 +235,15 @@ def predict_step(
         backward_flops_per_second=backward_flops_per_second,
     )  # fmt: skip
     given["forward_chunk_bytes"] = int64(forward_chunk_bytes, f"{who}: forward_chunk_bytes")
-    whole = {"q_hidden": q_hidden, "kv_hidden": kv_hidden, "window": window}
-    whole["ranks_per_node"] = ranks_per_node
+    whole = {
+        "q_hidden": q_hidden, "kv_hidden": kv_hidden, "window": window,
+        "ranks_per_node": ranks_per_node,
+    }  # fmt: skip
     given.update({k: int64(v, f"{who}: {k}") for k, v in whole.items() if v is not None})
-    real = {"message_seconds": message_seconds, "pairs_per_second": pairs_per_second}
     if costs is not None:
         given.update(predicted(costs, forward_flops_per_second))
-    real = {name: value for name, value in real.items() if value is not None}
-    given.update(numbers("predict_step", **real))
+    real = {"message_seconds": message_seconds, "pairs_per_second": pairs_per_second}
+    given.update(numbers(who, **{k: v for k, v in real.items() if v is not None}))
     given.update(check_speeds(who, nvlink_bytes_per_second, network_bytes_per_second, True))
     if dtype is not None:
         given["dtype"] = library_dtype_of(dtype, f"{who}: dtype")
@@ -336,9 +331,7 @@ def zigzag_plan(
     as divide the world, at most 8), each sequence in 2 * degree chunks, rank i has the i-th and the
     i-th from the end.
     """
-    return _static(
-        _core.zigzag_plan, "zigzag_plan", doc_lengths, world_size, tokens_per_rank, degree, mask
-    )
+    return _static("zigzag_plan", doc_lengths, world_size, tokens_per_rank, degree, mask)
 
 
 def per_document_plan(
@@ -349,38 +342,17 @@ def per_document_plan(
     mask: str = "causal",
 ) -> QkvPlan:
     """Static context parallelism as in zigzag_plan, with 2 * degree chunks of every document."""
-    return _static(
-        _core.per_document_plan,
-        "per_document_plan",
-        doc_lengths,
-        world_size,
-        tokens_per_rank,
-        degree,
-        mask,
-    )
+    return _static("per_document_plan", doc_lengths, world_size, tokens_per_rank, degree, mask)
 
 
 def _static(
-    make: Any,
-    who: str,
-    doc_lengths: Any,
-    world_size: Any,
-    tokens_per_rank: Any,
-    degree: Any,
-    mask: str,
+    who: str, doc_lengths: Any, world_size: Any, tokens_per_rank: Any, degree: Any, mask: str
 ) -> QkvPlan:
     world = _world(world_size, who)
     group = _core.static_degree(world, 8) if degree is None else _degree(degree, who)
     lengths = flat_list(doc_lengths, f"{who}: doc_lengths")
-    return QkvPlan._wrap(
-        make(
-            lengths,
-            world,
-            int64(tokens_per_rank, f"{who}: tokens_per_rank"),
-            group,
-            _mask(mask, who),
-        )
-    )
+    rows = int64(tokens_per_rank, f"{who}: tokens_per_rank")
+    return QkvPlan._wrap(getattr(_core, who)(lengths, world, rows, group, _mask(mask, who)))
 
 
 def _degree(value: Any, who: str) -> int:

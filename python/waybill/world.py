@@ -15,7 +15,7 @@ from . import _core
 from ._arrays import choice, flag, int64, within
 from ._errors import said_by, shown
 from ._graphs import explain, explain_at_exit, outside_graphs
-from ._lifetime import OfThisProcess, forwarded
+from ._lifetime import Made, OfThisProcess, forwarded
 from .costs import LinkSpeeds
 from .errors import Error, Interrupted, InvalidArgument, PeerFailed, Timeout, Unsupported
 
@@ -246,7 +246,7 @@ class Topology(NamedTuple):
         return rank % self.ranks_per_node
 
 
-class World(OfThisProcess):
+class World(OfThisProcess, Made):
     """One rank's view of the ranks: who it is, how many there are, where their memory lies.
 
     ``run_threads`` makes one for each rank, where ranks are threads; ``from_environment``,
@@ -263,19 +263,11 @@ class World(OfThisProcess):
     )
     _world: _core.World
     _expert_layers: dict[str, Any]  #: those that modules of a model share
-
-    def __init__(self) -> None:
-        raise InvalidArgument(
-            "World: got a constructor call, expected waybill.run_threads(...) or"
-            " World.from_environment()"
-        )
+    _made_by = "waybill.run_threads(...) or World.from_environment()"
 
     @classmethod
     def _wrap(cls, world: _core.World) -> World:
-        self = cls.__new__(cls)
-        self._world = world
-        self._expert_layers = {}
-        return self
+        return cls._with(_world=world, _expert_layers={})
 
     @classmethod
     @outside_graphs

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
-#include <memory>
 
 #include "documents.h"
 #include "plans.h"
@@ -21,13 +20,6 @@
 namespace waybill::cli {
 namespace {
 
-struct DemoOptions : Options {
-  bool no_html = false;
-  bool no_simulate = false;
-  bool gpus = false;
-  int num_sms = 16;
-};
-
 /// The demo's results, step by step.
 struct MainJob {
   Documents documents;
@@ -46,7 +38,7 @@ constexpr std::size_t label_width = 12;
 
 /// Document lengths -> plan -> metadata -> validation -> byte-checked dispatch -> figures; a line a
 /// step on standard output as it goes.
-MainJob run_main_job(const DemoOptions& options, Console& console) {
+MainJob run_main_job(const Options& options, Console& console) {
   MainJob job;
   int num_done = 0;
   const auto run = [&](const std::string& label, const std::function<std::string()>& work) {
@@ -71,8 +63,7 @@ MainJob run_main_job(const DemoOptions& options, Console& console) {
     job.attention = plan_attention(job.documents.lengths, job.documents.plan);
     job.plan = job.attention.plan;
     check_routing_size(job.plan);
-    return concat(format_plural(job.plan.num_shards(), "shard"), " on ",
-                  format_plural(job.plan.world_size, "rank"), ", largest work ",
+    return concat(shards_text(job.plan), ", largest work ",
                   format_fixed(job.attention.imbalance(), 3), " x the mean");
   });
   run("metadata", [&] {
@@ -155,7 +146,7 @@ std::string relay_text(const AttentionPlan& plan) {
 }
 
 /// All that the report holds besides the figures.
-ReportContext report_context(const MainJob& job, const DemoOptions& options,
+ReportContext report_context(const MainJob& job, const Options& options,
                              const std::string& command) {
   ReportContext context;
   context.title = concat("Waybill: ", format_plural(job.plan.world_size, "rank"), ", ",
@@ -215,7 +206,7 @@ std::int32_t require_gpus() {
 /// memory allow (measured in the same run), the time that it took, and whether every byte was
 /// right.
 /// @return whether it was. @throws as try_on_gpus
-bool run_gpu_demo(const QkvRouting& routing, const DemoOptions& options, Console& console) {
+bool run_gpu_demo(const QkvRouting& routing, const Options& options, Console& console) {
   const std::int32_t num_sms = options.num_sms;
   const DType dtype = dtype_from_name(options.dtype);
   GpuSelfTest self_test;
@@ -249,8 +240,7 @@ bool run_gpu_demo(const QkvRouting& routing, const DemoOptions& options, Console
       "cmake -DWAYBILL_CUDA=ON");
 }
 
-bool run_gpu_demo(const QkvRouting& /*routing*/, const DemoOptions& /*options*/,
-                  Console& /*console*/) {
+bool run_gpu_demo(const QkvRouting& /*routing*/, const Options& /*options*/, Console& /*console*/) {
   require_gpus();
 }
 #endif
@@ -265,13 +255,14 @@ std::string accounted_text(const MainJob& job, const Options& options) {
   return text;
 }
 
-int run_demo(DemoOptions options, bool world_size_given, Program& program) {
+int run_demo(const Options& given, Command command, Program& program) {
   Console& console = program.console;
+  Options options = given;
   if (options.no_html) options.html.clear();
   check_outputs({options.html, options.trace, options.output});
   if (options.gpus) {
     const std::int32_t gpus = require_gpus();
-    if (!world_size_given) options.world_size = std::max(2, gpus);
+    if (!command.is_given("--world-size")) options.world_size = std::max(2, gpus);
   }
   console.print("Waybill: from document lengths to a dispatch that is proven right\n\n");
   const MainJob job = run_main_job(options, console);
@@ -301,33 +292,33 @@ int run_demo(DemoOptions options, bool world_size_given, Program& program) {
 }  // namespace
 
 void add_demo_command(Command app, Program& program) {
-  auto options = std::make_shared<DemoOptions>();
-  options->html = "waybill-report.html";
-  Command command = app.add_command(
-      "demo",
+  auto [command, options] = add_command(
+      app, program, "demo",
       "Everything in one run: document lengths -> plan -> metadata -> validation -> dispatch and "
-      "return with every byte checked -> summary and HTML report. Needs no arguments.");
-  add_document_options(command, *options);
-  add_plan_options(command, *options);
-  add_row_options(command, *options);
-  add_run_options(command, *options);
+      "return with every byte checked -> summary and HTML report. Needs no arguments.",
+      run_demo);
+  options.html = "waybill-report.html";
+  add_document_options(command, options);
+  add_plan_options(command, options);
+  add_row_options(command, options);
+  add_run_options(command, options);
   Command output = command.under(output_group);
   const Option html =
-      output.file("--html", options->html, "Where to write the report").show_default();
-  output.flag("--no-html", options->no_html, "Write no report").excludes(html);
-  output.flag("--no-simulate", options->no_simulate, "Leave out the byte-checked run");
+      output.file("--html", options.html, "Where to write the report").show_default();
+  output.flag("--no-html", options.no_html, "Write no report").excludes(html);
+  output.flag("--no-simulate", options.no_simulate, "Leave out the byte-checked run");
   Command on_gpus = command.under("GPUs");
   const Option gpus =
-      on_gpus.flag("--gpus", options->gpus,
+      on_gpus.flag("--gpus", options.gpus,
                    "Also run the plan on the GPUs of this host: compare every byte, and print "
                    "times beside what links and memory allow. One rank per GPU unless "
                    "--world-size says otherwise");
-  on_gpus.option("--sms", options->num_sms, "Multiprocessors per rank; 0: copy engines")
+  on_gpus.option("--sms", options.num_sms, "Multiprocessors per rank; 0: copy engines")
       .between(0, 1024)
       .show_default()
       .needs(gpus);
-  add_trace_option(command, *options);
-  output.file("-o,--plan-out", options->output, "Also write the plan as JSON");
+  add_trace_option(command, options);
+  output.file("-o,--plan-out", options.output, "Also write the plan as JSON");
   command.footer("Tokens of a corpus: " + corpus_rule() +
                  "\n\n"
                  "Examples:\n"
@@ -336,9 +327,6 @@ void add_demo_command(Command app, Program& program) {
                  "  waybill demo --corpus ~/documents --world-size 4 --window 4096\n"
                  "  waybill demo --gpus --world-size 4\n"
                  "  waybill demo --lengths lengths.txt --html run.html -o run.plan.json");
-  program.on(command, [options, command, &program] {
-    return run_demo(*options, command.is_given("--world-size"), program);
-  });
 }
 
 }  // namespace waybill::cli

@@ -9,11 +9,11 @@
 #include <filesystem>
 #include <memory>
 #include <optional>
-#include <sstream>
 #include <thread>
 
 #include "core/printable.h"
 #include "json/text.h"
+#include "options.h"
 #include "program.h"
 #include "report/format.h"
 #include "transport/peer_transport.h"
@@ -27,26 +27,22 @@
 namespace waybill::cli {
 namespace {
 
-enum class Diagnosis : std::uint8_t {
-  good,
-  note,     ///< something that is missing, or small: worlds that need it say so
-  problem,  ///< something that is there and does not work
-};
-
 /// One line of `waybill doctor`.
 struct CheckLine {
   std::string name;
-  Diagnosis state = Diagnosis::good;
   std::string value;
   std::string advice = {};  ///< empty: nothing to do
+  bool works = true;        ///< false: it is there and does not work; with advice
+
+  [[nodiscard]] const char* state() const {
+    if (!works) return "problem";
+    return advice.empty() ? "good" : "note";
+  }
 };
 
-struct DoctorOptions {
-  bool json = false;
-  bool measure = false;
-  std::string python;  ///< its version; empty: the program was called without Python
-  std::string torch;   ///< its version; empty: not installed
-};
+bool has_problem(const std::vector<CheckLine>& lines) {
+  return std::ranges::any_of(lines, [](const CheckLine& line) { return !line.works; });
+}
 
 constexpr const char* shared_folder = "/dev/shm";
 constexpr std::int64_t min_shared_bytes = std::int64_t{256} << 20;
@@ -86,49 +82,26 @@ bool is_loopback(const std::string& address) {
   return address.starts_with("127.") || address == "::1";
 }
 
-CheckLine shared_memory_line(std::int64_t size_bytes, std::int64_t free_bytes,
-                             std::int64_t num_cores) {
-  CheckLine line{
-      "shared memory", Diagnosis::good,
-      concat(shared_folder, ": ", format_bytes(free_bytes), " free of ", format_bytes(size_bytes))};
-  if (free_bytes >= min_shared_bytes) return line;
-  line.state = Diagnosis::note;
-  line.advice =
-      concat("worlds of processes in host memory keep the windows of all ranks there (", num_cores,
-             " cores here); make it larger: docker run --shm-size=16g, or --ipc=host, or mount -o "
-             "remount,size=16g ",
-             shared_folder);
-  return line;
-}
-
 CheckLine host_name_line(const std::string& name, const std::vector<std::string>& addresses) {
-  CheckLine line{"host name", Diagnosis::good, printable_line(name)};
-  if (addresses.empty()) {
-    line.state = Diagnosis::note;
-    line.value += ", which resolves to no address";
-    line.advice =
-        "other hosts cannot meet here by this name: give them an address in MASTER_ADDR "
-        "or WAYBILL_RENDEZVOUS, or add the name to /etc/hosts";
-    return line;
-  }
-  line.value += concat(" -> ", addresses.front());
-  if (!std::ranges::all_of(addresses, is_loopback)) return line;
-  line.state = Diagnosis::note;
-  line.value += " (loopback)";
-  line.advice =
-      "rank 0 of this name then listens on all addresses; other hosts need an address "
-      "that leads here, in MASTER_ADDR or WAYBILL_RENDEZVOUS, and gloo and NCCL the "
-      "interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)";
-  return line;
+  const std::string host = printable_line(name);
+  if (addresses.empty())
+    return {"host name", host + ", which resolves to no address",
+            "other hosts cannot meet here by this name: give them an address in MASTER_ADDR "
+            "or WAYBILL_RENDEZVOUS, or add the name to /etc/hosts"};
+  if (!std::ranges::all_of(addresses, is_loopback))
+    return {"host name", concat(host, " -> ", addresses.front())};
+  return {"host name", concat(host, " -> ", addresses.front(), " (loopback)"),
+          "rank 0 of this name then listens on all addresses; other hosts need an address "
+          "that leads here, in MASTER_ADDR or WAYBILL_RENDEZVOUS, and gloo and NCCL the "
+          "interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"};
 }
 
 /// A line for a limit in force and the most that it may be raised to; nothing: without limit.
 CheckLine descriptor_line(std::optional<std::int64_t> limit, std::optional<std::int64_t> most) {
-  CheckLine line{"open files", Diagnosis::good,
+  CheckLine line{"open files",
                  concat("at most ", text_of(limit), " (ulimit -n)",
                         limit == most ? "" : concat(", can be raised to ", text_of(most)))};
   if (!limit || *limit > enough_descriptors) return line;
-  line.state = Diagnosis::note;
   line.advice = concat(
       "rank 0 of a rendezvous over TCP needs one a rank, processes that share "
       "memory one a rank each: for more than about ",
@@ -137,28 +110,36 @@ CheckLine descriptor_line(std::optional<std::int64_t> limit, std::optional<std::
 }
 
 CheckLine memlock_line(std::optional<std::int64_t> limit_bytes) {
-  CheckLine line{
-      "locked memory", Diagnosis::good,
-      limit_bytes ? concat("at most ", format_bytes(*limit_bytes), " (ulimit -l)") : "unlimited"};
+  if (!limit_bytes) return {"locked memory", "unlimited"};
   constexpr std::int64_t enough = std::int64_t{1} << 30;
-  if (!limit_bytes || *limit_bytes >= enough) return line;
-  line.state = Diagnosis::note;
-  line.advice =
-      "RDMA (NVSHMEM, NCCL over InfiniBand) locks memory: ulimit -l unlimited, in "
-      "containers --ulimit memlock=-1";
-  return line;
+  return {"locked memory", concat("at most ", format_bytes(*limit_bytes), " (ulimit -l)"),
+          *limit_bytes >= enough
+              ? ""
+              : "RDMA (NVSHMEM, NCCL over InfiniBand) locks memory: ulimit -l unlimited, in "
+                "containers --ulimit memlock=-1"};
 }
 
 CheckLine check_shared_memory(std::int64_t num_cores) {
   struct statvfs facts {};
   if (statvfs(shared_folder, &facts) != 0 || access(shared_folder, W_OK) != 0) {
-    return {"shared memory", Diagnosis::problem, concat(shared_folder, " cannot be written"),
+    return {"shared memory", concat(shared_folder, " cannot be written"),
             "mount a tmpfs there (containers: --shm-size or --ipc=host): worlds of processes in "
-            "host memory need it"};
+            "host memory need it",
+            false};
   }
   const auto block = static_cast<std::int64_t>(facts.f_frsize);
-  return shared_memory_line(static_cast<std::int64_t>(facts.f_blocks) * block,
-                            static_cast<std::int64_t>(facts.f_bavail) * block, num_cores);
+  const std::int64_t free_bytes = static_cast<std::int64_t>(facts.f_bavail) * block;
+  CheckLine line{"shared memory",
+                 concat(shared_folder, ": ", format_bytes(free_bytes), " free of ",
+                        format_bytes(static_cast<std::int64_t>(facts.f_blocks) * block))};
+  if (free_bytes < min_shared_bytes) {
+    line.advice = concat("worlds of processes in host memory keep the windows of all ranks there (",
+                         num_cores,
+                         " cores here); make it larger: docker run --shm-size=16g, or --ipc=host, "
+                         "or mount -o remount,size=16g ",
+                         shared_folder);
+  }
+  return line;
 }
 
 /// WAYBILL_PEER_ACCESS, if it is set, as worlds on GPUs read it.
@@ -166,19 +147,19 @@ void check_peer_access_wish(std::vector<CheckLine>& lines) {
   constexpr const char* name = "WAYBILL_PEER_ACCESS";
   const char* const text = std::getenv(name);
   if (text == nullptr || *text == '\0') return;
-  CheckLine& line = lines.emplace_back(CheckLine{name, Diagnosis::good, printable_line(text)});
+  CheckLine& line = lines.emplace_back(CheckLine{name, printable_line(text)});
   try {
     (void)peer_access_wish(text);
   } catch (const Error& error) {
-    line.state = Diagnosis::problem;
     line.advice = error.what();
+    line.works = false;
   }
 }
 
 std::vector<CheckLine> check_host() {
   const auto cores = static_cast<std::int64_t>(std::thread::hardware_concurrency());
   std::vector<CheckLine> lines;
-  lines.push_back({"cores", Diagnosis::good, std::to_string(cores)});
+  lines.push_back({"cores", std::to_string(cores)});
   lines.push_back(check_shared_memory(cores));
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) == 0) {
@@ -194,16 +175,13 @@ std::vector<CheckLine> check_host() {
   return lines;
 }
 
-std::vector<CheckLine> check_python(const DoctorOptions& facts) {
+std::vector<CheckLine> check_python(const Options& facts) {
   if (facts.python.empty()) return {};
-  std::vector<CheckLine> lines{{"Python", Diagnosis::good, printable_line(facts.python)}};
-  if (facts.torch.empty()) {
-    lines.push_back({"torch", Diagnosis::note, "not installed",
-                     "waybill.torch needs it; for GPUs a build for CUDA 13: pip install torch"});
-  } else {
-    lines.push_back({"torch", Diagnosis::good, printable_line(facts.torch)});
-  }
-  return lines;
+  const CheckLine python{"Python", printable_line(facts.python)};
+  if (!facts.torch.empty()) return {python, {"torch", printable_line(facts.torch)}};
+  return {python,
+          {"torch", "not installed",
+           "waybill.torch needs it; for GPUs a build for CUDA 13: pip install torch"}};
 }
 
 /// GPUs that NVIDIA's driver has, whatever this program was built with.
@@ -215,20 +193,15 @@ std::int64_t num_driver_gpus() {
 
 #ifdef WAYBILL_CLI_CUDA
 
-/// The first line of an error, as what follows lists all that was tried.
-std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
-
 CheckLine driver_line(const GpuReport& report) {
-  CheckLine line{"CUDA", Diagnosis::good,
-                 concat("built with ", report.runtime, ", driver for ",
-                        report.driver.empty() ? "none" : report.driver)};
+  CheckLine line{"CUDA", concat("built with ", report.runtime, ", driver for ",
+                                report.driver.empty() ? "none" : report.driver)};
   if (!report.gpus.empty()) return line;
   const std::int64_t of_driver = num_driver_gpus();
-  if (of_driver == 0) {
-    line.state = Diagnosis::note;
+  line.works = of_driver == 0;
+  if (line.works) {
     line.advice = "no GPU here: ranks run in host memory";
   } else {
-    line.state = Diagnosis::problem;
     line.advice = concat("the driver has ", of_driver,
                          " GPU(s) that CUDA does not show: a driver for CUDA ", report.runtime,
                          " or later is needed (R580), and in containers --gpus all; look at "
@@ -238,22 +211,19 @@ CheckLine driver_line(const GpuReport& report) {
 }
 
 CheckLine gpu_line(const GpuFacts& gpu) {
-  CheckLine line{concat("GPU ", gpu.device), Diagnosis::good,
-                 concat(gpu.name, ", compute capability ", gpu.major, ".", gpu.minor, ", ",
-                        gpu.num_sms, " multiprocessors, ", format_bytes(gpu.memory_bytes), ", ",
-                        gpu.bulk_copies ? "bulk copies" : "no bulk copies (vector path)")};
-  if (!gpu.trouble.empty()) {
-    line.state = Diagnosis::problem;
-    line.advice = first_line(gpu.trouble);
-  }
-  return line;
+  // The first line of an error, as what follows lists all that was tried.
+  return {concat("GPU ", gpu.device),
+          concat(gpu.name, ", compute capability ", gpu.major, ".", gpu.minor, ", ", gpu.num_sms,
+                 " multiprocessors, ", format_bytes(gpu.memory_bytes), ", ",
+                 gpu.bulk_copies ? "bulk copies" : "no bulk copies (vector path)"),
+          gpu.trouble.substr(0, gpu.trouble.find('\n')), gpu.trouble.empty()};
 }
 
 /// GPUs of this machine that this process does not see.
 std::vector<CheckLine> unseen_lines(const GpuReport& report) {
   const std::int64_t unseen = num_driver_gpus() - std::ssize(report.gpus);
   if (report.gpus.empty() || unseen <= 0) return {};
-  return {{"other GPUs", Diagnosis::note, concat(unseen, " more that this process does not see"),
+  return {{"other GPUs", concat(unseen, " more that this process does not see"),
            "ranks on them find out whether they can map each other's memory when they make a "
            "world, and use pinned memory of the host where they cannot; CUDA_VISIBLE_DEVICES, or "
            "a container without all GPUs, is the reason"}};
@@ -272,10 +242,10 @@ std::vector<CheckLine> peer_lines(const GpuReport& report) {
       row += from == to ? " -" : can ? " x" : " .";
       all = all && can;
     }
-    lines.push_back({concat("peers of ", from), Diagnosis::good, row.substr(1)});
+    lines.push_back({concat("peers of ", from), row.substr(1)});
   }
   if (!all) {
-    lines.push_back({"peer access", Diagnosis::note, "not between all GPUs (.)",
+    lines.push_back({"peer access", "not between all GPUs (.)",
                      "worlds of this host move their rows through pinned memory of the host "
                      "instead, at the speed of PCIe; several hosts over NCCL are refused; IOMMU "
                      "and ACS settings, or a container without all GPUs, often are the reason "
@@ -285,19 +255,19 @@ std::vector<CheckLine> peer_lines(const GpuReport& report) {
 }
 
 CheckLine nccl_line(const GpuReport& report) {
-  if (!report.nccl.empty()) return {"NCCL", Diagnosis::good, report.nccl};
-  return {"NCCL", Diagnosis::note, "not found",
+  if (!report.nccl.empty()) return {"NCCL", report.nccl};
+  return {"NCCL", "not found",
           "needed between hosts: pip install nvidia-nccl-cu13, and name "
           "its file in WAYBILL_NCCL_LIBRARY unless torch has loaded it"};
 }
 
 CheckLine nvshmem_line(const GpuReport& report) {
-  if (report.nvshmem) return {"NVSHMEM", Diagnosis::good, "found"};
+  if (report.nvshmem) return {"NVSHMEM", "found"};
   // The last one tried: NVSHMEM itself, or the library that Waybill is built with for it.
   const std::string& text = report.nvshmem_trouble;
   const std::size_t last = text.rfind('\n');
   return {
-      "NVSHMEM", Diagnosis::note,
+      "NVSHMEM",
       concat("did not load", last == text.npos ? "" : ": ",
              last == text.npos ? "" : printable_line(text.substr(std::min(last + 3, text.size())))),
       "only for make_nvshmem_world: pip install nvidia-nvshmem-cu13, its folder in "
@@ -309,9 +279,9 @@ std::vector<CheckLine> measured_lines(const GpuReport& report) {
   const auto gpus = static_cast<int>(report.gpus.size());
   constexpr std::int64_t bytes = std::int64_t{64} << 20;
   std::vector<CheckLine> lines;
-  lines.push_back({"memory", Diagnosis::good,
-                   concat("a copy on GPU 0 reads and writes ",
-                          format_fixed(local_copy_gb_s(std::int64_t{1} << 30), 0), " GB/s")});
+  lines.push_back(
+      {"memory", concat("a copy on GPU 0 reads and writes ",
+                        format_fixed(local_copy_gb_s(std::int64_t{1} << 30), 0), " GB/s")});
   const bool reaches_all = std::ranges::all_of(report.peer_access, [](const auto& row) {
     return std::ranges::find(row, false) == row.end();
   });
@@ -319,10 +289,10 @@ std::vector<CheckLine> measured_lines(const GpuReport& report) {
   const auto rate = [&](LinkWay way, int sms) {
     return concat(format_fixed(link_gb_s(gpus, way, sms, bytes), 0), " GB/s");
   };
-  lines.push_back({"links", Diagnosis::good,
-                   concat("each GPU to all others at once, 64 MiB a peer: push ",
-                          rate(LinkWay::push_bulk, 16), ", pull ", rate(LinkWay::pull_bulk, 16),
-                          ", copy engines ", rate(LinkWay::copy_engines, 1))});
+  lines.push_back(
+      {"links", concat("each GPU to all others at once, 64 MiB a peer: push ",
+                       rate(LinkWay::push_bulk, 16), ", pull ", rate(LinkWay::pull_bulk, 16),
+                       ", copy engines ", rate(LinkWay::copy_engines, 1))});
   return lines;
 }
 
@@ -337,9 +307,7 @@ std::vector<CheckLine> check_gpus(bool measure) {
     lines.push_back(nccl_line(report));
     lines.push_back(nvshmem_line(report));
   }
-  const bool works = std::ranges::all_of(
-      lines, [](const CheckLine& line) { return line.state != Diagnosis::problem; });
-  if (measure && works && !report.gpus.empty()) {
+  if (measure && !has_problem(lines) && !report.gpus.empty()) {
     std::ranges::copy(measured_lines(report), std::back_inserter(lines));
   }
   return lines;
@@ -349,25 +317,14 @@ std::vector<CheckLine> check_gpus(bool measure) {
   if (measure) {
     throw Unsupported("doctor --measure: this program was built without CUDA, and measures GPUs");
   }
-  CheckLine line{"CUDA", Diagnosis::note, "built without it"};
   const std::int64_t gpus = num_driver_gpus();
-  line.advice = gpus == 0 ? "ranks run in host memory, and no GPU is here"
-                          : concat("there are ", gpus,
-                                   " GPU(s): install CUDA 13 and build with "
-                                   "-DWAYBILL_CUDA=ON (pip: it is found by itself)");
-  return {line};
+  return {{"CUDA", "built without it",
+           gpus == 0 ? "ranks run in host memory, and no GPU is here"
+                     : concat("there are ", gpus,
+                              " GPU(s): install CUDA 13 and build with -DWAYBILL_CUDA=ON (pip: it "
+                              "is found by itself)")}};
 }
 #endif
-
-const char* name_of(Diagnosis state) {
-  if (state == Diagnosis::good) return "good";
-  return state == Diagnosis::note ? "note" : "problem";
-}
-
-bool has_problem(const std::vector<CheckLine>& lines) {
-  return std::ranges::any_of(
-      lines, [](const CheckLine& line) { return line.state == Diagnosis::problem; });
-}
 
 std::string as_json(const std::vector<CheckLine>& lines) {
   detail::JsonWriter writer(JsonStyle::readable);
@@ -378,7 +335,7 @@ std::string as_json(const std::vector<CheckLine>& lines) {
   writer.key("checks").open_list();
   for (const CheckLine& line : lines) {
     writer.open_object(true);
-    writer.key("name").string(line.name).key("state").string(name_of(line.state));
+    writer.key("name").string(line.name).key("state").string(line.state());
     writer.key("value").string(line.value);
     if (!line.advice.empty()) writer.key("advice").string(line.advice);
     writer.close();
@@ -391,18 +348,7 @@ std::string as_json(const std::vector<CheckLine>& lines) {
 std::string table_line(const std::string& name, const std::string& value) {
   const std::size_t room =
       std::max<std::size_t>(text_width() - std::min(text_width(), name.size()), 16);
-  std::string text = name;
-  std::size_t used = 0;
-  std::istringstream words(value);
-  for (std::string word; words >> word;) {
-    if (used > 0 && used + 1 + word.size() > room) {
-      text += concat("\n", std::string(name.size(), ' '));
-      used = 0;
-    }
-    text += concat(used > 0 ? " " : "", word);
-    used += word.size() + (used > 0 ? 1 : 0);
-  }
-  return text + "\n";
+  return concat(name, detail::wrapped(value, room, std::string(name.size(), ' ')), "\n");
 }
 
 std::string as_text(const std::vector<CheckLine>& lines) {
@@ -411,9 +357,7 @@ std::string as_text(const std::vector<CheckLine>& lines) {
   std::string text = concat("waybill ", WAYBILL_VERSION, " on this host\n");
   std::vector<std::string> advice;
   for (const CheckLine& line : lines) {
-    const char* const mark = line.state == Diagnosis::problem ? "! "
-                             : line.state == Diagnosis::note  ? "- "
-                                                              : "  ";
+    const char* const mark = !line.works ? "! " : line.advice.empty() ? "  " : "- ";
     text += table_line(concat(mark, line.name, std::string(width - line.name.size() + 2, ' ')),
                        line.value);
     if (!line.advice.empty()) advice.push_back(concat(line.name, ": ", line.advice));
@@ -426,7 +370,7 @@ std::string as_text(const std::vector<CheckLine>& lines) {
                                           "matters only if you need it."));
 }
 
-int run_doctor(const DoctorOptions& options, Program& program) {
+int run_doctor(const Options& options, Command /*command*/, Program& program) {
   std::vector<CheckLine> lines = check_host();
   std::ranges::copy(check_python(options), std::back_inserter(lines));
   {
@@ -440,19 +384,19 @@ int run_doctor(const DoctorOptions& options, Program& program) {
 }  // namespace
 
 void add_doctor_command(Command app, Program& program) {
-  auto options = std::make_shared<DoctorOptions>();
-  Command command = app.add_command(
-      "doctor",
+  auto [command, options] = add_command(
+      app, program, "doctor",
       "Checks what ranks need on this machine, and says what to do about what is missing: GPUs, "
-      "peer access, NCCL, NVSHMEM, shared memory, limits, how the host name resolves.");
-  command.flag("--json", options->json, "Print JSON");
+      "peer access, NCCL, NVSHMEM, shared memory, limits, how the host name resolves.",
+      run_doctor);
+  command.flag("--json", options.json, "Print JSON");
   command.flag(
-      "--measure", options->measure,
+      "--measure", options.measure,
       "Also measure the links and memory of the GPUs, which must be idle; takes a few seconds");
   command
-      .option("--python", options->python, "Version of Python to show; python -m waybill passes it")
+      .option("--python", options.python, "Version of Python to show; python -m waybill passes it")
       .value_name("TEXT");
-  command.option("--torch", options->torch, "Version of torch to show; python -m waybill passes it")
+  command.option("--torch", options.torch, "Version of torch to show; python -m waybill passes it")
       .value_name("TEXT");
   command.footer(
       "Exit: 0 everything that was found works, 1 something that was found does not.\n\n"
@@ -460,7 +404,6 @@ void add_doctor_command(Command app, Program& program) {
       "  waybill doctor\n"
       "  python -m waybill doctor       with the versions of Python and torch\n"
       "  waybill doctor --measure --json");
-  program.on(command, [options, &program] { return run_doctor(*options, program); });
 }
 
 }  // namespace waybill::cli

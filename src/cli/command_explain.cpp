@@ -1,7 +1,13 @@
-#include <memory>
-
+#include "documents.h"
 #include "plans.h"
 #include "report/format.h"
+#include "waybill/cost_model/compare_plans.h"
+#include "waybill/json/link_speeds_json.h"
+
+#ifdef WAYBILL_CLI_CUDA
+#include "cuda/gpu_report.h"
+#include "cuda/self_test/self_test.h"
+#endif
 
 namespace waybill::cli {
 namespace {
@@ -41,41 +47,166 @@ int run_explain(const Options& options, Command command, Program& program) {
   return exit_good;
 }
 
+std::string lower_first(std::string text) {
+  text[0] = static_cast<char>(text[0] | 0x20);  // ASCII letters
+  return text;
+}
+
+// The last one is the planner's best.
+std::vector<std::string> comparison_sentences(const std::vector<NamedStep>& steps) {
+  std::vector<std::string> sentences;
+  const NamedStep& best = steps.back();
+  for (const NamedStep& other : steps) {
+    if (&other == &best) continue;
+    const bool faster = other.step.seconds >= best.step.seconds;
+    const double times =
+        faster ? other.step.seconds / best.step.seconds : best.step.seconds / other.step.seconds;
+    const std::string compared =
+        times < 1.005 ? "as fast as \""
+                      : concat(format_fixed(times, 2),
+                               faster ? " times as fast as \"" : " times as slow as \"");
+    sentences.push_back(concat("\"", best.name, "\" is ", compared, other.name, "\". Of \"",
+                               other.name, "\": ", lower_first(explain_step(other.step)[1])));
+  }
+  sentences.push_back(concat("Of \"", best.name, "\": ", lower_first(explain_step(best.step)[1])));
+  return sentences;
+}
+
+int run_compare(const Options& options, Command /*command*/, Program& program) {
+  Console& console = program.console;
+  check_outputs({options.trace});
+  std::vector<NamedStep> steps;
+  Documents documents;
+  {
+    const Progress progress(console, "compare");
+    documents = load_documents(options);
+    console.print_remarks(documents.remarks);
+    steps = compare_plans(documents.lengths, {.planner = documents.plan, .degree = options.degree});
+  }
+  console.print(concat(documents.origin, ", on ", format_plural(documents.plan.world_size, "rank"),
+                       "\n", hardware_text(steps.front().step.options), "\n\n", step_table(steps),
+                       "\nPhases: what the last rank waited for. Bytes: of the first "
+                       "dispatch.\nKeys move before attention "
+                       "in static plans too: nothing overlaps.\n\n",
+                       sentence_list(comparison_sentences(steps))));
+  write_trace(options, steps, console);
+  return exit_good;
+}
+
+#ifdef WAYBILL_CLI_CUDA
+LinkMeasurement measure(const LinkSpeeds& known) {
+  const GpuReport report = report_gpus();
+  LinkMeasurement links;
+  links.num_gpus = static_cast<int>(report.gpus.size());
+  if (links.num_gpus > 0) links.device = report.gpus.front().name;
+  links.speeds = measure_links(links.num_gpus, known);
+  return links;
+}
+#else
+LinkMeasurement measure(const LinkSpeeds& /*known*/) {
+  throw Unsupported("calibrate: this program was built without CUDA, and measures links of GPUs");
+}
+#endif
+
+int run_calibrate(const Options& options, Command /*command*/, Program& program) {
+  check_outputs({options.output});
+  LinkSpeeds known;
+  if (!options.network.empty()) {
+    known.network_bytes_per_second = parse_rate(options.network).value();
+  }
+  LinkMeasurement links;
+  {
+    const Progress progress(program.console, "measuring links");
+    links = measure(known);
+  }
+  const std::string text = to_json(links);
+  try {
+    write_output(program.console, options.output, text);
+  } catch (const IoError&) {
+    program.console.print(text);  // it took too long to be lost
+    throw;
+  }
+  return exit_good;
+}
+
 }  // namespace
 
 void add_explain_command(Command app, Program& program) {
-  auto options = std::make_shared<Options>();
-  Command command = app.add_command(
-      "explain",
+  auto [command, options] = add_command(
+      app, program, "explain",
       "Predicts the step of a plan: how long each phase takes, which rank, document and link make "
-      "it slow, and what would help. Nothing is run.");
-  const Option file = add_input(command, *options, "FILE",
+      "it slow, and what would help. Nothing is run.",
+      run_explain);
+  const Option file = add_input(command, options, "FILE",
                                 "Plan or dispatch JSON; - is standard input. A file of `plan "
                                 "--full` also sets row sizes, nodes, window and relay, unless "
                                 "options do. Without FILE, documents are planned");
-  add_document_options(command, *options);
-  add_plan_options(command, *options);
+  add_document_options(command, options);
+  add_plan_options(command, options);
   for (Option option : command.options_of({documents_group})) option.excludes(file);
   for (const char* name :
        {"--world-size", "--tokens-per-rank", "--cut", "--imbalance", "--max-tokens", "--kv-layout"})
     command.option_named(name).excludes(file);
-  add_row_options(command, *options);
-  add_hardware_options(command, *options);
+  add_row_options(command, options);
+  add_hardware_options(command, options);
   Command prediction = command.under("Prediction");
   prediction.choice(
-      "--transfer", options->transfer, {"auto", "direct", "once_per_node", "relay"},
+      "--transfer", options.transfer, {"auto", "direct", "once_per_node", "relay"},
       "How K and V travel: direct, once_per_node, relay; auto: relay where there is a schedule");
-  add_rank_option(prediction, *options, "Also print the phases of this rank");
-  command.under(output_group).file("--html", options->html, "Write a report with the timeline");
-  add_trace_option(command, *options);
+  add_rank_option(prediction, options, "Also print the phases of this rank");
+  command.under(output_group).file("--html", options.html, "Write a report with the timeline");
+  add_trace_option(command, options);
   command.footer(
       "Examples:\n"
       "  waybill explain --distribution prolong --world-size 64\n"
       "  waybill explain --world-size 64 --transfer direct --network 400Gbit/s\n"
       "  waybill plan --full --world-size 16 | waybill explain - --trace step.json\n"
       "  waybill explain plan.json --rank 3");
-  program.on(command,
-             [options, command, &program] { return run_explain(*options, command, program); });
+}
+
+void add_compare_command(Command app, Program& program) {
+  auto [command, options] = add_command(
+      app, program, "compare",
+      "Compares static zigzag context parallelism, sharding of each document, and the planner on "
+      "the same documents: work, bytes and predicted times side by side.",
+      run_compare);
+  add_document_options(command, options);
+  add_plan_options(command, options);
+  add_row_options(command, options);
+  add_hardware_options(command, options);
+  command.under(plan_group)
+      .option("--degree", options.degree,
+              "Ranks in a static context-parallel group, a divisor of the world size; 0: the "
+              "largest that fits in a node")
+      .value_name("N")
+      .not_negative()
+      .show_default();
+  add_trace_option(command, options);
+  command.footer(
+      "Examples:\n"
+      "  waybill compare\n"
+      "  waybill compare --distribution prolong --world-size 256 --degree 16\n"
+      "  echo 300000 5000 5000 | waybill compare --lengths - --world-size 4 --trace steps.json");
+}
+
+void add_calibrate_command(Command app, Program& program) {
+  auto [command, options] = add_command(
+      app, program, "calibrate",
+      "Measures the links of this machine's GPUs and writes their speeds as JSON, for --links, "
+      "World::use_links and waybill.read_links. Nothing else should run on the GPUs meanwhile. "
+      "Without such a file, the speeds of 8 x H200 are used.",
+      run_calibrate);
+  options.output = "-";
+  command.file("-o,--output", options.output, "Where to write; -: standard output").show_default();
+  add_rate_option(
+      command, "--network", options.network,
+      "Speed of a rank's network card each way, such as 400Gbit/s; it is written, not measured");
+  command.footer(
+      "Give all ranks the same file: other speeds may lead to another plan, and ranks compare "
+      "their plans.\n\n"
+      "Examples:\n"
+      "  waybill calibrate -o links.json\n"
+      "  waybill explain --links links.json --world-size 64");
 }
 
 }  // namespace waybill::cli

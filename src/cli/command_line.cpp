@@ -52,11 +52,10 @@ std::vector<std::string> names_of_options(const CLI::App& app) {
 }
 
 /// The complaint about words that no option took: names the first option, else the first word.
-std::string left_over_text(const CLI::App& app, std::vector<std::string> left) {
+std::string left_over_text(const CLI::App& app, const std::vector<std::string>& left) {
   const auto chosen = app.get_subcommands();
-  const auto option = std::find_if(left.begin(), left.end(), [](const std::string& word) {
-    return word.size() > 1 && word[0] == '-';
-  });
+  const auto option = std::ranges::find_if(
+      left, [](const std::string& word) { return word.size() > 1 && word[0] == '-'; });
   if (option == left.end()) {
     if (!chosen.empty())
       return concat(chosen.front()->get_name(), ": ", left.front(), " was not expected");
@@ -79,16 +78,15 @@ std::string left_over_text(const CLI::App& app, std::vector<std::string> left) {
 std::string complaint(const CLI::App& app, const CLI::ParseError& error) {
   const auto chosen = app.get_subcommands();
   const std::string who = chosen.empty() ? "" : chosen.front()->get_name();
-  std::string text = error.what();
-  const std::string name = text.substr(0, text.find(':'));
-  const std::string more = concat(" (waybill ", who.empty() ? "" : who + " ", "--help lists them)");
+  const std::string text = error.what();
   if (error.get_name() == "RequiredError") {
     return concat(who.empty() ? "" : who + ": ", text, " (waybill ", who, " --help says more)");
   }
   if (error.get_name() != "ArgumentMismatch") return text;
   const bool is_missing = text.find("missing") != std::string::npos;
-  return concat(
-      name, is_missing ? ": got nothing, expected a value" : ": got it twice, expected once", more);
+  return concat(text.substr(0, text.find(':')),
+                is_missing ? ": got nothing, expected a value" : ": got it twice, expected once",
+                " (waybill ", who.empty() ? "" : who + " ", "--help lists them)");
 }
 
 // Names, value and default alone: an error says which options exclude each other, and the name of a
@@ -149,6 +147,12 @@ std::optional<std::int64_t> parse_number(const std::string& text) {
   return number;
 }
 
+std::string joined(const std::vector<std::string>& words, std::string_view separator) {
+  std::string text;
+  for (const std::string& word : words) text += concat(text.empty() ? "" : separator, word);
+  return text;
+}
+
 std::string did_you_mean(std::string_view word, std::span<const std::string> known) {
   const std::string_view bare = without_dashes(word);
   if (bare.empty() || bare.size() > 60) return "";
@@ -168,14 +172,11 @@ std::string did_you_mean(std::string_view word, std::span<const std::string> kno
 
 Option& Option::value_name(const std::string& name) {
   option_->type_name(name);
+  if (name != "FILE") return *this;
   // An empty variable of a script is not "without".
-  if (name == "FILE" || name == "FOLDER") {
-    option_->check([name](const std::string& text) {
-      return text.empty() ? concat("got \"\", expected a ", name == "FILE" ? "file" : "folder")
-                          : std::string();
-    });
-  }
-  return *this;
+  return check([](const std::string& text) {
+    return std::string(text.empty() ? "got \"\", expected a file" : "");
+  });
 }
 
 Option& Option::show_default() {
@@ -214,14 +215,12 @@ Option& Option::real_between(double min, double max) {
 }
 
 Option& Option::one_of(const std::vector<std::string>& words) {
-  std::string all;
-  for (const std::string& word : words) all += (all.empty() ? "" : "|") + word;
+  const std::string all = joined(words, "|");
   option_->type_name(all);
-  option_->check([words, all](const std::string& word) {
-    if (std::find(words.begin(), words.end(), word) != words.end()) return std::string();
+  return check([words, all](const std::string& word) {
+    if (std::ranges::find(words, word) != words.end()) return std::string();
     return concat("got ", word, ", expected ", all, did_you_mean(word, words));
   });
-  return *this;
 }
 
 Option& Option::not_negative() {
@@ -266,11 +265,6 @@ Option Command::flag(const std::string& names, bool& value, const std::string& t
   return Option(in_group(app_->add_flag(names, value, text)));
 }
 
-void Command::flag(const std::string& names, const std::function<void()>& call,
-                   const std::string& text) {
-  app_->add_flag_callback(names, call, text)->trigger_on_parse();
-}
-
 Option Command::option_named(const std::string& name) const {
   return Option(app_->get_option(name));
 }
@@ -290,30 +284,27 @@ void Command::footer(const std::string& text) { app_->footer(text); }
 
 void Command::when_chosen(const std::function<void()>& call) { app_->callback(call); }
 
-CommandLine::CommandLine(const std::string& name, const std::string& text,
-                         const std::string& version)
-    : app_(std::make_unique<CLI::App>(text, name)) {
-  app_->formatter(std::make_shared<HelpFormatter>());
-  app_->set_version_flag("--version", version, "Print the version and exit");
-  app_->require_subcommand(0, 1);
-  app_->fallthrough();
+std::shared_ptr<CLI::App> make_app(const std::string& name, const std::string& text,
+                                   const std::string& version) {
+  auto app = std::make_shared<CLI::App>(text, name);
+  app->formatter(std::make_shared<HelpFormatter>());
+  app->set_version_flag("--version", version, "Print the version and exit");
+  app->require_subcommand(0, 1);
+  app->fallthrough();
+  return app;
 }
 
-CommandLine::~CommandLine() = default;
-
-Command CommandLine::program() const { return Command(app_.get()); }
-
-std::optional<std::string> CommandLine::parse(int argc, char** argv, std::size_t width) {
+std::optional<std::string> parse(CLI::App& app, int argc, char** argv, std::size_t width) {
   try {
-    app_->parse(argc, argv);
+    app.parse(argc, argv);
   } catch (const CLI::CallForHelp&) {
-    return wrapped_help(app_->help(), width);
+    return wrapped_help(app.help(), width);
   } catch (const CLI::CallForVersion& version) {
     return concat(version.what(), "\n");
   } catch (const CLI::ExtrasError&) {
-    throw UsageError(left_over_text(*app_, app_->remaining(true)));
+    throw UsageError(left_over_text(app, app.remaining(true)));
   } catch (const CLI::ParseError& error) {
-    throw UsageError(complaint(*app_, error));
+    throw UsageError(complaint(app, error));
   }
   return std::nullopt;
 }

@@ -30,6 +30,9 @@ class UsageError : public Error {
 /// A whole decimal number and nothing else; none when it is something else or too large.
 [[nodiscard]] std::optional<std::int64_t> parse_number(const std::string& text);
 
+/// The words with `separator` between them.
+[[nodiscard]] std::string joined(const std::vector<std::string>& words, std::string_view separator);
+
 /// ", did you mean X?" where an unknown word is close to a known one; else "".
 [[nodiscard]] std::string did_you_mean(std::string_view word, std::span<const std::string> known);
 
@@ -38,7 +41,7 @@ class Option {
  public:
   explicit Option(CLI::Option* option) : option_(option) {}
 
-  /// --help shows it in the place of the value; "": nothing. A FILE or FOLDER must not be "".
+  /// --help shows it in the place of the value; "": nothing. A FILE must not be "".
   Option& value_name(const std::string& name);
   /// --help shows the variable's present value.
   Option& show_default();
@@ -91,8 +94,6 @@ class Command {
     return option(names, value, text).value_name("FILE");
   }
   Option flag(const std::string& names, bool& value, const std::string& text);
-  /// Called as soon as the flag is read.
-  void flag(const std::string& names, const std::function<void()>& call, const std::string& text);
 
   [[nodiscard]] Option option_named(const std::string& name) const;
   /// All options of these groups, as far as they are there.
@@ -112,21 +113,12 @@ class Command {
 };
 
 /// A program with commands, of which at most one is given; its own options may follow the command.
-class CommandLine {
- public:
-  CommandLine(const std::string& name, const std::string& text, const std::string& version);
-  ~CommandLine();
-  CommandLine(const CommandLine&) = delete;
-  CommandLine& operator=(const CommandLine&) = delete;
+[[nodiscard]] std::shared_ptr<CLI::App> make_app(const std::string& name, const std::string& text,
+                                                 const std::string& version);
 
-  [[nodiscard]] Command program() const;
-
-  /// @return the help, in lines of at most `width`, or the version, if the user asked for it
-  /// @throws UsageError
-  [[nodiscard]] std::optional<std::string> parse(int argc, char** argv, std::size_t width);
-
- private:
-  std::unique_ptr<CLI::App> app_;
-};
+/// @return the help, in lines of at most `width`, or the version, if the user asked for it
+/// @throws UsageError
+[[nodiscard]] std::optional<std::string> parse(CLI::App& app, int argc, char** argv,
+                                               std::size_t width);
 
 }  // namespace waybill::cli

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <memory>
 
 #include "plans.h"
 #include "report/format.h"
@@ -82,7 +81,7 @@ std::string show_plan(const Options& options, const QkvPlan& plan, const Console
                       console.style(options.gb_per_s));
 }
 
-int run_show(const Options& options, Program& program) {
+int run_show(const Options& options, Command /*command*/, Program& program) {
   DispatchFile file = read_dispatch_file(options.input, ReadCheck::values);
   std::string text;
   if (file.metadata) {
@@ -96,23 +95,87 @@ int run_show(const Options& options, Program& program) {
   return exit_good;
 }
 
+std::vector<Finding> findings_of(const Options& options) {
+  const DispatchFile file = read_dispatch_file(options.input, ReadCheck::form);
+  if (!options.reverse.empty()) {
+    const DispatchFile reverse = read_dispatch_file(options.reverse, ReadCheck::form);
+    if (!file.metadata || !reverse.metadata)
+      throw UsageError("validate: two files must both be metadata, forward and reverse");
+    return validate(*file.metadata, *reverse.metadata, options.checks);
+  }
+  if (file.metadata) return validate(*file.metadata, options.checks);
+  if (file.bundle) return validate(*file.plan, *file.bundle, options.checks);
+
+  std::vector<Finding> findings = validate(*file.plan, options.checks);
+  if (!findings.empty()) return findings;
+  check_routing_size(*file.plan);
+  findings = validate(*file.plan, compute_qkv_routing(*file.plan), options.checks);
+  return findings.empty() && file.attention ? validate(*file.attention, options.checks) : findings;
+}
+
+int run_validate(const Options& options, Command /*command*/, Program& program) {
+  std::vector<Finding> findings;
+  {
+    const Progress progress(program.console, "validation");
+    findings = findings_of(options);
+  }
+  const std::string name = input_name(options.input);
+  program.console.print(findings_text(findings, std::ssize(findings)));
+  if (findings.empty()) {
+    program.console.print(concat(program.console.mark(true), " ", name, ": no findings\n"));
+    return exit_good;
+  }
+  program.console.print_error(
+      concat(name, ": ", format_plural(std::ssize(findings), "finding"),
+             std::ssize(findings) >= options.checks.max_findings ? " (there may be more)" : ""));
+  return exit_failure;
+}
+
 }  // namespace
 
 void add_show_command(Command app, Program& program) {
-  auto options = std::make_shared<Options>();
-  Command command =
-      app.add_command("show", "Prints a plan, a dispatch or metadata in readable form");
-  add_input(command, *options, "FILE", "Plan, dispatch or metadata JSON; - is standard input")
+  auto [command, options] = add_command(
+      app, program, "show", "Prints a plan, a dispatch or metadata in readable form", run_show);
+  add_input(command, options, "FILE", "Plan, dispatch or metadata JSON; - is standard input")
       .required();
-  add_rank_option(command, *options, "Only this rank: its shards and slices");
-  add_table_option(command, *options);
-  add_row_options(command, *options);
+  add_rank_option(command, options, "Only this rank: its shards and slices");
+  add_table_option(command, options);
+  add_row_options(command, options);
   command.footer(
       "Examples:\n"
       "  waybill show plan.json --gb-per-s 400\n"
       "  waybill show plan.json --rank 3\n"
       "  waybill show dispatch.json --table rev_kv --rank 0");
-  program.on(command, [options, &program] { return run_show(*options, program); });
+}
+
+void add_validate_command(Command app, Program& program) {
+  auto [command, options] =
+      add_command(app, program, "validate",
+                  "Checks a plan, a dispatch or metadata, prints one line for "
+                  "each finding, and exits with 1 if "
+                  "there is any.",
+                  run_validate);
+  add_input(command, options, "FILE", "Plan, dispatch or metadata JSON; - is standard input")
+      .required();
+  command
+      .option("REVERSE", options.reverse,
+              "Reverse metadata to check against the forward metadata in FILE")
+      .value_name("");
+  command.option("--q-capacity", options.checks.q_capacity, "Rows of a rank's Q buffer")
+      .value_name("N")
+      .not_negative();
+  command.option("--kv-capacity", options.checks.kv_capacity, "Rows of a rank's K and V buffers")
+      .value_name("N")
+      .not_negative();
+  command.option("--max-findings", options.checks.max_findings, "Stop after this many")
+      .value_name("N")
+      .positive()
+      .show_default();
+  command.footer(
+      "Examples:\n"
+      "  waybill validate plan.json\n"
+      "  waybill validate dispatch.json --kv-capacity 200000\n"
+      "  waybill validate forward.json reverse.json");
 }
 
 }  // namespace waybill::cli

@@ -1,5 +1,3 @@
-#include <memory>
-
 #include "plans.h"
 #include "report/format.h"
 
@@ -47,9 +45,9 @@ int run_prediction(const Options& options, Program& program) {
   return exit_good;
 }
 
-int run_simulate(const Options& options, Program& program) {
+int run_check(const Options& options, Program& program) {
   Console& console = program.console;
-  const DispatchFile file = read_plan_file(options.input, ReadCheck::values);
+  const DispatchFile file = read_plan_file(options.input);
   if (file.bundle) {
     const std::vector<Finding> findings = validate(*file.plan, *file.bundle);
     if (!findings.empty()) {
@@ -76,25 +74,32 @@ int run_simulate(const Options& options, Program& program) {
   return exit_failure;
 }
 
+int run_simulate(const Options& options, Command command, Program& program) {
+  if (!options.input.empty()) return run_check(options, program);
+  if (!command.is_given("--ranks"))
+    throw UsageError("simulate: FILE is required, or --ranks for a prediction");
+  return run_prediction(options, program);
+}
+
 }  // namespace
 
 void add_simulate_command(Command app, Program& program) {
-  auto options = std::make_shared<Options>();
-  Command command = app.add_command(
-      "simulate",
+  auto [command, options] = add_command(
+      app, program, "simulate",
       "With FILE: carries out a plan or dispatch in memory (Q, K and V to the attention layout and "
       "back), checks every byte, and exits with 1 if one is wrong. With --ranks: plans documents "
-      "and predicts the time of a step on that many ranks, with and without forwarding.");
-  const Option file = add_input(command, *options, "FILE",
+      "and predicts the time of a step on that many ranks, with and without forwarding.",
+      run_simulate);
+  const Option file = add_input(command, options, "FILE",
                                 "Plan or dispatch JSON to carry out; - is standard input");
-  add_run_options(command, *options);
+  add_run_options(command, options);
   for (Option option : command.options_of({run_group})) option.needs(file);
-  add_document_options(command, *options);
-  add_plan_options(command, *options, "--ranks,--world-size");
-  add_row_options(command, *options);
-  add_hardware_options(command, *options);
-  command.under(output_group).file("--html", options->html, "Write a report with the timelines");
-  add_trace_option(command, *options);
+  add_document_options(command, options);
+  add_plan_options(command, options, "--ranks,--world-size");
+  add_row_options(command, options);
+  add_hardware_options(command, options);
+  command.under(output_group).file("--html", options.html, "Write a report with the timelines");
+  add_trace_option(command, options);
   for (Option option :
        command.options_of({documents_group, plan_group, rows_group, hardware_group, output_group}))
     option.excludes(file);
@@ -105,12 +110,6 @@ void add_simulate_command(Command app, Program& program) {
       "  waybill plan --world-size 16 | waybill simulate -\n"
       "  waybill simulate --ranks 4096 --ranks-per-node 8 --network 50GB/s\n"
       "  waybill simulate --ranks 64 --distribution prolong --trace step.json");
-  program.on(command, [options, command, &program] {
-    if (!options->input.empty()) return run_simulate(*options, program);
-    if (!command.is_given("--ranks"))
-      throw UsageError("simulate: FILE is required, or --ranks for a prediction");
-    return run_prediction(*options, program);
-  });
 }
 
 }  // namespace waybill::cli

@@ -37,63 +37,38 @@ bool is_word(std::uint32_t c) {
          (c >= 0x80 && !stands_alone(c));
 }
 
-/// Counts the tokens of a text that comes in pieces. The rule: a token is a run of letters and
-/// digits, or one other visible character; white space separates. Letters are those of ASCII and
-/// all code points from U+0080 on, except that Chinese, Japanese and Korean characters are a token
-/// each. Bytes that are no UTF-8, or control characters other than white space, are no text.
-class TokenCounter {
- public:
-  void add(std::string_view bytes) {
-    for (const char byte : bytes) {
-      const auto b = static_cast<std::uint32_t>(static_cast<unsigned char>(byte));
-      if (num_missing_ > 0) {
-        is_text_ = is_text_ && (b & 0xC0U) == 0x80U;
-        partial_ = (partial_ << 6U) | (b & 0x3FU);
-        if (--num_missing_ > 0) continue;
-        const bool surrogate = partial_ >= 0xD800 && partial_ <= 0xDFFF;
-        is_text_ = is_text_ && partial_ >= smallest_ && partial_ <= 0x10FFFF && !surrogate;
-        add_code_point(partial_);
-      } else if (b < 0x80) {
-        add_code_point(b);
-      } else if (b >= 0xC2 && b < 0xF5) {
-        num_missing_ = b < 0xE0 ? 1 : b < 0xF0 ? 2 : 3;
-        partial_ = b & (0x3FU >> static_cast<unsigned>(num_missing_));
-        smallest_ = num_missing_ == 1 ? 0x80 : num_missing_ == 2 ? 0x800 : 0x10000;
-      } else {
-        is_text_ = false;
+/// Counts the tokens of a text, and its bytes. The rule: a token is a run of letters and digits, or
+/// one other visible character; white space separates. Letters are those of ASCII and all code
+/// points from U+0080 on, except that Chinese, Japanese and Korean characters are a token each.
+/// Bytes that are no UTF-8, or control characters other than white space, are no text.
+/// @return none for what is no text, of which no more is read than that takes
+std::optional<std::int64_t> count_tokens(std::istream& file, std::int64_t& num_bytes) {
+  constexpr std::size_t max_code_point_bytes = 4;
+  std::int64_t num_tokens = 0;
+  bool was_word = false;
+  std::array<char, 65536> buffer{};
+  std::size_t begun = 0;  // bytes of a code point whose end was not read yet
+  while (file) {
+    file.read(buffer.data() + begun, static_cast<std::streamsize>(buffer.size() - begun));
+    num_bytes += file.gcount();
+    std::string_view text(buffer.data(), begun + static_cast<std::size_t>(file.gcount()));
+    while (text.size() >= max_code_point_bytes || (!file && !text.empty())) {
+      const auto lead = static_cast<unsigned char>(text.front());
+      const auto [c, length] =
+          lead < 0x80 ? detail::CodePoint{lead, 1} : detail::first_code_point(text);
+      if (length == 0) return std::nullopt;
+      text.remove_prefix(length);
+      const bool in_word = is_word(c) && !is_space(c);
+      if (!is_space(c)) {
+        if (is_control(c)) return std::nullopt;
+        if (!in_word || !was_word) ++num_tokens;
       }
-      if (!is_text_) return;
+      was_word = in_word;
     }
+    begun = text.copy(buffer.data(), text.size());
   }
-
-  /// False once it is certain that the bytes are no text.
-  [[nodiscard]] bool is_text() const { return is_text_; }
-
-  /// Tokens so far; none when the bytes were no text.
-  [[nodiscard]] std::optional<std::int64_t> finish() const {
-    if (!is_text_ || num_missing_ > 0) return std::nullopt;
-    return num_tokens_;
-  }
-
- private:
-  void add_code_point(std::uint32_t c) {
-    const bool in_word = is_word(c);
-    if (is_space(c)) {
-      in_word_ = false;
-      return;
-    }
-    is_text_ = is_text_ && !is_control(c);
-    if (!in_word || !in_word_) ++num_tokens_;
-    in_word_ = in_word;
-  }
-
-  std::int64_t num_tokens_ = 0;
-  bool in_word_ = false;
-  bool is_text_ = true;
-  std::uint32_t partial_ = 0;  // code point of which bytes are missing
-  int num_missing_ = 0;
-  std::uint32_t smallest_ = 0;  // that needs as many bytes
-};
+  return num_tokens;
+}
 
 std::vector<fs::path> files_below(const fs::path& folder) {
   std::error_code error;
@@ -154,15 +129,8 @@ void count(const std::string& folder, Documents& documents) {
   std::int64_t num_unreadable = 0;
   for (const fs::path& path : files_below(folder)) {
     std::ifstream file(path, std::ios::binary);
-    TokenCounter counter;
-    std::array<char, 65536> buffer{};
     std::int64_t file_bytes = 0;
-    while (file && counter.is_text()) {
-      file.read(buffer.data(), static_cast<std::streamsize>(buffer.size()));
-      counter.add({buffer.data(), static_cast<std::size_t>(file.gcount())});
-      file_bytes += file.gcount();
-    }
-    const std::optional<std::int64_t> num_tokens = counter.finish();
+    const std::optional<std::int64_t> num_tokens = count_tokens(file, file_bytes);
     if (!file.is_open() || file.bad()) {
       ++num_unreadable;
     } else if (!num_tokens) {
@@ -283,6 +251,7 @@ Documents load_documents(const Options& options) {
             " ranks, expected at most 2^40 tokens in all");
     fit(documents, options.cut);
   }
+  documents.plan.hardware = options.facts(documents.plan.hardware);
   return documents;
 }
 

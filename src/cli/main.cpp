@@ -1,4 +1,5 @@
 #include <exception>
+#include <memory>
 #include <new>
 #include <optional>
 
@@ -32,9 +33,8 @@ constexpr const char* version = "waybill " WAYBILL_VERSION
     ;
 
 void add_commands(Command app, Program& program) {
-  app.flag(
-      "--progress", [&program] { program.console.set_plain_progress(true); },
-      "Print progress lines on standard error even if it is not a terminal");
+  app.flag("--progress", program.console.plain_progress,
+           "Print progress lines on standard error even if it is not a terminal");
   for (const auto add :
        {add_demo_command, add_plan_command, add_metadata_command, add_simulate_command,
         add_validate_command, add_show_command, add_explain_command, add_compare_command,
@@ -58,12 +58,12 @@ void add_commands(Command app, Program& program) {
 }
 
 int run(int argc, char** argv, Program& program) {
-  CommandLine line("waybill",
-                   "Waybill routes tokens between ranks: plans, checks and simulates dispatches.",
-                   version);
+  const auto app = make_app(
+      "waybill", "Waybill routes tokens between ranks: plans, checks and simulates dispatches.",
+      version);
   program.command_line = command_line(argc, argv);
-  add_commands(line.program(), program);
-  if (const std::optional<std::string> shown = line.parse(argc, argv, text_width())) {
+  add_commands(Command(app.get()), program);
+  if (const std::optional<std::string> shown = parse(*app, argc, argv, text_width())) {
     program.console.print(*shown);
     return exit_good;
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <memory>
 
 #include "program.h"
 #include "waybill/core/dtype.h"
@@ -16,10 +17,9 @@ namespace {
 constexpr std::int64_t max_tokens = std::int64_t{1} << 40;
 constexpr std::int64_t max_hidden = 1 << 24;
 
-std::string distribution_names() {
-  std::string names;
-  for (const LengthDistribution& distribution : builtin_length_distributions())
-    names += (names.empty() ? "" : ", ") + distribution.name;
+std::vector<std::string> distribution_names() {
+  std::vector<std::string> names;
+  for (const LengthDistribution& one : builtin_length_distributions()) names.push_back(one.name);
   return names;
 }
 
@@ -28,9 +28,8 @@ std::string check_distribution(const std::string& name) {
     (void)length_distribution(name);
     return "";
   } catch (const InvalidArgument&) {
-    std::vector<std::string> known;
-    for (const LengthDistribution& one : builtin_length_distributions()) known.push_back(one.name);
-    return concat("got ", name, ", expected one of ", distribution_names(),
+    const std::vector<std::string> known = distribution_names();
+    return concat("got ", name, ", expected one of ", joined(known, ", "),
                   did_you_mean(name, known));
   }
 }
@@ -70,22 +69,6 @@ std::optional<double> bytes_per_second(const std::string& text) {
   return number * std::pow(1000.0, static_cast<double>(power + 1));
 }
 
-/// How many ranks there are, and for how many rows of documents they have room.
-void add_room_options(Command command, Options& options, const std::string& ranks_name) {
-  command.number(ranks_name, options.world_size, 1, max_world_size, "Number of ranks");
-  command
-      .option("--tokens-per-rank", options.tokens_per_rank,
-              "Rows per rank before dispatch; auto: just enough for the documents "
-              "(default: 65536 for drawn lengths, else auto). Too few for the documents are an "
-              "error, unless --cut")
-      .value_name("N|auto")
-      .between(1, max_tokens, true);
-  command.flag(
-      "--cut", options.cut,
-      "Take the first documents, as many as --tokens-per-rank has room for, cut the last of "
-      "them, and leave out the others");
-}
-
 }  // namespace
 
 RowBytes Options::row_bytes() const {
@@ -111,6 +94,15 @@ HardwareFacts Options::facts(HardwareFacts defaults) const {
   return defaults;
 }
 
+std::pair<Command, Options&> add_command(Command app, Program& program, const std::string& name,
+                                         const std::string& text,
+                                         int (*work)(const Options&, Command, Program&)) {
+  const auto options = std::make_shared<Options>();
+  const Command command = app.add_command(name, text);
+  program.on(command, [=, &program] { return work(*options, command, program); });
+  return {command, *options};
+}
+
 Option add_input(Command command, Options& options, const std::string& name,
                  const std::string& text) {
   return command.option(name, options.input, text).value_name("");
@@ -131,12 +123,12 @@ void add_compact_flag(Command command, Options& options) {
 
 void add_document_options(Command command, Options& options) {
   command = command.under(documents_group);
-  const Option distribution =
-      command
-          .option("--distribution", options.distribution,
-                  "Draw lengths from a named distribution (the default): " + distribution_names())
-          .value_name("NAME")
-          .check(check_distribution);
+  const Option distribution = command
+                                  .option("--distribution", options.distribution,
+                                          "Draw lengths from a named distribution (the default): " +
+                                              joined(distribution_names(), ", "))
+                                  .value_name("NAME")
+                                  .check(check_distribution);
   Option lengths = command.file("--lengths", options.lengths_path,
                                 "Read lengths in tokens: JSON list or text; - is standard input");
   command
@@ -160,7 +152,18 @@ void add_ranks_per_node(Command command, Options& options) {
 
 void add_plan_options(Command command, Options& options, const std::string& ranks_name) {
   command = command.under(plan_group);
-  add_room_options(command, options, ranks_name);
+  command.number(ranks_name, options.world_size, 1, max_world_size, "Number of ranks");
+  command
+      .option("--tokens-per-rank", options.tokens_per_rank,
+              "Rows per rank before dispatch; auto: just enough for the documents "
+              "(default: 65536 for drawn lengths, else auto). Too few for the documents are an "
+              "error, unless --cut")
+      .value_name("N|auto")
+      .between(1, max_tokens, true);
+  command.flag(
+      "--cut", options.cut,
+      "Take the first documents, as many as --tokens-per-rank has room for, cut the last of "
+      "them, and leave out the others");
   command
       .option("--imbalance", options.imbalance,
               "Target for the largest work of a rank over the mean; a lower one moves more bytes")
@@ -210,23 +213,26 @@ void add_run_options(Command command, Options& options) {
   command.number("--threads", options.num_threads, 0, 4096, "Number of threads; 0: all cores");
 }
 
+void add_rate_option(Command command, const std::string& name, std::string& value,
+                     const std::string& text) {
+  command.option(name, value, text).value_name("RATE").check([](const std::string& rate) {
+    if (parse_rate(rate)) return std::string();
+    return concat("got ", rate, ", expected a speed such as 50GB/s or 400Gbit/s, from ",
+                  LinkSpeeds::least, " to ", LinkSpeeds::most, " bytes per second");
+  });
+}
+
 void add_link_options(Command command, Options& options) {
   command = command.under(hardware_group);
   command.file("--links", options.links,
                "Link speeds from a file that waybill calibrate has written; - is standard input. "
                "--nvlink and --network override it");
-  command
-      .option("--nvlink", options.nvlink,
-              "Speed of a rank's NVLink each way, such as 345GB/s (the default, measured on 8 x "
-              "H200)")
-      .value_name("RATE")
-      .check(check_rate);
-  command
-      .option("--network", options.network,
-              "Speed of a rank's network card each way, such as 50GB/s (the default) or "
-              "400Gbit/s")
-      .value_name("RATE")
-      .check(check_rate);
+  add_rate_option(command, "--nvlink", options.nvlink,
+                  "Speed of a rank's NVLink each way, such as 345GB/s (the default, measured on 8 "
+                  "x H200)");
+  add_rate_option(command, "--network", options.network,
+                  "Speed of a rank's network card each way, such as 50GB/s (the default) or "
+                  "400Gbit/s");
 }
 
 void add_hardware_options(Command command, Options& options) {
@@ -257,13 +263,6 @@ std::string check_seed(const std::string& text) {
 std::optional<double> parse_rate(const std::string& text) {
   const std::optional<double> rate = bytes_per_second(text);
   return rate && LinkSpeeds::makes_sense(*rate) ? rate : std::nullopt;
-}
-
-std::string check_rate(const std::string& text) {
-  return parse_rate(text)
-             ? ""
-             : concat("got ", text, ", expected a speed such as 50GB/s or 400Gbit/s, from ",
-                      LinkSpeeds::least, " to ", LinkSpeeds::most, " bytes per second");
 }
 
 }  // namespace waybill::cli

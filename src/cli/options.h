@@ -3,21 +3,28 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "command_line.h"
 #include "waybill/planner/planner_options.h"
 #include "waybill/report/plan_summary.h"
+#include "waybill/routing/validate.h"
 
 namespace waybill::cli {
 
-/// The options that several commands share; each command adds those that it has.
+struct Program;
+
+/// The options of all commands; each command adds those that it has.
 struct Options {
   // Files.
   std::string input;
   std::string output;
   std::string trace;
   std::string html;
-  bool compact = false;  ///< JSON without line breaks
+  bool no_html = false;
+  bool compact = false;    ///< JSON without line breaks
+  bool full = false;       ///< all figures of a plan
+  bool normalize = false;  ///< dtypes of device tables
   std::string table;
   std::int32_t rank = -1;  ///< -1: all
 
@@ -44,15 +51,28 @@ struct Options {
   std::string dtype = "bfloat16";
   double gb_per_s = 0;
 
-  // The byte-checked run.
+  // Validation.
+  std::string reverse;  ///< file of reverse metadata
+  ValidateOptions checks;
+
+  // The byte-checked run, and the run on GPUs.
+  bool no_simulate = false;
   std::string payload_bytes = "auto";
   int num_threads = 0;
+  bool gpus = false;
+  int num_sms = 16;
 
   // Speeds for predictions; empty: the default, or that of the file.
   std::string links;  ///< file of waybill calibrate
   std::string nvlink;
   std::string network;
   double pairs_per_second = 0;  ///< 0: from the default operations per second
+
+  // The machine.
+  bool json = false;
+  bool measure = false;
+  std::string python;  ///< its version; empty: the program was called without Python
+  std::string torch;   ///< its version; empty: not installed
 
   // Predictions.
   std::string transfer = "auto";
@@ -74,6 +94,11 @@ inline constexpr const char* run_group = "Byte-checked run";
 inline constexpr const char* hardware_group = "Hardware";
 inline constexpr const char* output_group = "Output";
 
+/// Adds a command with its own options; `work` is done if it is chosen, and returns the exit code.
+[[nodiscard]] std::pair<Command, Options&> add_command(
+    Command app, Program& program, const std::string& name, const std::string& text,
+    int (*work)(const Options& options, Command command, Program& program));
+
 /// A positional argument: a file to read.
 Option add_input(Command command, Options& options, const std::string& name,
                  const std::string& text);
@@ -88,6 +113,9 @@ void add_plan_options(Command command, Options& options,
 void add_ranks_per_node(Command command, Options& options);
 void add_row_options(Command command, Options& options);
 void add_run_options(Command command, Options& options);
+/// RATE, which parse_rate reads.
+void add_rate_option(Command command, const std::string& name, std::string& value,
+                     const std::string& text);
 void add_link_options(Command command, Options& options);
 /// Links, and attention.
 void add_hardware_options(Command command, Options& options);
@@ -101,8 +129,5 @@ void add_trace_option(Command command, Options& options);
 /// and bit or b in place of B; "ps" or "/s". None when it is something else, or a speed that makes
 /// no sense.
 [[nodiscard]] std::optional<double> parse_rate(const std::string& text);
-
-/// A check of an option by parse_rate.
-[[nodiscard]] std::string check_rate(const std::string& text);
 
 }  // namespace waybill::cli

@@ -15,40 +15,6 @@
 namespace waybill::cli {
 namespace {
 
-DispatchFile dispatch_file_of(const std::string& text, const std::string& name, ReadCheck check) {
-  DispatchFile file;
-  file.name = name;
-  const std::string format = json_format(text, file.name);
-  if (format == "waybill.plan") {
-    file.plan = plan_from_json(text, file.name, check);
-  } else if (format == "waybill.attention_plan") {
-    file.attention = attention_plan_from_json(text, file.name, check);
-    file.plan = file.attention->plan;
-  } else if (format == "waybill.dispatch") {
-    DispatchBundle bundle = dispatch_from_json(text, file.name, check);
-    file.plan = std::move(bundle.plan);
-    file.bundle = std::move(bundle.metadata);
-  } else if (format == "waybill.metadata") {
-    file.metadata = metadata_from_json(text, file.name, check);
-  } else {
-    throw IoError(concat(file.name, ": /format = \"", format,
-                         "\", expected waybill.plan, waybill.attention_plan, waybill.dispatch or "
-                         "waybill.metadata"));
-  }
-  return file;
-}
-
-/// Throws for a text without a plan.
-DispatchFile plan_from_text(const std::string& text, const std::string& name, ReadCheck check) {
-  DispatchFile file = dispatch_file_of(text, name, check);
-  if (!file.plan) {
-    throw IoError(concat(file.name,
-                         ": /format = \"waybill.metadata\", expected waybill.plan, "
-                         "waybill.attention_plan or waybill.dispatch"));
-  }
-  return file;
-}
-
 /// Throws unless the dense form, which has W x (W + 1) and W x S x C entries, can be written.
 void check_dense_size(const QkvPlan& plan, const QkvRouting& routing) {
   constexpr std::int64_t max_cells = std::int64_t{1} << 27;
@@ -88,9 +54,7 @@ StepJob step_job_of(AttentionPlan plan, std::string origin) {
 }
 
 std::string plan_text(const QkvPlan& plan) {
-  return concat(format_plural(plan.num_documents(), "document"), " in ",
-                format_plural(plan.num_shards(), "shard"), " on ",
-                format_plural(plan.world_size, "rank"));
+  return concat(format_plural(plan.num_documents(), "document"), " in ", shards_text(plan));
 }
 
 /// Bytes that the check keeps in memory at the same time, for rows of `payload_bytes`.
@@ -116,6 +80,11 @@ double footprint(const QkvPlan& plan, const QkvRouting& routing, std::int64_t pa
 
 }  // namespace
 
+std::string shards_text(const QkvPlan& plan) {
+  return concat(format_plural(plan.num_shards(), "shard"), " on ",
+                format_plural(plan.world_size, "rank"));
+}
+
 E2eMetadata& DispatchFile::dense() {
   if (!bundle) {
     check_routing_size(*plan);
@@ -127,11 +96,37 @@ E2eMetadata& DispatchFile::dense() {
 }
 
 DispatchFile read_dispatch_file(const std::string& path, ReadCheck check) {
-  return dispatch_file_of(read_input(path), input_name(path), check);
+  DispatchFile file;
+  file.name = input_name(path);
+  const std::string text = read_input(path);
+  const std::string format = json_format(text, file.name);
+  if (format == "waybill.plan") {
+    file.plan = plan_from_json(text, file.name, check);
+  } else if (format == "waybill.attention_plan") {
+    file.attention = attention_plan_from_json(text, file.name, check);
+    file.plan = file.attention->plan;
+  } else if (format == "waybill.dispatch") {
+    DispatchBundle bundle = dispatch_from_json(text, file.name, check);
+    file.plan = std::move(bundle.plan);
+    file.bundle = std::move(bundle.metadata);
+  } else if (format == "waybill.metadata") {
+    file.metadata = metadata_from_json(text, file.name, check);
+  } else {
+    throw IoError(concat(file.name, ": /format = \"", format,
+                         "\", expected waybill.plan, waybill.attention_plan, waybill.dispatch or "
+                         "waybill.metadata"));
+  }
+  return file;
 }
 
-DispatchFile read_plan_file(const std::string& path, ReadCheck check) {
-  return plan_from_text(read_input(path), input_name(path), check);
+DispatchFile read_plan_file(const std::string& path) {
+  DispatchFile file = read_dispatch_file(path, ReadCheck::values);
+  if (!file.plan) {
+    throw IoError(concat(file.name,
+                         ": /format = \"waybill.metadata\", expected waybill.plan, "
+                         "waybill.attention_plan or waybill.dispatch"));
+  }
+  return file;
 }
 
 Metadata& table_of(E2eMetadata& metadata, std::string_view name) {
@@ -159,27 +154,24 @@ void check_routing_size(const QkvPlan& plan) {
 
 StepJob step_job_of_documents(const Options& options) {
   Documents documents = load_documents(options);
-  documents.plan.hardware = options.facts(documents.plan.hardware);
   AttentionPlan plan = plan_attention(documents.lengths, documents.plan);
   check_routing_size(plan.plan);
   StepJob job = step_job_of(std::move(plan), documents.origin);
-  job.origin += concat(", in ", format_plural(job.plan.num_shards(), "shard"), " on ",
-                       format_plural(job.plan.world_size, "rank"));
+  job.origin += concat(", in ", shards_text(job.plan));
   job.remarks = std::move(documents.remarks);
   return job;
 }
 
 StepJob step_job_of_file(const Options& options,
                          const std::function<bool(const std::string&)>& is_given) {
-  const std::string text = read_input(options.input);
-  const std::string name = input_name(options.input);
+  DispatchFile file = read_plan_file(options.input);
+  const bool has_options = file.attention.has_value();
   StepJob job;
-  const bool has_options = json_format(text, name) == "waybill.attention_plan";
   if (has_options) {
-    job = step_job_of(attention_plan_from_json(text, name), name);
+    job = step_job_of(std::move(*file.attention), file.name);
   } else {
-    job.plan = std::move(*plan_from_text(text, name, ReadCheck::values).plan);
-    job.origin = name;
+    job.plan = std::move(*file.plan);
+    job.origin = file.name;
   }
   const auto take = [&](const char* option, auto& field, const auto& value) {
     if (!has_options || is_given(option)) field = value;
@@ -224,8 +216,7 @@ void write_step_html(const Options& options, const StepJob& job,
                      const std::vector<NamedStep>& steps, Program& program) {
   if (options.html.empty()) return;
   const QkvRouting routing = compute_qkv_routing(job.plan);
-  const RowBytes row_bytes{.q = job.options.model.q_row_bytes(),
-                           .kv = job.options.model.kv_row_bytes()};
+  const ModelShape& model = job.options.model;
   ReportContext context;
   context.title = "Waybill: " + plan_text(job.plan);
   context.command = program.command_line;
@@ -233,8 +224,9 @@ void write_step_html(const Options& options, const StepJob& job,
   context.inputs = {{"Plan", job.origin}, {"Hardware", hardware_text(job.options)}};
   for (const std::string& remark : job.remarks) context.inputs.push_back({"Remark", remark});
   context.steps = steps;
-  write_html(options, job.plan, routing, summarize(job.plan, routing, row_bytes), context,
-             program.console);
+  const PlanSummary summary =
+      summarize(job.plan, routing, {.q = model.q_row_bytes(), .kv = model.kv_row_bytes()});
+  write_html(options, job.plan, routing, summary, context, program.console);
 }
 
 DispatchCheck run_checked(const QkvPlan& plan, const QkvRouting& routing, const Options& options,
@@ -276,16 +268,13 @@ std::string check_text(const DispatchCheck& check) {
                         : concat(format_plural(std::ssize(check.findings), "finding"), "; ", done);
 }
 
-std::string findings_text(const std::vector<Finding>& findings, std::size_t max_lines) {
+std::string findings_text(const std::vector<Finding>& findings, std::int64_t max_lines) {
   std::string text;
-  for (std::size_t i = 0; i < findings.size() && i < max_lines; ++i)
+  const std::int64_t num_left = std::ssize(findings) - max_lines;
+  for (std::int64_t i = 0; i < std::ssize(findings) && i < max_lines; ++i)
     text += concat(to_string(findings[i]), "\n");
-  if (findings.size() > max_lines)
-    text += concat(
-        "... and ",
-        format_plural(std::ssize(findings) - static_cast<std::int64_t>(max_lines), "more finding"),
-        "\n");
-  return text;
+  return num_left > 0 ? concat(text, "... and ", format_plural(num_left, "more finding"), "\n")
+                      : text;
 }
 
 }  // namespace waybill::cli

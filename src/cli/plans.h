@@ -38,8 +38,11 @@ struct DispatchFile {
 /// @throws IoError for a file that cannot be read or holds something else.
 [[nodiscard]] DispatchFile read_dispatch_file(const std::string& path, ReadCheck check);
 
-/// The same, but throws for a file without a plan.
-[[nodiscard]] DispatchFile read_plan_file(const std::string& path, ReadCheck check);
+/// The same, with all checks; throws for a file without a plan.
+[[nodiscard]] DispatchFile read_plan_file(const std::string& path);
+
+/// "12 shards on 4 ranks"
+[[nodiscard]] std::string shards_text(const QkvPlan& plan);
 
 /// One of the four metadata by its name, which is right.
 [[nodiscard]] Metadata& table_of(E2eMetadata& metadata, std::string_view name);
@@ -93,6 +96,6 @@ void write_step_html(const Options& options, const StepJob& job,
 
 /// Findings a line each, at most `max_lines`, with a line for the others.
 [[nodiscard]] std::string findings_text(const std::vector<Finding>& findings,
-                                        std::size_t max_lines);
+                                        std::int64_t max_lines);
 
 }  // namespace waybill::cli

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "core/printable.h"
+#include "report/format.h"
 #include "waybill/json/file.h"
 
 namespace waybill::cli {
@@ -89,7 +90,7 @@ std::string Console::mark(bool good) const {
 
 Progress::Progress(const Console& console, std::string what)
     : console_(console), what_(std::move(what)) {
-  if (console_.error_is_terminal_ || console_.plain_progress_)
+  if (console_.error_is_terminal_ || console_.plain_progress)
     thread_ = std::thread([this] { report(); });
 }
 
@@ -108,7 +109,7 @@ void Progress::report() {
   std::unique_lock lock(mutex_);
   bool shown = false;
   for (int seconds = 1; !ended_.wait_for(lock, 1s, [this] { return end_; }); ++seconds) {
-    const bool in_place = console_.error_is_terminal_ && !console_.plain_progress_;
+    const bool in_place = console_.error_is_terminal_ && !console_.plain_progress;
     write_all(STDERR_FILENO, in_place ? concat("\r\x1b[K  ", what_, " ... ", seconds, " s")
                                       : concat("waybill: ", what_, " ... ", seconds, " s\n"));
     shown = in_place;
@@ -121,21 +122,9 @@ void Program::on(Command command, std::function<int()> work) {
 }
 
 std::string sentence_list(const std::vector<std::string>& sentences) {
-  const std::size_t width = text_width() - 2;
   std::string text;
-  for (const std::string& sentence : sentences) {
-    std::string line = "  -";
-    for (std::size_t begin = 0; begin < sentence.size();) {
-      const std::size_t end = std::min(sentence.find(' ', begin), sentence.size());
-      if (line.size() + 1 + end - begin > width && line.size() > 4) {
-        text += line + "\n";
-        line = "   ";
-      }
-      line.append(1, ' ').append(sentence, begin, end - begin);
-      begin = end + 1;
-    }
-    text += line + "\n";
-  }
+  for (const std::string& sentence : sentences)
+    text += concat("  - ", detail::wrapped(sentence, text_width() - 6, "    "), "\n");
   return text;
 }
 

@@ -31,9 +31,6 @@ class Console {
   /// `waybill: TEXT` on standard error, a line for each: facts that the result does not hold.
   void print_remarks(const std::vector<std::string>& texts) const;
 
-  /// Progress as plain lines even where standard error is no terminal.
-  void set_plain_progress(bool on) { plain_progress_ = on; }
-
   /// How figures look here: by the locale (UTF-8 or not), the terminal and NO_COLOR.
   /// @param gb_per_s as in TextStyle
   [[nodiscard]] TextStyle style(double gb_per_s = 0) const {
@@ -45,10 +42,11 @@ class Console {
   /// `good` painted green, or red.
   [[nodiscard]] std::string mark(bool good) const;
 
+  bool plain_progress = false;  ///< lines, even where standard error is no terminal
+
  private:
   friend class Progress;
   TextStyle style_;
-  bool plain_progress_ = false;
   bool error_is_terminal_ = false;
   bool reader_gone_ = false;
 };

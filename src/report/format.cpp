@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <numeric>
+#include <sstream>
 
 #include "waybill/core/error.h"
 
@@ -109,23 +110,21 @@ std::string labelled(std::string_view label, const std::string& value) {
   return concat("  ", pad_right(std::string(label), 14), value, "\n");
 }
 
-std::string wrapped(const std::string& sentence, const TextStyle& style) {
-  const auto width = static_cast<std::size_t>(std::max(style.width, 30) - 4);
-  std::string text = style.unicode ? "  • " : "  - ";
-  std::size_t column = 4;
-  for (std::size_t begin = 0; begin < sentence.size();) {
-    const std::size_t end = std::min(sentence.find(' ', begin), sentence.size());
-    if (column + end - begin > width && column > 4) {
-      text.back() = '\n';
-      text += "    ";
-      column = 4;
-    }
-    text += sentence.substr(begin, end - begin) + ' ';
-    column += end - begin + 1;
-    begin = end + 1;
+std::string wrapped(const std::string& text, std::size_t width, const std::string& indentation) {
+  std::string result;
+  std::size_t column = 0;
+  std::istringstream words(text);
+  for (std::string word; words >> word; result += word) {
+    const bool fits = column + 1 + word.size() <= width;
+    if (!result.empty()) result += fits ? " " : "\n" + indentation;
+    column = word.size() + (fits && column > 0 ? column + 1 : 0);
   }
-  text.back() = '\n';
-  return text;
+  return result;
+}
+
+std::string wrapped(const std::string& sentence, const TextStyle& style) {
+  const auto width = static_cast<std::size_t>(std::max(style.width, 30) - 8);
+  return concat(style.unicode ? "  • " : "  - ", wrapped(sentence, width, "    "), "\n");
 }
 
 std::string rank_line(std::int32_t rank, std::int64_t tokens,

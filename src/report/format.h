@@ -47,6 +47,10 @@ namespace waybill::detail {
 [[nodiscard]] std::string heading(std::string_view text, const TextStyle& style);
 [[nodiscard]] std::string labelled(std::string_view label, const std::string& value);
 
+/// The words in lines of at most `width` columns, all but the first after an indentation.
+[[nodiscard]] std::string wrapped(const std::string& text, std::size_t width,
+                                  const std::string& indentation);
+
 /// A sentence as an item of a list, in lines of 76 columns.
 [[nodiscard]] std::string wrapped(const std::string& sentence, const TextStyle& style);
 

@@ -12,72 +12,47 @@ namespace {
 constexpr std::int64_t max_pieces_per_document = 400;
 constexpr std::int64_t max_pieces = 2500;  // keeps the page small
 
-struct Drawing {
-  const QkvPlan& plan;
-  std::vector<std::int32_t> home;  // [N]
-  std::int64_t longest = 1;        // tokens of a bar of full width
-};
-
-// Shards [begin, end) of a document's list, drawn as one where there are too many.
-struct Piece {
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
-  std::int64_t first_token = 0;
-  std::int64_t tokens = 0;
-};
-
-std::vector<Piece> pieces_of(const QkvPlan& plan, std::int64_t document) {
-  const std::int64_t first = plan.doc_shard_offsets[document];
-  const std::int64_t last = plan.doc_shard_offsets[document + 1];
-  const std::int64_t shards_per_piece = std::max<std::int64_t>(
-      1, (last - first + max_pieces_per_document - 1) / max_pieces_per_document);
-  std::vector<Piece> pieces;
-  std::int64_t token = 0;
-  for (std::int64_t begin = first; begin < last; begin += shards_per_piece) {
-    Piece piece{
-        .begin = begin, .end = std::min(last, begin + shards_per_piece), .first_token = token};
-    for (std::int64_t i = piece.begin; i < piece.end; ++i)
-      piece.tokens += plan.shard_len[plan.doc_shards[i]];
-    token += piece.tokens;
-    pieces.push_back(piece);
-  }
-  return pieces;
-}
-
 std::string percent(std::int64_t tokens, std::int64_t longest) {
   return svg_number(100.0 * static_cast<double>(tokens) / static_cast<double>(longest)) + "%";
 }
 
-std::string piece_rect(const Drawing& drawing, std::int64_t document, const Piece& piece) {
-  const QkvPlan& plan = drawing.plan;
-  const auto shard = plan.doc_shards[piece.begin];
+std::int64_t shards_per_piece(const QkvPlan& plan, std::int64_t document) {
+  const std::int64_t num_shards =
+      plan.doc_shard_offsets[document + 1] - plan.doc_shard_offsets[document];
+  return std::max<std::int64_t>(
+      1, (num_shards + max_pieces_per_document - 1) / max_pieces_per_document);
+}
+
+/// Shards [begin, end) of a document's list, drawn as one where there are too many.
+std::string piece_rect(const QkvPlan& plan, const std::vector<std::int32_t>& home,
+                       std::int64_t longest, std::int64_t document, std::int64_t begin,
+                       std::int64_t end, std::int64_t first_token, std::int64_t tokens) {
+  const auto shard = plan.doc_shards[begin];
   const std::int32_t rank = plan.q_dst[shard];
-  const std::int64_t place = piece.begin - plan.doc_shard_offsets[document];
+  const std::int64_t place = begin - plan.doc_shard_offsets[document];
   std::string text =
-      concat("<rect x=\"", percent(piece.first_token, drawing.longest), "\" width=\"",
-             percent(piece.tokens, drawing.longest), "\" height=\"17\" fill=\"",
-             rank_colour(rank, plan.world_size), "\"><title>document ", document, ", tokens ",
-             format_count(piece.first_token), "\u2013",
-             format_count(piece.first_token + piece.tokens - 1));
-  if (piece.end - piece.begin == 1) {
-    text += concat(", shard ", place, "\nhome: rank ", drawing.home[shard], "\nattended by rank ",
-                   rank, drawing.home[shard] == rank ? " (stays)" : "");
+      concat("<rect x=\"", percent(first_token, longest), "\" width=\"", percent(tokens, longest),
+             "\" height=\"17\" fill=\"", rank_colour(rank, plan.world_size), "\"><title>document ",
+             document, ", tokens ", format_count(first_token), "\u2013",
+             format_count(first_token + tokens - 1));
+  if (end - begin == 1) {
+    text += concat(", shard ", place, "\nhome: rank ", home[shard], "\nattended by rank ", rank,
+                   home[shard] == rank ? " (stays)" : "");
   } else {
-    text += concat(", ", piece.end - piece.begin, " shards from ", place,
+    text += concat(", ", end - begin, " shards from ", place,
                    "; coloured as the first, attended by rank ", rank);
   }
   text += "</title></rect>\n";
-  const double share = static_cast<double>(piece.tokens) / static_cast<double>(drawing.longest);
-  if (share >= 0.025) {
-    text += concat("<text x=\"", percent(piece.first_token + piece.tokens / 2, drawing.longest),
+  if (static_cast<double>(tokens) / static_cast<double>(longest) >= 0.025) {
+    text += concat("<text x=\"", percent(first_token + tokens / 2, longest),
                    "\" y=\"12.5\" text-anchor=\"middle\">", rank, "</text>\n");
   }
   return text;
 }
 
 // The thin strip below: where the tokens live in the MLP layout.
-std::string home_strip(const Drawing& drawing, std::int64_t document) {
-  const QkvPlan& plan = drawing.plan;
+std::string home_strip(const QkvPlan& plan, const std::vector<std::int32_t>& home,
+                       std::int64_t longest, std::int64_t document) {
   std::string text;
   std::int64_t token = 0;
   std::int64_t run_begin = 0;
@@ -85,10 +60,10 @@ std::string home_strip(const Drawing& drawing, std::int64_t document) {
   for (std::int64_t i = plan.doc_shard_offsets[document]; i < end; ++i) {
     const std::int32_t shard = plan.doc_shards[i];
     token += plan.shard_len[shard];
-    const std::int32_t rank = drawing.home[shard];
-    if (i + 1 < end && drawing.home[plan.doc_shards[i + 1]] == rank) continue;
-    text += concat("<rect x=\"", percent(run_begin, drawing.longest), "\" y=\"19\" width=\"",
-                   percent(token - run_begin, drawing.longest), "\" height=\"4\" fill=\"",
+    const std::int32_t rank = home[shard];
+    if (i + 1 < end && home[plan.doc_shards[i + 1]] == rank) continue;
+    text += concat("<rect x=\"", percent(run_begin, longest), "\" y=\"19\" width=\"",
+                   percent(token - run_begin, longest), "\" height=\"4\" fill=\"",
                    rank_colour(rank, plan.world_size), "\"><title>home of tokens ",
                    format_count(run_begin), "\u2013", format_count(token - 1), ": rank ", rank,
                    "</title></rect>\n");
@@ -97,16 +72,27 @@ std::string home_strip(const Drawing& drawing, std::int64_t document) {
   return text;
 }
 
-std::string document_row(const Drawing& drawing, const DocumentFigures& document,
-                         const std::vector<Piece>& pieces) {
+/// @param longest tokens of a bar of full width
+std::string document_row(const QkvPlan& plan, const std::vector<std::int32_t>& home,
+                         std::int64_t longest, const DocumentFigures& document) {
   std::string text = concat("<div class=\"doc\"><span class=\"name\">#", document.document,
                             "</span><span class=\"num\">", format_count(document.tokens),
                             "</span><svg role=\"img\" aria-label=\"document ", document.document,
                             " on ", document.num_attending_ranks, " ranks\">\n");
-  for (const Piece& piece : pieces) {
-    if (piece.tokens > 0) text += piece_rect(drawing, document.document, piece);
+  const std::int64_t step = shards_per_piece(plan, document.document);
+  const std::int64_t last = plan.doc_shard_offsets[document.document + 1];
+  std::int64_t first_token = 0;
+  for (std::int64_t begin = plan.doc_shard_offsets[document.document]; begin < last;
+       begin += step) {
+    const std::int64_t end = std::min(last, begin + step);
+    std::int64_t tokens = 0;
+    for (std::int64_t i = begin; i < end; ++i) tokens += plan.shard_len[plan.doc_shards[i]];
+    if (tokens > 0) {
+      text += piece_rect(plan, home, longest, document.document, begin, end, first_token, tokens);
+    }
+    first_token += tokens;
   }
-  return text + home_strip(drawing, document.document) + "</svg></div>\n";
+  return text + home_strip(plan, home, longest, document.document) + "</svg></div>\n";
 }
 
 std::string colour_legend(std::int32_t world_size) {
@@ -131,18 +117,17 @@ std::string documents_section(const QkvPlan& plan, std::int64_t max_documents) {
   std::vector<DocumentFigures> documents = document_figures(plan);
   std::stable_sort(documents.begin(), documents.end(),
                    [](const auto& a, const auto& b) { return a.tokens > b.tokens; });
-  Drawing drawing{.plan = plan, .home = homes_of(plan.rank_shard_offsets)};
-  if (!documents.empty()) drawing.longest = std::max<std::int64_t>(1, documents.front().tokens);
+  const std::vector<std::int32_t> home = homes_of(plan.rank_shard_offsets);
 
   std::string rows;
   std::int64_t num_shown = 0;
   std::int64_t num_pieces = 0;
   for (const DocumentFigures& document : documents) {
     if (num_shown == max_documents || document.tokens == 0) break;
-    const std::vector<Piece> pieces = pieces_of(plan, document.document);
-    num_pieces += std::ssize(pieces);
+    const std::int64_t step = shards_per_piece(plan, document.document);
+    num_pieces += (document.num_shards + step - 1) / step;
     if (num_shown > 0 && num_pieces > max_pieces) break;
-    rows += document_row(drawing, document, pieces);
+    rows += document_row(plan, home, documents.front().tokens, document);
     ++num_shown;
   }
   const std::int64_t num_left = std::ssize(documents) - num_shown;

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <array>
 #include <string_view>
 
 #include "html_parts.h"
@@ -12,9 +11,6 @@ namespace {
 constexpr std::int32_t max_lines = 64;
 constexpr double width = 960;
 constexpr double label_width = 74;
-
-constexpr std::array<std::string_view, num_step_phases> css_classes = {"p0", "p1", "p2", "p3",
-                                                                       "p4", "p5", "p6"};
 
 // The rank of a block that ends last.
 std::int32_t last_of_block(const StepPrediction& step, const RankBlocks& blocks,
@@ -31,7 +27,7 @@ std::string phase_rect(const PhasePrediction& phase, std::int32_t rank, double s
   const double end = phase.end[rank];
   if (end <= begin) return "";
   const std::int32_t other = phase.waits_for[rank];
-  return concat("<rect class=\"", css_classes[static_cast<std::size_t>(phase.phase)], "\" x=\"",
+  return concat("<rect class=\"p", static_cast<int>(phase.phase), "\" x=\"",
                 svg_number(begin * scale), "\" y=\"", svg_number(y), "\" width=\"",
                 svg_number((end - begin) * scale), "\" height=\"", svg_number(height),
                 "\"><title>rank ", rank, ", ", to_string(phase.phase), ": ",
@@ -42,10 +38,9 @@ std::string phase_rect(const PhasePrediction& phase, std::int32_t rank, double s
 std::string legend() {
   std::string text = "<p class=\"chips\">";
   for (int i = 0; i < num_step_phases; ++i) {
-    text +=
-        concat("<span class=\"key\"><svg class=\"chip time\" viewBox=\"0 0 30 18\"><rect class=\"",
-               css_classes[i], "\" width=\"30\" height=\"18\"/></svg>",
-               to_string(static_cast<StepPhase>(i)), "</span> ");
+    text += concat(
+        "<span class=\"key\"><svg class=\"chip time\" viewBox=\"0 0 30 18\"><rect class=\"p", i,
+        "\" width=\"30\" height=\"18\"/></svg>", to_string(static_cast<StepPhase>(i)), "</span> ");
   }
   return text + "</p>\n";
 }

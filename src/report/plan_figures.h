@@ -56,9 +56,6 @@ void check_speed(double gb_per_s, const char* who);
 void check_belongs(const QkvPlan& plan, const QkvRouting& routing, const RowBytes& row_bytes,
                    const char* who);
 
-/// The document of each shard. [N]
-[[nodiscard]] std::vector<std::int64_t> document_of_shards(const QkvPlan& plan);
-
 /// Over the ranks; the first with the maximum.
 template <class Figures>
 [[nodiscard]] Spread spread_of(const std::vector<Figures>& ranks, std::int64_t Figures::*figure) {

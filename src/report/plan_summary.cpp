@@ -64,15 +64,6 @@ void check_belongs(const QkvPlan& plan, const QkvRouting& routing, const RowByte
   check_table(plan, routing.fwd_kv, "fwd_kv", who);
 }
 
-std::vector<std::int64_t> document_of_shards(const QkvPlan& plan) {
-  std::vector<std::int64_t> result(plan.shard_len.size());
-  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    for (std::int64_t i = plan.doc_shard_offsets[d]; i < plan.doc_shard_offsets[d + 1]; ++i)
-      result[plan.doc_shards[i]] = d;
-  }
-  return result;
-}
-
 }  // namespace waybill::detail
 
 namespace waybill {
@@ -98,26 +89,6 @@ std::vector<DocumentFigures> document_figures(const QkvPlan& plan) {
   return result;
 }
 
-namespace {
-
-// Rows of `table` that cross the wire at `rank`, summed by document.
-template <class Add>
-void for_wire_rows(const QkvPlan& plan, const SparseMetadata& table, std::int32_t rank,
-                   Direction direction, const Add& add) {
-  for (std::int32_t src = 0; src < plan.world_size; ++src) {
-    if (direction == Direction::out ? src != rank : src == rank) continue;
-    const std::int64_t end = plan.rank_shard_offsets[src + 1];
-    for (std::int64_t n = plan.rank_shard_offsets[src]; n < end; ++n) {
-      for (std::int64_t c = table.destination_begin(n); c < table.destination_end(n); ++c) {
-        const std::int32_t dst = table.dst_rank[c];
-        if (direction == Direction::out ? dst != rank : dst == rank) add(n, plan.shard_len[n]);
-      }
-    }
-  }
-}
-
-}  // namespace
-
 std::vector<DocumentBytes> document_bytes(const QkvPlan& plan, const QkvRouting& routing,
                                           const RowBytes& row_bytes, std::int32_t rank,
                                           Direction direction) {
@@ -125,18 +96,29 @@ std::vector<DocumentBytes> document_bytes(const QkvPlan& plan, const QkvRouting&
   detail::check_belongs(plan, routing, row_bytes, who);
   require(0 <= rank && rank < plan.world_size, who, ": rank = ", rank, ", expected 0..",
           plan.world_size - 1);
-  const std::vector<std::int64_t> document = detail::document_of_shards(plan);
   std::vector<DocumentBytes> result(plan.num_documents());
-  for (std::size_t d = 0; d < result.size(); ++d) result[d].document = static_cast<std::int64_t>(d);
-
-  for_wire_rows(plan, routing.fwd_q, rank, direction, [&](std::int64_t shard, std::int64_t rows) {
-    std::int64_t& sum = result[document[shard]].q_bytes;
-    sum = detail::checked_add(sum, detail::checked_mul(rows, row_bytes.q, who), who);
-  });
-  for_wire_rows(plan, routing.fwd_kv, rank, direction, [&](std::int64_t shard, std::int64_t rows) {
-    std::int64_t& sum = result[document[shard]].kv_bytes;
-    sum = detail::checked_add(sum, detail::checked_mul(rows, row_bytes.kv, who), who);
-  });
+  std::vector<std::int64_t> document(plan.num_shards());  // [N]
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+    result[d].document = d;
+    for (std::int64_t i = plan.doc_shard_offsets[d]; i < plan.doc_shard_offsets[d + 1]; ++i)
+      document[plan.doc_shards[i]] = d;
+  }
+  const bool out = direction == Direction::out;
+  const std::vector<std::int32_t> home = detail::homes_of(plan.rank_shard_offsets);
+  const auto add_wire_rows = [&](const SparseMetadata& table, std::int64_t bytes_of_row,
+                                 std::int64_t DocumentBytes::*sum) {
+    for (std::int64_t n = 0; n < plan.num_shards(); ++n) {
+      if ((home[n] == rank) != out) continue;
+      for (std::int64_t c = table.destination_begin(n); c < table.destination_end(n); ++c) {
+        if ((table.dst_rank[c] == rank) == out) continue;
+        std::int64_t& bytes = result[document[n]].*sum;
+        bytes = detail::checked_add(bytes,
+                                    detail::checked_mul(plan.shard_len[n], bytes_of_row, who), who);
+      }
+    }
+  };
+  add_wire_rows(routing.fwd_q, row_bytes.q, &DocumentBytes::q_bytes);
+  add_wire_rows(routing.fwd_kv, row_bytes.kv, &DocumentBytes::kv_bytes);
 
   std::erase_if(result, [](const DocumentBytes& d) { return d.bytes() == 0; });
   std::stable_sort(result.begin(), result.end(),

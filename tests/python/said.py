@@ -11,6 +11,8 @@ import re
 import sys
 import time
 
+from error_texts import CLOSED, FINALIZED, UNUSABLE
+
 import waybill
 
 # What no error's text may contain: words of bindings, of C++ and of Python's own errors.
@@ -19,7 +21,7 @@ FOREIGN = re.compile(
     r"index out of range|NoneType|object has no attribute|Traceback|assert",
 )
 # Of an object that an earlier error has ended, or that this rank has closed.
-ENDED = re.compile(r": the (dispatcher|layer) (is unusable|was closed|was finalized)")
+ENDED = re.compile(rf": the (dispatcher|layer) ({UNUSABLE}|{CLOSED}|{FINALIZED})")
 SLACK_S = 8.0  # a loaded machine's
 
 

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from error_texts import DISAGREE_IN_EXCHANGE, UNUSABLE, disagree_in_call
 
 import waybill
 
@@ -76,7 +77,7 @@ def replaced_plan(step):
 @pytest.mark.parametrize(
     "calls, named",
     [
-        (other_lengths, r"^dispatch: ranks disagree in call 1: the plan differs"),
+        (other_lengths, "^" + disagree_in_call("dispatch", 1) + ": the plan differs"),
         (another_operation, r"rank \d calls (dispatch|kv_gradient), rank \d (kv_gr|disp)"),
         (swapped_gradients, r"kv_gradient: .* belongs to dispatch [12] on rank \d, to dispatch"),
         (replaced_plan, r"kv_gradient: .* the plan differs"),
@@ -88,7 +89,7 @@ def test_what_differs_is_named_by_all(world_size, ranks_per_node, calls, named):
         with pytest.raises(waybill.Disagreement, match=named) as caught:
             calls(step)
         assert isinstance(caught.value, waybill.InvalidArgument)
-        with pytest.raises(waybill.TransportError, match="unusable after a failure"):
+        with pytest.raises(waybill.TransportError, match=UNUSABLE):
             step.dispatch(step.plan(routing_of(world_size)))
 
     waybill.run_threads(world_size, body, timeout_s=10, ranks_per_node=ranks_per_node)
@@ -129,7 +130,7 @@ def test_what_is_made_in_another_order_is_not_taken_for_the_other(calls, named):
         return str(caught.value)
 
     for rank, text in enumerate(waybill.run_threads(3, body, timeout_s=10)):
-        assert re.search(r"ranks disagree in exchange \d+: rank ", text), text
+        assert re.search(DISAGREE_IN_EXCHANGE + r" \d+: rank ", text), text
         assert f"rank {rank} calls " in text and "same order on all ranks" in text
         assert re.search(named, text), text
         assert "rank 1 " in text

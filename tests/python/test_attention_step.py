@@ -4,6 +4,7 @@ import gc
 import weakref
 
 import pytest
+from error_texts import lies_on
 from ways import rows_of
 
 import waybill
@@ -328,7 +329,7 @@ def test_wrong_arguments():
                 make(*arguments)
         step = make(dispatcher, plan.to_routing(), q, q)
         assert step.window_bytes <= dispatcher.window_bytes
-        with pytest.raises(waybill.InvalidArgument, match="lies on meta, expected cpu"):
+        with pytest.raises(waybill.InvalidArgument, match=lies_on("", "meta", "cpu")):
             step.dispatch_qkv(q.to("meta"), q)
 
     waybill.torch.run_threads(1, body)

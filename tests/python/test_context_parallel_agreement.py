@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from error_texts import CLOSED
 from packed import close, leaves_of, module, pieces_in_order, tensors_of, whole
 
 import waybill
@@ -141,7 +142,7 @@ def test_a_module_that_was_closed():
         attend.close()
         attend.close()
         for given in (plan, fixed, ticket):
-            with pytest.raises(waybill.TransportError, match="was closed"):
+            with pytest.raises(waybill.TransportError, match=CLOSED):
                 attend(given, q, k, v)
 
     wt.run_threads(2, body)

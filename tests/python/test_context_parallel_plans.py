@@ -5,6 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
+from error_texts import a_divisor, lies_on
 from packed import close, leaves_of, module, pieces_in_order, pieces_zigzag, tensors_of, whole
 
 import waybill
@@ -145,7 +146,7 @@ def test_pieces_that_do_not_add_up(held, message):
     "options, message",
     [
         ({"heads": 0}, "heads = 0, expected >= 1"),
-        ({"kv_heads": 3}, r"kv_heads = 3, expected a divisor of heads \(4\)"),
+        ({"kv_heads": 3}, a_divisor("kv_heads", 3, r"heads \(4\)")),
         ({"head_dim": 0}, "head_dim = 0"),
         ({"v_head_dim": -1}, "v_head_dim = -1"),
         ({"dtype": torch.int32}, "dtype = torch.int32"),
@@ -263,7 +264,7 @@ def test_calls_that_do_not_fit_their_plan():
         refused(
             rf"v has dtype torch.float32, expected torch.float64 on {at}", plan, q, k, v.float()
         )
-        refused("q lies on meta, expected cpu", plan, q.to("meta"), k, v)
+        refused(lies_on("q", "meta", "cpu"), plan, q.to("meta"), k, v)
         refused("q is a ndarray", plan, q.numpy(), k, v)
         refused("the plan is of 4 ranks, expected 2", module_plan(4, pieces * 2), q, k, v)
         refused("heads=4", planner().plan(pieces), q, k, v)

@@ -1,6 +1,7 @@
 """Kernels of a user, which may give anything: what is wrong is named, nothing is taken silently."""
 
 import pytest
+from error_texts import lies_on
 from packed import attention, close, leaves_of, module, pieces_in_order, tensors_of, whole
 
 import waybill
@@ -37,7 +38,7 @@ OUTPUTS = {
     "no axes": (out_of(lambda t: t.sum()), r"has shape \[\], expected"),
     "flat rows": (out_of(lambda t: t.flatten(1)), "has shape"),
     "heads first": (out_of(lambda t: t.transpose(0, 1)), "has shape"),
-    "elsewhere": (out_of(lambda t: t.to("meta")), "lies on meta, expected cpu"),
+    "elsewhere": (out_of(lambda t: t.to("meta")), lies_on("", "meta", "cpu")),
     "numpy": (out_of(lambda t: t.detach().numpy()), "is a ndarray, expected a tensor"),
     "nothing": (out_of(lambda t: None), "is None, expected a tensor"),
     "three": (lambda *given: (*right(*given), 1), "returned 3 results"),

@@ -1,6 +1,7 @@
 """The calls of deep_ep.Buffer for many tokens, on CPU ranks and, where they are, GPUs."""
 
 import pytest
+from error_texts import NOT_TO_BE_DESTROYED
 
 pytest.importorskip("torch")
 
@@ -220,7 +221,7 @@ def test_life_of_a_buffer():
         buffer = Buffer(world, BYTES)
         assert buffer.group is world and buffer.group_size == WORLD and buffer.rank == world.rank
         assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes) == (BYTES, 0)
-        with pytest.raises(waybill.InvalidArgument, match="explicitly_destroy = False"):
+        with pytest.raises(waybill.InvalidArgument, match=NOT_TO_BE_DESTROYED):
             buffer.destroy()
         buffer = Buffer(world, BYTES, explicitly_destroy=True)
         mine = everyone()[world.rank]

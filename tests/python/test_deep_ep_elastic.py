@@ -1,6 +1,7 @@
 """deep_ep.ElasticBuffer: dispatch and combine of experts, on CPU ranks and GPUs."""
 
 import pytest
+from error_texts import NOT_TO_BE_DESTROYED
 
 pytest.importorskip("torch")
 
@@ -271,7 +272,7 @@ def test_bad_input_comes_before_communication(torch_way):
 def test_destroyed():
     def one_rank(world):
         buffer = ElasticBuffer(world, num_max_tokens_per_rank=MOST, hidden=HIDDEN)
-        with pytest.raises(waybill.InvalidArgument, match="explicitly_destroy = False"):
+        with pytest.raises(waybill.InvalidArgument, match=NOT_TO_BE_DESTROYED):
             buffer.destroy()
         buffer.explicitly_destroy = True
         buffer.destroy()

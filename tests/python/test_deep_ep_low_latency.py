@@ -1,6 +1,7 @@
 """The low-latency calls of deep_ep.Buffer, on CPU ranks and, where they are, GPUs."""
 
 import pytest
+from error_texts import columns_of
 
 pytest.importorskip("torch")
 
@@ -219,7 +220,7 @@ def test_bad_input_comes_before_communication(torch_way):
             (dispatch, (mine.x, ids, 99, EXPERTS), {}, "num_rdma_bytes = .* of the buffer, expect"),
             (dispatch, (mine.x, ids, MOST, 13), {}, "expected a multiple of num_ranks = 3"),
             (dispatch, (mine.x, ids, *fit), {"use_ue8m0": True}, "expected both"),
-            (dispatch, (mine.x[:, :100], ids, *fit), {}, "100 columns, expected a multiple of 128"),
+            (dispatch, (mine.x[:, :100], ids, *fit), {}, columns_of(100, 128)),
             (dispatch, (small, ids, *fit), {"round_scale": True, "use_ue8m0": True}, "128 columns"),
             (dispatch, (mine.x, ids.float(), *fit), {}, "expected int64 or int32"),
             (dispatch, (mine.x, long.long(), *fit), {}, f"topk_idx of rank {rank} is"),

@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import sequence_programs
+from error_texts import DISAGREE_IN_EXCHANGE
 
 
 @pytest.mark.parametrize("first", range(0, 40, 8))
@@ -23,4 +24,4 @@ def test_windows_reserved_in_another_order():
     """A program that was drawn: one rank reserves for its second dispatcher first."""
     what, complaints, errors = sequence_programs.run_case(169, timeout_s=0.3)
     assert "swap_any" in what and not complaints
-    assert any("ranks disagree in exchange" in text for _, _, text in errors)
+    assert any(DISAGREE_IN_EXCHANGE in text for _, _, text in errors)

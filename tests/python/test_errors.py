@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from error_texts import a_multiple, an_integer
 
 import waybill
 
@@ -76,7 +77,7 @@ CASES = [
     ("gen_seq_lens", [1, 1, 1, -1], "seed = -1, expected 0..2^64 - 1"),
     ("gen_seq_lens", [1, 1, 1, 1, [1]], "got seed and uniforms, expected one of them"),
     ("create_raw_qkv_dispatch", [2, 9, 2, 2],
-     "total_seq_len = 9, expected a multiple of max_cp_degree = 2"),
+     a_multiple("total_seq_len", 9, "max_cp_degree = 2")),
     ("create_raw_qkv_dispatch", [2, 9, 2, 3],
      "max_cp_degree = 3, expected 1..world_size = 2: the shards of a sequence go to different"),
     ("create_raw_qkv_dispatch", [2, 8, 0, 2], "num_seqs = 0, expected 1..2^31 / world_size"),
@@ -145,7 +146,7 @@ def test_metadata(face):
         with pytest.raises(waybill.InvalidArgument, match=rf"^get_slice: rank = {re.escape(got)}"):
             fwd.get_slice(rank)
     for rank in ("1", 1.0, None):
-        with pytest.raises(waybill.InvalidArgument, match=r"rank = .*, expected an integer"):
+        with pytest.raises(waybill.InvalidArgument, match=an_integer("rank", ".*")):
             fwd.get_slice(rank)
     with pytest.raises(waybill.InvalidArgument, match=r"^get_slice: this is the slice of one"):
         fwd.get_slice(0).get_slice(0)

@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
+from error_texts import lies_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +34,6 @@ class OnADevice:
 )
 def test_arrays_of_other_devices(device, where):
     fwd, _ = waybill.compute_metadata(LENS, DISPATCH)
-    text = f"lies on {where}, expected host memory: use waybill.torch for GPU tensors"
     there = OnADevice(device)
     for name, call in {
         "compute_metadata: seq_len": lambda: waybill.compute_metadata(there, DISPATCH),
@@ -45,7 +45,8 @@ def test_arrays_of_other_devices(device, where):
     }.items():
         with pytest.raises(waybill.InvalidArgument) as caught:
             call()
-        assert str(caught.value) == f"{name} {text}"
+        host = "host memory: use waybill.torch for GPU tensors"
+        assert str(caught.value) == lies_on(name, where, host)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import collections
 
 import numpy as np
 import pytest
+from error_texts import a_multiple, a_number, an_integer
 from expert_loads import ROWS_PER_RANK, SHAPES, families, lognormal_shares, zipf_shares
 
 import waybill
@@ -284,19 +285,19 @@ def test_edges():
 ROWS = [[4, 1, 0, 2], [3, 1, 5, 0]]
 REFUSED = [
     (([[1, -1], [0, 0]],), {}, "rows of rank 0 for expert 1 = -1, expected 0 to 2\\^53"),
-    (([[0.5, 1], [0, 0]],), {}, "rows has fractions"),
-    (([[float("nan"), 1], [0, 0]],), {}, "rows has fractions"),
+    (([[0.5, 1], [0, 0]],), {}, "rows\\[0, 0\\] = 0.5, expected a whole number"),
+    (([[float("nan"), 1], [0, 0]],), {}, "rows\\[0, 0\\] = nan, expected a whole"),
     (([[2**53, 1], [0, 0]],), {}, "all rows are more than 9007199254740992"),
     (([[2**62, 2**62], [2**62, 2**62]],), {}, "expected 0 to 2\\^53"),
     (([1, 2],), {}, "rows has shape \\[2\\], expected \\[num_ranks, num_experts\\]"),
-    (([[1, 2, 3], [4, 5, 6]],), {}, "num_experts = 3, expected a multiple of the 2 ranks"),
+    (([[1, 2, 3], [4, 5, 6]],), {}, a_multiple("num_experts", 3, "the 2 ranks")),
     ((np.zeros((0, 4), np.int64),), {}, "num_ranks = 0"),
     ((ROWS,), {"spare_experts": -1}, "spare_experts = -1, expected 0 to num_experts = 4"),
     ((ROWS,), {"spare_experts": 5}, "spare_experts = 5, expected 0 to num_experts = 4"),
-    ((ROWS,), {"spare_experts": 1.0}, "spare_experts = 1.0, expected an integer"),
+    ((ROWS,), {"spare_experts": 1.0}, an_integer("spare_experts", 1.0)),
     ((ROWS,), {"limit": 0.99}, "limit = 0.99, expected >= 1"),
     ((ROWS,), {"limit": float("nan")}, "limit = .*nan, expected >= 1"),
-    ((ROWS,), {"limit": "x"}, "limit = 'x', expected a number"),
+    ((ROWS,), {"limit": "x"}, a_number("limit", "'x'")),
     ((ROWS,), {"min_rows": -1}, "min_rows = -1, expected >= 0"),
     ((ROWS,), {"alignment": 0}, "alignment = 0, expected >= 1"),
     ((ROWS,), {"present": [[0], [0]]}, "present of rank 0, slot 0 is 0, a home expert"),

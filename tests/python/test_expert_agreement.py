@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from error_texts import UNUSABLE
 
 torch = pytest.importorskip("torch")
 
@@ -159,7 +160,7 @@ def test_a_difference_is_told_to_all(calls, world_size, per_node):
             calls(step)
         assert time.monotonic() - start < SOON
         if calls is not backward_passes_of_weights:  # they travel in a layer of their own
-            with pytest.raises(TransportError, match="unusable after a failure"):
+            with pytest.raises(TransportError, match=UNUSABLE):
                 step.combine(step.first)
         return str(told.value)
 

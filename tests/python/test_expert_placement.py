@@ -5,6 +5,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from error_texts import a_divisor
 from expert_loads import SHAPES, families
 
 import waybill
@@ -128,7 +129,7 @@ REFUSED = [
     (LOADS, {"num_ranks": 3, "slots_per_rank": 1}, "slots_per_rank = 1 on 3 ranks"),
     (LOADS, {"num_ranks": 2, "slots_per_rank": 5}, "slots_per_rank = 5 on 2 ranks"),
     (LOADS, {"num_ranks": 2, "slots_per_rank": 0}, "slots_per_rank = 0, expected >= 1"),
-    (LOADS, {"num_ranks": 4, "num_nodes": 3}, "num_nodes = 3, expected a divisor of the 4 ranks"),
+    (LOADS, {"num_ranks": 4, "num_nodes": 3}, a_divisor("num_nodes", 3, "the 4 ranks")),
     (LOADS, {"num_ranks": 4, "num_nodes": 2, "num_groups": 3}, "num_groups = 3, expected"),
     (LOADS, {"num_ranks": 2, "max_moves": 1}, "max_moves needs present"),
     (LOADS, {"num_ranks": 2, "max_moves": -1}, "max_moves = -1, expected >= 0"),

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from error_texts import SPEED_OF_LINKS
 
 import waybill
 from waybill.moe import EPConfig, predict, simulate_dispatch, summarize
@@ -143,7 +144,7 @@ def test_wrong_arguments_of_a_summary_are_named():
         summarize(config, [np.full((1, 3), 9)] * 4)
     with pytest.raises(waybill.InvalidArgument, match="EPConfig"):
         summarize(None, ids)
-    with pytest.raises(waybill.InvalidArgument, match="expected 1 to 1e"):
+    with pytest.raises(waybill.InvalidArgument, match=SPEED_OF_LINKS):
         summarize(config, ids).limit_seconds(nvlink=0)
     with pytest.raises(waybill.InvalidArgument, match="summarize"):
         waybill.moe.ExpertSummary()

@@ -3,6 +3,7 @@
 import types
 
 import pytest
+from error_texts import FINALIZED
 from wrapping import run_wrapped
 
 torch = pytest.importorskip("torch")
@@ -43,7 +44,7 @@ def test_modules_of_the_same_sizes_share_a_layer():
         one.finalize()
         step(two, world.rank)
         two.finalize()
-        with pytest.raises(waybill.TransportError, match="was finalized"):
+        with pytest.raises(waybill.TransportError, match=FINALIZED):
             step(two, world.rank)
         again = module_on(world)
         step(again, world.rank)

@@ -3,6 +3,7 @@ in the words of the caller, with the rank; nothing is taken for something else.
 """
 
 import pytest
+from error_texts import FINALIZED, a_multiple, a_number, an_integer, lies_on
 
 pytest.importorskip("torch")
 
@@ -35,8 +36,8 @@ def call(count=3, **other):
 
 
 WRONG_OPTIONS = [
-    ({"num_experts": 5}, r"num_experts = 5, expected a multiple of ranks = 2"),
-    ({"num_experts": 2**40}, r"num_experts = 1099511627776, expected an integer within its range"),
+    ({"num_experts": 5}, a_multiple("num_experts", 5, "ranks = 2")),
+    ({"num_experts": 2**40}, an_integer("num_experts", 2**40) + " within its range"),
     ({"topk": 33}, r"topk = 33, expected 1\.\.32"),
     ({"max_tokens": -3, "chunks": 4}, r"max_tokens = -3, expected 1\.\."),
     ({"dtype": torch.int32}, r"dtype = int32, expected bfloat16"),
@@ -92,18 +93,18 @@ def test_a_layers_own_words():
             return EPAll2AllLayer(world, **given)
 
         for other, text in (
-            ({"num_tot_experts": 3}, "num_tot_experts = 3, expected a multiple of world_size = 2"),
+            ({"num_tot_experts": 3}, a_multiple("num_tot_experts", 3, "world_size = 2")),
             ({"dtype": torch.int8}, "dtype = int8, expected bfloat16"),
             ({"dropped_id": 9}, "dropped_id = 9, expected -1 or num_tot_experts = 4"),
             ({"expert_alignment": 0}, r"expert_alignment = 0, expected 1\.\."),
-            ({"payload": "quantized"}, "hidden = 8, expected a multiple of 128"),
+            ({"payload": "quantized"}, a_multiple("hidden", 8, 128)),
             ({"payload": "x"}, 'payload = "x", expected "plain"'),
             ({"rows": 3}, 'rows = 3, expected "grouped"'),
             (
                 {"payload": "quantized", "dtype": torch.float64, "hidden": 128},
                 "dtype = float64, expected bfloat16, float16 or float32 for a quantized payload",
             ),
-            ({"fixed_rows": True}, "fixed_rows = True, expected a number of rows"),
+            ({"fixed_rows": True}, a_number("fixed_rows", True) + " of rows"),
         ):
             with pytest.raises(waybill.InvalidArgument, match=f"^EPAll2AllLayer: {text}"):
                 make(**other)
@@ -133,7 +134,7 @@ WRONG_CALLS = [
         call(tokens=torch.ones(3, HIDDEN).double()),
         r"tokens is torch.float64, expected torch.float32",
     ),
-    (call(tokens=META), r"tokens lies on meta, expected cpu"),
+    (call(tokens=META), lies_on("tokens", "meta", "cpu")),
     (call(scores=torch.ones(3, TOPK).cfloat()), r"scores is torch.complex64, expected floats"),
     (call(scores=torch.ones(3, TOPK).long()), r"scores is torch.int64, expected floats"),
     (call(ids=torch.ones(3, TOPK).short()), r"ids is torch.int16, expected int32 or int64"),
@@ -218,7 +219,7 @@ def test_ends_of_an_overflow_lie_in_the_rows(operations):
         assert all(ends[-1] <= rows for rows, ends in seen), seen
         assert sums.isnan().any() and made.take_overflow() == WORLD * MOST * TOPK
         made.finalize()
-        with pytest.raises(waybill.InvalidArgument, match=r"the module was finalized"):
+        with pytest.raises(waybill.InvalidArgument, match=f"the module {FINALIZED}"):
             made.resize(5)
 
     waybill.run_threads(WORLD, body, timeout_s=10.0)

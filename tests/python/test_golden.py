@@ -5,6 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 import records as golden
+from error_texts import WRITTEN_TWICE
 from records import (
     KV_TABLES,
     array,
@@ -272,7 +273,7 @@ def test_overlapping_writers_can_be_refused(face):
     ]
     tensor, output = given(face, record["inputs"], "tensor", "output_tensor")
     table = metadata(face, record["inputs"]["metadata"])
-    with pytest.raises(waybill.ShapeMismatch, match="also written by source rank"):
+    with pytest.raises(waybill.ShapeMismatch, match=WRITTEN_TWICE):
         face.module.orchestrate_simulate(tensor, output, table, overlap="reject")
     expect_array(face, "output", output, record["inputs"]["output_tensor"])
 

@@ -8,8 +8,7 @@ import textwrap
 import pytest
 
 import waybill
-from waybill import _graphs
-from waybill._graphs import DeviceFault
+from waybill import _core, _graphs
 
 TEXT = "dispatch: rank 0 waited for signal >= 3 from rank 1; last seen 2"
 NOTE = f"waybill: cuda:0 was lost: {TEXT}"
@@ -22,8 +21,8 @@ def said(error):
 @pytest.fixture(params=[1, 2])
 def lost(monkeypatch, request):
     """The record of a lost device, on which there are so many ranks of this process."""
-    fault = DeviceFault(0, 0, request.param, TEXT)
-    monkeypatch.setattr(_graphs, "reported", lambda: [fault])
+    fault = (0, 0, request.param, TEXT)  # rank, device, ranks on it, what its kernel says
+    monkeypatch.setattr(_core, "device_faults", lambda: [fault])
     return request.param
 
 
@@ -33,7 +32,7 @@ def fail():
 
 def test_an_installation_without_gpus_knows_nothing():
     if not waybill.num_gpus():
-        assert _graphs.reported() == []
+        assert _core.device_faults() == []
 
 
 def test_what_ends_a_rank(lost):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from error_texts import UNUSABLE
 from ways import TorchWay, random_bits, random_plan, rows_of, simulated
 
 import waybill
@@ -28,7 +29,7 @@ def test_a_rank_that_never_calls_costs_no_device():
         try:
             return way.bits(dispatcher.dispatch(there, rows)[0])
         except waybill.Timeout:
-            with pytest.raises(waybill.TransportError, match="world is unusable after a failure"):
+            with pytest.raises(waybill.TransportError, match=f"world {UNUSABLE}"):
                 dispatcher.dispatch(there, rows)
             raise
 

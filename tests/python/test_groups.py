@@ -7,7 +7,7 @@ import waybill
 
 torch = pytest.importorskip("torch")
 
-from waybill._process_group import Place, node_size, refuse_shared_gpus  # noqa: E402
+from waybill._process_group import node_size, refuse_shared_gpus  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -278,10 +278,10 @@ def test_hosts_of_ranks():
 
 
 def test_two_ranks_on_one_gpu_are_refused_with_the_hint():
-    apart = [Place("a", "x"), Place("a", "y"), Place("b", "x"), Place("a", ""), Place("a", "")]
+    apart = [("a", "x"), ("a", "y"), ("b", "x"), ("a", ""), ("a", "")]  # host and GPU
     refuse_shared_gpus(apart, "w")
     with pytest.raises(waybill.InvalidArgument, match=r"ranks 1 and 3 have the same GPU .*set_dev"):
-        refuse_shared_gpus([*apart[:3], Place("a", "y")], "w")
+        refuse_shared_gpus([*apart[:3], ("a", "y")], "w")
 
 
 def test_the_launchers_variables(tmp_path):

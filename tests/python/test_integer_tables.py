@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from error_texts import a_multiple, an_integer
 
 import waybill
 
@@ -112,12 +113,12 @@ def test_num_seqs_as_a_column(face):
 def test_errors_name_the_function_that_was_called(face):
     calls = {
         "max_cp_degree = 4, expected 1..world_size = 2": (2, 16, 2, 4),
-        "total_seq_len = 9, expected a multiple of max_cp_degree = 2": (2, 9, 2, 2),
+        a_multiple("total_seq_len", 9, "max_cp_degree = 2"): (2, 9, 2, 2),
         "total_seq_len = -2, expected a multiple": (2, -2, 2, 2),
         "num_seqs = 0, expected 1": (2, 8, 0, 2),
         "world_size = 0, expected 1": (0, 8, 2, 1),
         "total_seq_len = 9223372036854775806, expected at most": (2, 2**63 - 2, 2, 2),
-        "num_seqs = 'x', expected an integer": (2, 8, "x", 2),
+        an_integer("num_seqs", "'x'"): (2, 8, "x", 2),
     }
     for name in ("create_qkv_dispatch", "create_raw_qkv_dispatch"):
         for text, sizes in calls.items():

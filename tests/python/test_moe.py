@@ -6,6 +6,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from error_texts import a_multiple
 
 import waybill
 from waybill.moe import EPConfig, quantize_fp8, simulate_dispatch
@@ -181,7 +182,7 @@ def test_config_has_the_properties():
         ("max_tokens", 0, "max_tokens = 0"),
         ("hidden", -8, "hidden = -8"),
         ("topk", 33, "topk = 33, expected 1..32"),
-        ("num_experts", 7, "num_experts = 7, expected a multiple of world_size = 2"),
+        ("num_experts", 7, a_multiple("num_experts", 7, "world_size = 2")),
         ("num_experts", 2**40, "num_experts"),
         ("rank", 2, "rank = 2, expected 0..1"),
         ("world_size", 0, "world_size = 0"),

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from error_texts import an_integer
 
 import waybill
 
@@ -85,7 +86,7 @@ def test_capacity_is_kept_or_refused():
     ("change", "text"),
     [
         ({"world_size": 0}, "world_size = 0"),
-        ({"world_size": "8"}, "plan: world_size = '8', expected an integer"),
+        ({"world_size": "8"}, an_integer("plan: world_size", "'8'")),
         ({"mask": "fuller"}, 'plan: mask = "fuller", expected "causal" or "full"'),
         ({"mask": "full", "window": 9}, 'plan: window = 9, expected None with mask = "full"'),
         ({"window": 0}, "plan: window = 0, expected >= 1, or None"),

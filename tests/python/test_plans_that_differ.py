@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from error_texts import a_divisor, disagree_in_call
 from packed import module
 from test_process_worlds import run_ranks
 
@@ -50,7 +51,7 @@ def test_the_first_document_is_named(what):
 
     for text in texts_of(body):
         who = "ContextParallelAttention: forward: dispatch"
-        assert text.startswith(f"{who}: ranks disagree in call 1: the plan differs: hash "), text
+        assert text.startswith(f"{disagree_in_call(who, 1)}: the plan differs: hash "), text
         assert f"rank 2 with {named}" in text, text
         assert "ContextParallelAttention.gather tells all ranks" in text
         assert text.endswith("calls are for the same plans in the same order")
@@ -201,14 +202,14 @@ def test_more_ranks_on_a_host_than_there_are(monkeypatch):
     given = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
     for name, value in given.items():
         monkeypatch.setitem(os.environ, name, value)
-    text = r"^World.from_environment: LOCAL_WORLD_SIZE = 4, expected a divisor of WORLD_SIZE = 2$"
+    text = a_divisor("^World.from_environment: LOCAL_WORLD_SIZE", 4, "WORLD_SIZE = 2$")
     with pytest.raises(waybill.InvalidArgument, match=text):
         waybill.World.from_environment()
 
     def body(world):
         from waybill.torch.moe import EPAll2AllLayer
 
-        text = "^EPAll2AllLayer: local_world_size = 4, expected a divisor of world_size = 2$"
+        text = a_divisor("^EPAll2AllLayer: local_world_size", 4, "world_size = 2$")
         with pytest.raises(waybill.InvalidArgument, match=text):
             EPAll2AllLayer(world, 6, 8, 2, world.rank, 4, 4, 2)
 

@@ -11,6 +11,7 @@ import textwrap
 import time
 
 import pytest
+from error_texts import rank_failed
 
 import waybill
 
@@ -216,7 +217,7 @@ def test_a_rank_that_cannot_start_is_named_at_once(tmp_path):
         assert time.monotonic() - start < 30
         assert results[1][0] != 0 and "InvalidArgument" in results[1][1]
         for rank in (0, 2):
-            assert "rank 1 failed: World.from_environment: device = 'cuda:x'" in results[rank][1]
+            assert rank_failed(1, "World.from_environment: device = 'cuda:x'") in results[rank][1]
 
 
 def test_ranks_of_another_job_or_without_the_secret_are_refused(tmp_path):

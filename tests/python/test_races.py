@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from error_texts import CLOSED, OF_ANOTHER_THREAD
 from several_threads import together
 
 import waybill
@@ -76,14 +77,14 @@ def test_windows_that_grow_or_close_while_results_are_wrapped(world):
             plan = dispatcher.plan_dispatch((table.fwd_q, rows))
             state["views"] = [*state["views"][-20:], dispatcher.dispatch(plan, rows)[0]]
         except REFUSALS as error:
-            assert "call of another thread" in str(error) or "was closed" in str(error), error
+            assert OF_ANOTHER_THREAD in str(error) or CLOSED in str(error), error
 
     def grow():
         dispatcher = state["dispatcher"]
         try:
             dispatcher.reserve(min(2 * dispatcher.window_bytes + 1, 1 << 22))
         except REFUSALS as error:
-            assert "call of another thread" in str(error) or "was closed" in str(error), error
+            assert OF_ANOTHER_THREAD in str(error) or CLOSED in str(error), error
         time.sleep(0.001)
 
     def close():
@@ -92,7 +93,7 @@ def test_windows_that_grow_or_close_while_results_are_wrapped(world):
             state["dispatcher"].close()
             state["dispatcher"] = waybill.SequenceDispatcher(world)
         except waybill.InvalidArgument as error:
-            assert "call of another thread" in str(error), error
+            assert OF_ANOTHER_THREAD in str(error), error
 
     def look():
         for view in state["views"]:
@@ -112,7 +113,7 @@ def test_a_layer_whose_memory_goes_while_it_is_looked_at(world):
     state = {"layer": make()}
 
     def refused(error):
-        texts = ("call of another thread", "finalized", "memory of the next two combines is taken")
+        texts = (OF_ANOTHER_THREAD, "finalized", "memory of the next two combines is taken")
         return any(text in str(error) for text in texts)
 
     def send():

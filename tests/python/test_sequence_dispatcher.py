@@ -5,6 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
+from error_texts import CLOSED, UNUSABLE
 from ways import (
     PLAN_EDGES,
     edge_plan,
@@ -293,7 +294,7 @@ def test_wrong_arguments_move_nothing(way):
         dispatcher.close()
         dispatcher.close()  # again does nothing
         assert "closed" in repr(dispatcher)
-        with pytest.raises(waybill.TransportError, match="was closed"):
+        with pytest.raises(waybill.TransportError, match=CLOSED):
             dispatcher.dispatch(ready, good)
         return True
 
@@ -312,7 +313,7 @@ def test_a_rank_that_never_calls_is_named_by_the_others():
             return None
         with pytest.raises(waybill.Timeout) as caught:
             dispatcher.dispatch(plan, q[0])
-        with pytest.raises(waybill.TransportError, match="is unusable after a failure"):
+        with pytest.raises(waybill.TransportError, match=UNUSABLE):
             dispatcher.dispatch(plan, q[0])
         return caught.value
 

@@ -136,7 +136,7 @@ def test_bad_input_is_refused_by_name():
         ({"ids": np.array([[0, 3]])}, "ids[1] = 3, expected 0..1"),
         ({"rows": rows + 1}, "the plan is not one of these rows: expert 0"),
         ({"rows": rows[:1]}, "rows has shape [1, 2], expected [2, num_experts]"),
-        ({"rows": rows / 2}, "rows has fractions"),
+        ({"rows": rows / 2}, "expected a whole number"),
     ):
         arguments = {"rows": rows, "ids": ids, "rank": 0, **given}
         with pytest.raises(waybill.InvalidArgument) as caught:

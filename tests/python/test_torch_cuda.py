@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from error_texts import lies_on
 from records import METADATA_FIELDS
 
 torch = pytest.importorskip("torch")
@@ -217,7 +218,7 @@ def test_memory_of_ones_own_and_one_device():
     both = torch.rand(3, 300, 4).cuda()
     with pytest.raises(waybill.InvalidArgument, match="shares"):
         wt.orchestrate_simulate(both[:, :140], both, fwd)
-    with pytest.raises(wt.ShapeMismatch, match="output_tensor lies on cpu, expected cuda:0"):
+    with pytest.raises(wt.ShapeMismatch, match=lies_on("output_tensor", "cpu", "cuda:0")):
         wt.orchestrate_simulate(both, torch.rand(3, 300, 4), fwd)
     with pytest.raises(wt.ShapeMismatch, match="expected one device"):
         wt.simulate_communication([both[0], both[1], both[2].cpu()], fwd)

@@ -1,6 +1,7 @@
 """Descriptors that outlive other dispatches by them, rows that do not fit, places of combine."""
 
 import pytest
+from error_texts import NO_WEIGHTS
 
 import waybill
 
@@ -43,7 +44,7 @@ def test_an_old_descriptor_gives_what_it_gave(per_node, local):
             assert torch.equal(layer.combine(rows, layout, weighted=True), expected)
             tripled = layer.combine(other, by_other_weights, weighted=True)
             torch.testing.assert_close(tripled, 6 * expected)
-            with pytest.raises(waybill.InvalidArgument, match="the dispatch had no weights"):
+            with pytest.raises(waybill.InvalidArgument, match=NO_WEIGHTS):
                 layer.combine(bare, by_no_weights, weighted=True)
         layer.finalize()
 

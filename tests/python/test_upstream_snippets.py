@@ -7,6 +7,7 @@ from typing import Optional, Union
 
 import numpy as np
 import pytest
+from error_texts import WRITTEN_TWICE
 from upstream import (
     SEQUENCE_PAGES,
     answers,
@@ -235,7 +236,7 @@ def test_a_simple_example_of_tables(face):
     metadata = face.module.Metadata(*tables, None)
     moved = face.module.orchestrate_simulate(payload(face, 2, 256), zeros(face, 2, 512), metadata)
     assert (face.host(moved)[1, 64:128] != 0).all()
-    with pytest.raises(waybill.ShapeMismatch, match="also written by source rank"):
+    with pytest.raises(waybill.ShapeMismatch, match=WRITTEN_TWICE):
         face.module.orchestrate_simulate(
             payload(face, 2, 256), zeros(face, 2, 512), metadata, overlap="reject"
         )

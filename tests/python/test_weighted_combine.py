@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from error_texts import NO_WEIGHTS
 
 import waybill
 
@@ -208,7 +209,7 @@ def test_no_weights():
         layer = layer_on(world)
         x, ids, _, _ = inputs(world.rank, 4, torch.float32)
         rows, _, layout = layer.dispatch(x.requires_grad_(), ids)
-        with pytest.raises(waybill.InvalidArgument, match="the dispatch had no weights"):
+        with pytest.raises(waybill.InvalidArgument, match=NO_WEIGHTS):
             layer.combine(rows, layout, weighted=True)
 
     run_threads(WORLD, body)

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from error_texts import CLOSED, FINALIZED
 
 from waybill import Disagreement, InvalidArgument, Timeout, TransportError
 from waybill._errors import said_by
@@ -123,7 +124,7 @@ def test_a_module_that_was_closed():
             lambda: attention.fixed_plan(plan, wt.Capacities.of(plan)),
         )  # fmt: skip
         for call in calls:
-            match = f"^ContextParallelAttention.*: the module was closed on rank {world.rank}"
+            match = f"^ContextParallelAttention.*: the module {CLOSED} on rank {world.rank}"
             with pytest.raises(TransportError, match=match):
                 call()
 
@@ -146,7 +147,7 @@ def test_arguments_by_their_names():
             experts_of(world, fixed_rows=-1)
         layer = experts_of(world)
         layer.finalize()
-        with pytest.raises(TransportError, match=r"^ExpertParallel: the module was finalized"):
+        with pytest.raises(TransportError, match=f"^ExpertParallel: the module {FINALIZED}"):
             layer(*tokens())
 
     on_two_ranks(body)

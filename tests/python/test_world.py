@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from error_texts import a_divisor, an_integer, rank_failed, waited
 
 import waybill
 
@@ -65,7 +66,7 @@ def test_a_late_rank_is_named():
     assert (error.operation, error.what, error.peer) == ("World::barrier", "exchange", 2)
     assert error.rank in (0, 1) and error.wanted == error.seen + 1
     assert 0.1 <= error.seconds < 5
-    assert str(error).startswith(f"World::barrier: rank {error.rank} waited 0.1")
+    assert str(error).startswith(f"World::barrier: {waited(error.rank, 0.1)}")
     again = pickle.loads(pickle.dumps(error))
     assert (again.peer, str(again)) == (2, str(error))
 
@@ -82,7 +83,7 @@ def test_what_a_rank_raised_is_raised_and_not_that_others_waited():
         raised, *others = caught.value.__notes__
         assert raised == "raised by rank 1 of 3"
         assert others == [
-            f"rank {rank}: PeerFailed: World::barrier: rank 1 failed: KeyError: 'mine'"
+            f"rank {rank}: PeerFailed: World::barrier: " + rank_failed(1, "KeyError: 'mine'")
             for rank in (0, 2)
         ]
 
@@ -151,9 +152,9 @@ def test_worlds_are_made_by_functions():
     [
         ({"world_size": 0}, "world_size = 0"),
         ({"world_size": 2**40}, "world_size = 1099511627776"),
-        ({"world_size": "2"}, "world_size = '2', expected an integer"),
-        ({"world_size": 4, "ranks_per_node": 3}, "ranks_per_node = 3, expected a divisor"),
-        ({"world_size": 4, "ranks_per_node": 0}, "ranks_per_node = 0, expected a divisor"),
+        ({"world_size": "2"}, an_integer("world_size", "'2'")),
+        ({"world_size": 4, "ranks_per_node": 3}, a_divisor("ranks_per_node", 3, "world_size = 4")),
+        ({"world_size": 4, "ranks_per_node": 0}, a_divisor("ranks_per_node", 0, "world_size = 4")),
         ({"world_size": 2, "timeout_s": 0}, "timeout_s"),
         ({"world_size": 2, "timeout_s": None}, "timeout_s = None, expected seconds"),
         ({"world_size": 2, "body": 5}, "body = 5, expected a function"),

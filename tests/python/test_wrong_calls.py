@@ -5,6 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
+from error_texts import a_number, an_integer
 
 import waybill
 import waybill.moe
@@ -22,25 +23,25 @@ def config():
 CASES = [
     (lambda: waybill.gen_seq_lens("two", 1, 1), "gen_seq_lens: world_size = 'two', expected an in"),
     (lambda: waybill.gen_seq_lens(HUGE, 1, 1), f"gen_seq_lens: world_size = {HUGE}, expected"),
-    (lambda: waybill.gen_seq_lens(1, 1, 1.5), "gen_seq_lens: total_len = 1.5, expected an integer"),
+    (lambda: waybill.gen_seq_lens(1, 1, 1.5), an_integer("gen_seq_lens: total_len", 1.5)),
     (lambda: waybill.sample_documents(5, 10), "sample_documents: distribution = 5, expected str"),
     (lambda: waybill.sample_documents("x", HUGE), f"sample_documents: num_tokens = {HUGE}, exp"),
     (lambda: waybill.exclusive_cumsum(LENS, "x"), "exclusive_cumsum: dim = 'x', expected an integ"),
     (lambda: waybill.exclusive_cumsum(LENS, -HUGE - 1), f"exclusive_cumsum: dim = {-HUGE - 1}, ex"),
-    (lambda: PLAN.summary("wide"), "summary_text: q_row_bytes = 'wide', expected an integer"),
-    (lambda: PLAN.summary(1, HUGE), f"summary_text: kv_row_bytes = {HUGE}, expected an integer"),
-    (lambda: PLAN.summary(1, 1, "fast"), "summary_text: gb_per_s = 'fast', expected a number"),
+    (lambda: PLAN.summary("wide"), an_integer("summary_text: q_row_bytes", "'wide'")),
+    (lambda: PLAN.summary(1, HUGE), an_integer("summary_text: kv_row_bytes", HUGE)),
+    (lambda: PLAN.summary(1, 1, "fast"), a_number("summary_text: gb_per_s", "'fast'")),
     (lambda: PLAN.to_html(title=7), "report_page: title = 7, expected str"),
-    (lambda: PLAN.to_metadata("all"), "to_metadata: num_threads = 'all', expected an integer"),
+    (lambda: PLAN.to_metadata("all"), an_integer("to_metadata: num_threads", "'all'")),
     (lambda: PLAN.to_raw_dispatch(HUGE), f"to_raw_dispatch: max_cp_degree = {HUGE}, expected"),
     (lambda: PLAN.to_routing(HUGE), f"QkvPlan.to_routing: num_threads = {HUGE}, expected an in"),
-    (lambda: waybill.validate(PLAN, max_findings="x"), "max_findings = 'x', expected an integer"),
+    (lambda: waybill.validate(PLAN, max_findings="x"), an_integer("max_findings", "'x'")),
     (lambda: waybill.plan([5], 1, imbalance_target="x"), "plan: imbalance_target = 'x', expected"),
-    (lambda: waybill.plan([5], 1, byte_weight=None), "plan: byte_weight = None, expected a number"),
-    (lambda: waybill.plan([5], HUGE), f"plan: world_size = {HUGE}, expected an integer of 64"),
+    (lambda: waybill.plan([5], 1, byte_weight=None), a_number("plan: byte_weight", None)),
+    (lambda: waybill.plan([5], HUGE), an_integer("plan: world_size", HUGE) + " of 64"),
     (
         lambda: waybill.compare([5], 1, message_seconds=[]),
-        "compare: message_seconds = a list, expected a number",
+        a_number("compare: message_seconds", "a list"),
     ),
     (lambda: waybill.predict_step(PLAN, 5), "predict_step: transfer = 5, expected str"),
     (lambda: waybill.predict_step(PLAN, pull_share="x"), "predict_step: pull_share = 'x', expect"),
@@ -139,9 +140,12 @@ def test_other_type_errors_stay_as_they_are():
 def test_texts_of_any_shape_are_described():
     one = "f(): incompatible function arguments. The following argument types are supported:\n"
     several = one + "    1. f(a: int, b: str | None = None, c: dict[str, int] = {}) -> None\n"
-    describe = _errors._describe
+
+    def describe(text, given, by_name):
+        return str(_errors._wrong_call(text, given, by_name))
+
     assert describe("no signature", [1], {}) == "no signature"
-    assert describe(several, [1.5], {}) == "f: a = 1.5, expected an integer"
+    assert describe(several, [1.5], {}) == an_integer("f: a", 1.5)
     assert describe(several, [1], {"b": 2}) == "f: b = 2, expected str or None"
     assert describe(several, [2**40], {}).startswith("f: a = 1099511627776, expected")
     assert describe(several, [1, "x"], {"d": 3}) == (

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Tuple
+from typing import Any, Tuple
 
 import numpy as np
 
@@ -107,26 +107,17 @@ def expected_gradients(received: list[AnyArray], metadata: QkvMetadata, rows: li
     ]
 
 
-class Step(NamedTuple):
-    """A step of attention on ranks: what each has, and what the simulation says that it gets."""
-
-    routing: QkvRouting
-    q: list[AnyArray]
-    k: list[AnyArray]
-    want_q: list[AnyArray]
-    want_k: list[AnyArray]
-    want_sums: list[AnyArray]  #: gradients of K, when every rank returns what it received
-
-
-def planned_step(world_size: int) -> Step:
-    """The step of the plan that planned() makes."""
+def planned_step(world_size: int) -> Tuple[QkvRouting, Any, Any, Any, Any, Any]:
+    """A step of attention: its routing; Q and K of each rank; Q, K and gradients of K that it gets,
+    as the simulation says, when every rank returns what it received.
+    """
     made = planned(world_size)
     metadata = made.to_metadata()
     q, k = (payloads(made, world_size, kind) for kind in (0, 1))
     want_q, want_k = expected_rows(q, metadata.fwd_q), expected_rows(k, metadata.fwd_kv)
     rows = [rows_of(made, rank) for rank in range(world_size)]
     want_sums = expected_gradients(want_k, metadata, rows)
-    return Step(made.to_routing(), q, k, want_q, want_k, want_sums)
+    return made.to_routing(), q, k, want_q, want_k, want_sums
 
 
 Face = Any
@@ -144,29 +135,27 @@ def run_golden(face: Face = None, make: Callable[[Any], Any] = lambda array: arr
     every = records()
     for record in every:
         name = f"{record['fn']} ({record['case']})"
-        results, wanted = _CALLS[record["fn"]](face, _Inputs(record["inputs"], face, make), record)
+        results, wanted = _CALLS[record["fn"]](face, _inputs(record["inputs"], face, make), record)
         for got, want in zip(results, wanted):
             expect(_same(got, want), f"{name}: got {got!r}, expected {want!r}")
     return f"{len(every)} cases of {len({record['fn'] for record in every})} functions"
 
 
-class _Inputs:
-    """A record's inputs as a caller has them."""
+#: Inputs of a record by name, as a caller has them.
+Inputs = Callable[..., list[Any]]
 
-    def __init__(self, entries: dict[str, Any], face: Face, make: Callable[[Any], Any]) -> None:
-        self._entries, self._face, self._make = entries, face, make
 
-    def __call__(self, *names: str) -> list[Any]:
-        return [self._made(self._entries[name]) for name in names]
-
-    def _made(self, entry: Any) -> Any:
+def _inputs(entries: dict[str, Any], face: Face, make: Callable[[Any], Any]) -> Inputs:
+    def made(entry: Any) -> Any:
         if not isinstance(entry, dict):
             return entry
         if "ragged" in entry:
-            return [self._made(one) for one in entry["ragged"]]
+            return [made(one) for one in entry["ragged"]]
         if "dst_rank" in entry:
-            return self._face.Metadata(**{key: self._made(value) for key, value in entry.items()})
-        return self._make(_array(entry))
+            return face.Metadata(**{key: made(value) for key, value in entry.items()})
+        return make(_array(entry))
+
+    return lambda *names: [made(entries[name]) for name in names]
 
 
 def _array(entry: dict[str, Any]) -> Any:
@@ -193,25 +182,25 @@ def _same(got: Any, want: Any) -> bool:
 def _plain(name: str, *inputs: str) -> Callable[..., Any]:
     """The call of a function with one result."""
 
-    def call(face: Face, given: _Inputs, record: Any) -> Any:
+    def call(face: Face, given: Inputs, record: Any) -> Any:
         (want,) = record["outputs"].values()
         return [getattr(face, name)(*given(*inputs))], [want]
 
     return call
 
 
-def _lengths(face: Face, given: _Inputs, record: Any) -> Any:
+def _lengths(face: Face, given: Inputs, record: Any) -> Any:
     world, sequences, total, uniforms = given("world_size", "num_seqs", "total_len", "uniforms")
     made = face.gen_seq_lens(world, sequences, total, uniforms=uniforms)
     return [made], [record["outputs"]["seq_len"]]
 
 
-def _tables(face: Face, given: _Inputs, record: Any) -> Any:
+def _tables(face: Face, given: Inputs, record: Any) -> Any:
     made = face.compute_metadata(*given("seq_len", "global_dispatch"))
     return made, [record["outputs"][name] for name in ("fwd", "rev")]
 
 
-def _kv_tables(face: Face, given: _Inputs, record: Any) -> Any:
+def _kv_tables(face: Face, given: Inputs, record: Any) -> Any:
     names = (
         "kv_to_q_mapping", "kv_to_q_rank", "kv_context_size", "q_to_num_kv_seq",
         "q_to_num_kv_token", "seq_len", "num_seqs", "q_dispatch",
@@ -222,18 +211,18 @@ def _kv_tables(face: Face, given: _Inputs, record: Any) -> Any:
     ]
 
 
-def _layout(face: Face, given: _Inputs, record: Any) -> Any:
+def _layout(face: Face, given: Inputs, record: Any) -> Any:
     names = ("seq_shard_len", "seq_shard_cumsum", "dispatch", "prepend_zero", "shard_to_tuple")
     made = face.compute_attn_layout_seqlens(*given(*names))
     return list(made), [record["outputs"][name] for name in made._fields]
 
 
-def _slices(face: Face, given: _Inputs, record: Any) -> Any:
+def _slices(face: Face, given: Inputs, record: Any) -> Any:
     table, ranks = given("metadata", "ranks")
     return [table.get_slice(rank) for rank in ranks], record["outputs"]["slices"]
 
 
-def _device_form(face: Face, given: _Inputs, record: Any) -> Any:
+def _device_form(face: Face, given: Inputs, record: Any) -> Any:
     (table,) = given("metadata")
     return [table.normalize_dtype()], [record["outputs"]["metadata"]]
 

@@ -25,17 +25,6 @@ def named_dtype(value: Any, name: str) -> str:
         raise InvalidArgument(f"{name} = {shown(value)}, expected a dtype or its name") from None
 
 
-_SIZES = (  # in the order that the compiled part takes them in
-    "max_tokens",
-    "hidden",
-    "topk",
-    "num_experts",
-    "rank",
-    "world_size",
-    "local_world_size",
-)
-
-
 @dataclass(unsafe_hash=True)
 class EPConfig:
     """Sizes and dtypes of an expert-parallel layer, checked when it is made and when it is used.
@@ -112,10 +101,10 @@ class EPConfig:
 
     def _checked(self) -> tuple[dict[str, int], Any]:
         """Its sizes as plain integers, and the compiled one, which looks at their ranges."""
-        sizes = {field: int64(getattr(self, field), f"EPConfig: {field}") for field in _SIZES}
+        names = [field.name for field in fields(self)]
+        sizes = {name: int64(getattr(self, name), f"EPConfig: {name}") for name in names[:-3]}
         token, weight, offset = (
-            named_dtype(getattr(self, field), f"EPConfig: {field}")
-            for field in ("token_dtype", "weight_dtype", "offset_dtype")
+            named_dtype(getattr(self, name), f"EPConfig: {name}") for name in names[-3:]
         )
         if offset != "int32":
             raise InvalidArgument(f"EPConfig: offset_dtype = {offset}, expected int32")

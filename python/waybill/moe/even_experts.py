@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Optional
 
 import numpy as np
 
 from .. import _core
-from .._arrays import AnyArray, ArrayLike, IntArray, as_numpy, index_array
+from .._arrays import AnyArray, ArrayLike, IntArray, as_numpy, index_array, number, whole_numbers
 from ..errors import InvalidArgument
 
 
@@ -72,12 +72,10 @@ def even_experts(
             that the ranks do not divide; ``present`` that names a home expert of its rank or an
             expert twice; an option out of range.
     """
-    counts = _counts(rows)
+    counts = _counts(rows, "even_experts")
     numbers = {"spare_experts": spare_experts, "min_rows": min_rows, "alignment": alignment}
     _check_integers("even_experts", numbers, 2**53, "2^53")
-    factor = 1.0 if limit is None else limit
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-        raise InvalidArgument(f"even_experts: limit = {factor!r}, expected a number >= 1")
+    factor = number(1.0 if limit is None else limit, "even_experts: limit")
     lying: list[int] = []
     if present is not None:
         table = index_array(present, "even_experts: present")
@@ -89,19 +87,11 @@ def even_experts(
         if table.size and not -1 <= int(table.min()) <= int(table.max()) < 2**31:
             raise InvalidArgument("even_experts: present has no experts, expected -1 or an expert")
         lying = table.ravel().tolist()
-    plan = _core.even_experts(counts, spare_experts, lying, min_rows, float(factor), alignment)
-    shape = [counts.shape[0], -1]
-    return EvenExperts(
-        slots=plan.slots.reshape(shape),
-        quotas=plan.quotas.reshape(shape),
-        local_rows=plan.local_rows.reshape(shape),
-        first_row=plan.first_row.reshape(shape),
-        max_rows=plan.max_rows,
-        mean_rows=plan.mean_rows,
-        bound=plan.bound,
-        weights_out=plan.weights_out,
-        weights_in=plan.weights_in,
-    )
+    plan = _core.even_experts(counts, spare_experts, lying, min_rows, factor, alignment)
+    made = {field.name: getattr(plan, field.name) for field in fields(EvenExperts)}
+    for name in ("slots", "quotas", "local_rows", "first_row"):
+        made[name] = made[name].reshape([counts.shape[0], -1])
+    return EvenExperts(**made)
 
 
 def slot_ids(plan: EvenExperts, rows: ArrayLike, ids: ArrayLike, *, rank: int) -> IntArray:
@@ -133,16 +123,9 @@ def slot_ids(plan: EvenExperts, rows: ArrayLike, ids: ArrayLike, *, rank: int) -
     return result
 
 
-def _counts(rows: Any, who: str = "even_experts") -> IntArray:
-    """int64 [num_ranks, num_experts]; floats are taken where they are integral."""
-    array = as_numpy(rows, f"{who}: rows")
-    if array.dtype.kind == "f":
-        if not np.isfinite(array).all() or (array != np.floor(array)).any():
-            raise InvalidArgument(f"{who}: rows has fractions, expected integers")
-        if array.size and np.abs(array).max() > 2**53:
-            raise InvalidArgument(f"{who}: rows has numbers beyond 2^53")
-        array = array.astype(np.int64)
-    table = index_array(array, f"{who}: rows")
+def _counts(rows: Any, who: str) -> IntArray:
+    """Integers [num_ranks, num_experts]; floats are taken where they are whole."""
+    table = whole_numbers(rows, f"{who}: rows", floats=True)
     if table.ndim != 2:
         raise InvalidArgument(
             f"{who}: rows has shape {list(table.shape)}, expected [num_ranks, num_experts]"
@@ -227,13 +210,8 @@ def plan_expert_placement(
     if max_moves is not None and max_moves < 0:
         raise InvalidArgument(f"{who}: max_moves = {max_moves}, expected >= 0")
     lying = [] if present is None else index_array(present, f"{who}: present").ravel().tolist()
-    fields = _core.plan_expert_placement(table.astype(np.float64), lying, **options)
+    made = _core.plan_expert_placement(table.astype(np.float64), lying, **options)
     shape = [table.shape[0], num_ranks, -1]
-    return ExpertPlacement(
-        slots=fields["slots"].reshape(shape)
-        if table.shape[0]
-        else np.zeros((0, num_ranks, 0), int),
-        copies=fields["copies"].reshape(table.shape),
-        rank_loads=np.array(fields["rank_loads"]).reshape(shape[:2]),
-        moves=fields["moves"],
-    )
+    slots = made["slots"].reshape(shape) if len(table) else np.zeros((0, num_ranks, 0), int)
+    loads = np.array(made["rank_loads"]).reshape(shape[:2])
+    return ExpertPlacement(slots, made["copies"].reshape(table.shape), loads, made["moves"])

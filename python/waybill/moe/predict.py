@@ -8,11 +8,11 @@ from typing import Any, List, Optional, Sequence, Tuple
 from .. import _core
 from .._arrays import AnyArray, IntArray, instance, numbers
 from .._errors import renamed, said_by
-from .._lifetime import OfThisProcess
+from .._lifetime import Made, OfThisProcess
 from ..costs import LinkSpeeds, check_speed
 from ..errors import InvalidArgument
 from .config import EPConfig
-from .simulate import id_array, per_rank
+from .simulate import ids_of_ranks
 
 
 def choices_of(
@@ -26,15 +26,14 @@ def choices_of(
     compiled = config._compiled()
     with said_by(who):
         options = _core.ep_dispatch_options(compiled, dropped_id, "grouped", 1, payload)
-    entries = per_rank(exp_indices, f"{who}: exp_indices", config.world_size)
-    arrays = [id_array(v, config.topk, f"{who}: exp_indices[{r}]") for r, v in enumerate(entries)]
+    arrays = ids_of_ranks(exp_indices, config.topk, f"{who}: exp_indices", config.world_size)
     return compiled, options, arrays
 
 
 _old_names = renamed(nvlink="nvlink_bytes_per_second", network="network_bytes_per_second")
 
 
-class ExpertSummary(OfThisProcess):
+class ExpertSummary(OfThisProcess, Made):
     """Figures of a dispatch; its combine moves the same rows the other way.
 
     A row crosses a link once for each rank that it goes to, between nodes once for each node; what
@@ -53,9 +52,8 @@ class ExpertSummary(OfThisProcess):
     network_in: IntArray  #: [W] rows between nodes
     network_out: IntArray
     expert_choices: IntArray  #: [E] topk slots of each expert
-
-    def __init__(self) -> None:
-        raise InvalidArgument("ExpertSummary: got a constructor call, expected summarize")
+    _compiled: Any
+    _made_by = "summarize"
 
     @_old_names
     def limit_seconds(
@@ -98,8 +96,6 @@ class ExpertSummary(OfThisProcess):
     def __str__(self) -> str:
         return self.text()
 
-    _compiled: Any
-
 
 def _speeds(nvlink: Any, network: Any) -> Tuple[float, float]:
     return (
@@ -123,13 +119,10 @@ def summarize(
     :raises InvalidArgument: naming argument and rank
     """
     compiled, options, arrays = choices_of(config, exp_indices, dropped_id, payload, "summarize")
-    self = ExpertSummary.__new__(ExpertSummary)
-    self.config = config
-    self._compiled = _core.summarize_experts(compiled, options, arrays)
-    self.row_bytes = self._compiled.row_bytes
-    for name, values in self._compiled.figures().items():
-        setattr(self, name, values)
-    return self
+    made = _core.summarize_experts(compiled, options, arrays)
+    return ExpertSummary._with(
+        config=config, _compiled=made, row_bytes=made.row_bytes, **made.figures()
+    )
 
 
 #: Seconds, or bytes per second: what is computed from more may be no number.

@@ -8,14 +8,13 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 
 from .. import _core
-from .._arrays import AnyArray, IntArray, as_numpy, flag, index_array, instance, sequence
+from .._arrays import BITS, AnyArray, IntArray, as_numpy, flag, index_array, instance, sequence
 from .._errors import said_by
-from .._lifetime import OfThisProcess
+from .._lifetime import Made, OfThisProcess
 from ..errors import InvalidArgument
 from .config import EPConfig
 
 _NUMPY = {"float32": np.float32, "float16": np.float16, "float64": np.float64}
-_BITS = {2: np.int16, 4: np.int32, 8: np.int64}
 
 
 def _bfloat16_bits(array: AnyArray) -> AnyArray:
@@ -28,24 +27,19 @@ def _bfloat16_bits(array: AnyArray) -> AnyArray:
     return result
 
 
-def _numbers(value: Any, name: str) -> AnyArray:
-    array = as_numpy(value, name)
-    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
-        raise InvalidArgument(f"{name} has dtype {array.dtype}, expected floating-point numbers")
-    return array
-
-
 def payload_bits(value: Any, dtype: str, columns: int, name: str) -> Tuple[AnyArray, bool]:
     """Integers of the dtype's size, and whether the caller's array was of that dtype already.
 
     float32 values are rounded to nearest even where the dtype cannot hold them.
     """
-    array = _numbers(value, name)
+    array = as_numpy(value, name)
+    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+        raise InvalidArgument(f"{name} has dtype {array.dtype}, expected floating-point numbers")
     if array.ndim == 1 and array.size == 0:
         array = array.reshape(0, columns)
     if array.dtype.name == dtype and array.dtype.isnative:
         native = np.ascontiguousarray(array)
-        return native.view(_BITS[native.dtype.itemsize]), True
+        return native.view(BITS[native.dtype.itemsize]), True
     with np.errstate(over="ignore"):
         if dtype == "bfloat16":
             return _bfloat16_bits(array.astype(np.float32)), False
@@ -54,7 +48,7 @@ def payload_bits(value: Any, dtype: str, columns: int, name: str) -> Tuple[AnyAr
         if dtype != "float64":
             array = array.astype(np.float32)
         plain = np.ascontiguousarray(array.astype(_NUMPY[dtype]))
-    return plain.view(_BITS[plain.dtype.itemsize]), False
+    return plain.view(BITS[plain.dtype.itemsize]), False
 
 
 def payloads(
@@ -78,6 +72,12 @@ def per_rank(values: Any, name: str, world_size: int) -> Sequence[Any]:
             f"{name} has {len(values)} entries, expected one for each of {world_size} ranks"
         )
     return list(values)
+
+
+def ids_of_ranks(values: Any, columns: int, name: str, world_size: int) -> List[AnyArray]:
+    """Expert ids of each rank."""
+    entries = per_rank(values, name, world_size)
+    return [id_array(v, columns, f"{name}[{r}]") for r, v in enumerate(entries)]
 
 
 def id_array(value: Any, columns: int, name: str) -> AnyArray:
@@ -173,7 +173,7 @@ class EPAllToAllLayoutDesc:
     recv_scales: Optional[Any] = None  #: layers with a float8 payload: [R, hidden / 128]
 
 
-class ExpertDispatch(OfThisProcess):
+class ExpertDispatch(OfThisProcess, Made):
     """The result of ``simulate_dispatch``: one entry per rank in every list."""
 
     _why_not_copied = "compiled tables: simulate_dispatch makes it again; its arrays can be"
@@ -188,9 +188,8 @@ class ExpertDispatch(OfThisProcess):
     num_recv_tokens_per_rank: IntArray  #: [W] rows of each output
     recv_buf_offset_per_expert: IntArray  #: [W, P, W source] first rows
     traffic: Dict[str, IntArray]  #: payloads that cross links
-
-    def __init__(self) -> None:
-        raise InvalidArgument("ExpertDispatch: got a constructor call, expected simulate_dispatch")
+    _compiled: Any
+    _made_by = "simulate_dispatch"
 
     def combine(
         self,
@@ -222,8 +221,6 @@ class ExpertDispatch(OfThisProcess):
             flag(weighted, f"{who}: weighted"),
         )  # fmt: skip
         return [as_float(bits, dtype, native) for bits in sums]
-
-    _compiled: Any
 
 
 def simulate_dispatch(
@@ -268,10 +265,7 @@ def simulate_dispatch(
         native = False
     else:
         bits, native = payloads(tokens, token_dtype, hidden, f"{who}: tokens", world)
-    id_arrays = [
-        id_array(v, topk, f"{who}: exp_indices[{r}]")
-        for r, v in enumerate(per_rank(exp_indices, f"{who}: exp_indices", world))
-    ]
+    id_arrays = ids_of_ranks(exp_indices, topk, f"{who}: exp_indices", world)
     weight_bits, weights_native = (
         ([], False)
         if weights is None
@@ -294,21 +288,16 @@ def _result(
     config: EPConfig, made: Any, native: bool, weights_native: bool, has_weights: bool
 ) -> ExpertDispatch:
     compiled, tokens, scales, weights, origins, layouts, tables = made
-    self = ExpertDispatch.__new__(ExpertDispatch)
-    self._compiled = compiled
-    self.config = config
-    if scales:
-        self.recv_tokens = [as_float8(bits) for bits in tokens]
-        self.recv_scales = [bits.view(np.float32) for bits in scales]
-    else:
-        self.recv_tokens = [as_float(bits, config.token_dtype_name, native) for bits in tokens]
-        self.recv_scales = None
-    self.recv_weights = None
-    if has_weights:
-        name = config.weight_dtype_name
-        self.recv_weights = [as_float(bits, name, weights_native) for bits in weights]
-    self.recv_origin = list(origins)
-    self.layout = [EPAllToAllLayoutDesc(**layout) for layout in layouts]
-    for name, table in tables.items():
-        setattr(self, name, table)
-    return self
+    dtype, weight_dtype = config.token_dtype_name, config.weight_dtype_name
+    floats = [as_float8(t) if scales else as_float(t, dtype, native) for t in tokens]
+    recv_weights = [as_float(w, weight_dtype, weights_native) for w in weights]
+    return ExpertDispatch._with(
+        _compiled=compiled,
+        config=config,
+        recv_tokens=floats,
+        recv_scales=[bits.view(np.float32) for bits in scales] if scales else None,
+        recv_weights=recv_weights if has_weights else None,
+        recv_origin=list(origins),
+        layout=[EPAllToAllLayoutDesc(**layout) for layout in layouts],
+        **tables,
+    )
