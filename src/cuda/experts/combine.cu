@@ -251,8 +251,7 @@ class BulkSum {
   std::int32_t step_pieces_;
   Piece coming_;
   TokenRows coming_rows_;
-  float sums_[words_per_lane]
-             [WidePack<Number>::count];  ///< words lane, lane + 32, ...
+  float sums_[words_per_lane][WidePack<Number>::count];  ///< words lane, lane + 32, ...
 };
 
 /// Sums with loads of the lanes: for devices without bulk copies, and for addresses and sizes that
