@@ -61,6 +61,7 @@ FOLDERS = {
         "transport",
         "experts",
         "sequence",
+        "planner",
         "self_test",
     )
 }

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "waybill/core/host_tensor.h"
-#include "waybill/routing/sparse_metadata.h"
+#include "waybill/routing/metadata.h"
 
 namespace waybill::bench {
 

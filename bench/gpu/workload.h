@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "schedule/sequence_plan.h"
-#include "waybill/planner/relay.h"
+#include "waybill/planner/planner.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill::bench {

@@ -23,7 +23,6 @@
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/routing/validate.h"
 #include "waybill/simulate/check.h"
-#include "waybill/simulate/kv_gradient.h"
 #include "waybill/simulate/orchestrate.h"
 
 namespace {

@@ -13,6 +13,7 @@
 #include "waybill/moe/quantize.h"
 #include "waybill/moe/simulate.h"
 #include "waybill/planner/expert_balance.h"
+#include "waybill/report/expert_copies.h"
 #include "waybill/report/expert_summary.h"
 #include "waybill/runtime/world.h"
 #include "waybill/transport/bootstrap.h"

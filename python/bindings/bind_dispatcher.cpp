@@ -17,7 +17,7 @@
 #include "bindings.h"
 #include "moe/option_names.h"
 #include "rank_world.h"
-#include "waybill/planner/attention_plan.h"
+#include "waybill/planner/planner.h"
 
 namespace waybill::python {
 

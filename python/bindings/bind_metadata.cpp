@@ -19,7 +19,6 @@
 #include "waybill/core/error.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/simulate/check.h"
-#include "waybill/simulate/kv_gradient.h"
 #include "waybill/simulate/orchestrate.h"
 
 namespace waybill::python {

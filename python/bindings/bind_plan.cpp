@@ -19,7 +19,7 @@
 #include "metadata_casters.h"
 #include "waybill/core/dtype.h"
 #include "waybill/core/error.h"
-#include "waybill/cost_model/compare_plans.h"
+#include "waybill/cost_model/predict_step.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/planner/planner.h"
 #include "waybill/planner/static_plans.h"
@@ -28,7 +28,6 @@
 #include "waybill/report/step_report.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
-#include "waybill/routing/varlen_routing.h"
 
 namespace waybill::python {
 

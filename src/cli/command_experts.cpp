@@ -2,13 +2,17 @@
 #include <bit>
 #include <cmath>
 #include <memory>
+#include <tuple>
 
+#include "core/printable.h"
 #include "options.h"
 #include "program.h"
 #include "report/format.h"
 #include "waybill/core/random.h"
 #include "waybill/core/topology.h"
+#include "waybill/json/file.h"
 #include "waybill/moe/ep_config.h"
+#include "waybill/report/expert_copies.h"
 #include "waybill/report/expert_summary.h"
 
 namespace waybill::cli {
@@ -16,9 +20,13 @@ namespace {
 
 // Drawing more would take minutes before anything is shown.
 constexpr std::int64_t max_drawn_ids = std::int64_t{1} << 31;
+// Rows of a file of counts become ids, and pairs of rank and expert a table of counts.
+constexpr std::int64_t max_counted_rows = std::int64_t{1} << 28;
+constexpr std::int64_t max_count_cells = std::int64_t{1} << 26;
 
 struct ExpertsOptions : Options {
   std::string ids_path;
+  std::string counts_path;
   std::int32_t experts = 256;
   std::int32_t topk = 8;
   std::int64_t tokens = 4096;
@@ -27,6 +35,8 @@ struct ExpertsOptions : Options {
   double skew = 0;
   std::int32_t num_groups = 1;  ///< groups of consecutive experts, all of one size
   std::int32_t top_groups = 1;  ///< a token goes to experts of so many groups at most
+  EvenExpertsOptions copies;    ///< without spare experts no copies are planned
+  ExpertCopyCosts copy_costs;
   ExpertCosts costs;
   std::string path{to_string(ExpertCosts{}.path)};
 };
@@ -207,7 +217,78 @@ TopkIds ids_of(const ExpertsOptions& o, Console& console) {
   return draw_topk_ids(o);
 }
 
+/// Rows of each source rank for each expert, [R, E]; sets the numbers of ranks and experts.
+/// @throws IoError for a file that is not right, UsageError where an option says another number
+std::vector<std::int64_t> read_counts(ExpertsOptions& o, const Command& command) {
+  const std::string name = input_name(o.counts_path);
+  const IndexArray table = expert_counts_from(read_input(o.counts_path), name);
+  for (const auto& [option, field, axis, what] :
+       {std::tuple{"--ranks", &o.world_size, 0, "ranks (rows of the table)"},
+        {"--experts", &o.experts, 1, "experts (columns of the table)"}}) {
+    const std::int64_t got = table.dim(axis);
+    if (command.is_given(option) && *field != got)
+      throw UsageError(
+          concat(option, ": ", *field, ", expected ", got, ", the ", what, " in ", name));
+    if (got > (axis == 0 ? max_world_size : std::int32_t{1} << 20))
+      throw IoError(concat(name, ": got ", got, " ", what, ", expected at most ",
+                           axis == 0 ? max_world_size : std::int32_t{1} << 20));
+    *field = static_cast<std::int32_t>(got);
+  }
+  if (o.experts % o.world_size != 0) {
+    throw IoError(concat(name, ": got ", o.experts, " experts, expected a multiple of the ",
+                         o.world_size, " ranks"));
+  }
+  const auto counts = table.i64();
+  std::int64_t total = 0;
+  for (const std::int64_t rows : counts) {
+    if (rows > max_counted_rows || total + rows > max_counted_rows)
+      throw IoError(concat(name, ": got more than ", max_counted_rows, " rows in all, expected at",
+                           " most so many"));
+    total += rows;
+  }
+  return {counts.begin(), counts.end()};
+}
+
+/// Each row is a token of its own, with one topk slot.
+std::vector<std::vector<std::int32_t>> ids_of_counts(std::span<const std::int64_t> counts,
+                                                     EPConfig& config) {
+  std::vector<std::vector<std::int32_t>> ids(config.world_size);
+  config.topk = 1;
+  config.max_tokens = 1;
+  for (std::int32_t r = 0; r < config.world_size; ++r) {
+    for (std::int32_t e = 0; e < config.num_experts; ++e)
+      ids[r].insert(ids[r].end(), counts[std::int64_t{r} * config.num_experts + e], e);
+    config.max_tokens = std::max(config.max_tokens, std::ssize(ids[r]));
+  }
+  return ids;
+}
+
+std::vector<std::int64_t> counts_of_ids(const std::vector<std::vector<std::int32_t>>& ids,
+                                        std::int32_t num_experts) {
+  std::vector<std::int64_t> counts(std::ssize(ids) * num_experts);
+  for (std::int64_t r = 0; r < std::ssize(ids); ++r) {
+    for (const std::int32_t id : ids[r])
+      if (id < num_experts) ++counts[r * num_experts + id];
+  }
+  return counts;
+}
+
+void check_copies(const ExpertsOptions& o) {
+  if (o.copies.spare_experts > o.experts) {
+    throw UsageError(
+        concat("--spare: ", o.copies.spare_experts, ", expected at most --experts = ", o.experts));
+  }
+  if (o.copies.spare_experts > 0 && std::int64_t{o.world_size} * o.experts > max_count_cells) {
+    throw UsageError(concat("--spare: ", o.world_size, " ranks x ", o.experts,
+                            " experts, expected at most ", max_count_cells, " pairs"));
+  }
+}
+
 std::string origin_of(const ExpertsOptions& o) {
+  if (!o.counts_path.empty()) {
+    return concat("Counts from ", input_name(o.counts_path),
+                  "; each row is taken for a token of its own");
+  }
   if (!o.ids_path.empty()) return concat("Choices from ", input_name(o.ids_path));
   std::string text = concat("Choices drawn", o.skew > 0 ? concat(", skew ", o.skew) : "");
   if (o.top_groups < o.num_groups)
@@ -215,7 +296,7 @@ std::string origin_of(const ExpertsOptions& o) {
   return concat(text, ", seed ", o.seed);
 }
 
-int run_experts(const ExpertsOptions& o, Program& program) {
+EPConfig config_of(const ExpertsOptions& o) {
   EPConfig config;
   config.hidden = o.hidden;
   config.num_experts = o.experts;
@@ -230,17 +311,58 @@ int run_experts(const ExpertsOptions& o, Program& program) {
     throw UsageError(concat("--ranks-per-node: ", o.ranks_per_node, ", expected a divisor of",
                             " --ranks = ", o.world_size));
   }
+  check_copies(o);
+  return config;
+}
+
+/// Plans and prices copies, prints them, and writes the page.
+void show_copies(const ExpertsOptions& o, const EPConfig& config, const EPDispatchOptions& options,
+                 const std::vector<std::vector<std::int32_t>>& ids, const ExpertCostOptions& calls,
+                 Program& program) {
+  ExpertCopyCosts costs = o.copy_costs;
+  costs.links = calls.links;
+  const auto predicted = predict_experts(config, options, ids, calls);
+  const ExpertCopies copies = price_expert_copies(
+      config, counts_of_ids(ids, config.num_experts), o.copies,
+      predicted[static_cast<std::size_t>(ExpertCallKind::grouped_dispatch)], costs);
+  program.console.print("\n" + expert_copies_text(copies, costs, program.console.style()));
+  if (o.html.empty()) return;
+  ReportContext context;
+  context.title =
+      concat("Waybill: copies of hot experts on ", format_plural(config.world_size, "rank"));
+  context.command = program.command_line;
+  context.inputs = {
+      {"Choices", origin_of(o)},
+      {"Experts", concat(config.hidden, " x ", costs.intermediate, " x 3, ", o.dtype)},
+      {"Copies", concat(o.copies.spare_experts, " per rank, limit ", o.copies.limit, ", at least ",
+                        o.copies.min_rows, " rows, in tiles of ", o.copies.alignment)},
+      {"Links", concat(format_si(costs.links.nvlink_bytes_per_second), "B/s NVLink, ",
+                       format_si(costs.links.network_bytes_per_second), "B/s network")}};
+  write_file(o.html, expert_copies_report(copies, costs, context));
+  program.console.print(concat("\nReport: ", printable_line(o.html), " (open it in a browser)\n"));
+}
+
+int run_experts(ExpertsOptions o, const Command& command, Program& program) {
+  check_outputs({o.html});
+  std::vector<std::int64_t> counts;
+  if (!o.counts_path.empty()) counts = read_counts(o, command);
+  EPConfig config = config_of(o);
   EPDispatchOptions options;
   if (o.payload == "float8") options.payload = EPPayload::quantized;
-  const TopkIds topk_slots = ids_of(o, program.console);
-  const auto ids =
-      ids_of_ranks(topk_slots, config, o.ids_path.empty() ? "" : input_name(o.ids_path));
+  std::vector<std::vector<std::int32_t>> ids;
+  if (!counts.empty()) {
+    ids = ids_of_counts(counts, config);
+  } else {
+    ids = ids_of_ranks(ids_of(o, program.console), config,
+                       o.ids_path.empty() ? "" : input_name(o.ids_path));
+  }
   const ExpertSummary summary = summarize_experts(config, options, ids);
   ExpertCostOptions calls{.links = o.speeds(), .costs = o.costs};
   calls.costs.path = o.path == "pipelined" ? ExpertPath::pipelined : ExpertPath::waiting;
   const TextStyle style = program.console.style();
   program.console.print(concat(origin_of(o), "\n\n", expert_text(summary, calls.links, style), "\n",
                                expert_calls_text(config, options, ids, calls, style)));
+  if (o.copies.spare_experts > 0) show_copies(o, config, options, ids, calls, program);
   return exit_good;
 }
 
@@ -257,12 +379,22 @@ void add_layer_options(Command command, ExpertsOptions& o) {
 }
 
 void add_id_options(Command command, ExpertsOptions& o) {
-  const Option file = command.file(
+  Option counts = command.file(
+      "--counts", o.counts_path,
+      "Rows of each source rank for each expert, [ranks, experts]: JSON (a list of a list per "
+      "rank, or an object with it as \"rows\"), npy, or npz (the array rows, or the only one). It "
+      "says --ranks and --experts, too. - is standard input");
+  Option file = command.file(
       "--ids", o.ids_path,
       "Text file with a line for each token: the ids of its experts, -1 for a dropped topk "
       "slot. Ranks get equal parts, in order. - is standard input");
-  command.number("--tokens", o.tokens, 1, std::int64_t{1} << 24, "Tokens per rank").excludes(file);
-  command.number("--topk", o.topk, 1, max_topk, "Experts per token, all different").excludes(file);
+  file.excludes(counts);
+  command.number("--tokens", o.tokens, 1, std::int64_t{1} << 24, "Tokens per rank")
+      .excludes(file)
+      .excludes(counts);
+  command.number("--topk", o.topk, 1, max_topk, "Experts per token, all different")
+      .excludes(file)
+      .excludes(counts);
   command
       .option(
           "--skew", o.skew,
@@ -270,20 +402,24 @@ void add_id_options(Command command, ExpertsOptions& o) {
       .value_name("X")
       .real_between(0, 10)
       .show_default()
-      .excludes(file);
+      .excludes(file)
+      .excludes(counts);
   command
       .number("--groups", o.num_groups, 1, std::int32_t{1} << 20,
               "Number of groups of consecutive experts, such as one per node")
-      .excludes(file);
+      .excludes(file)
+      .excludes(counts);
   command
       .number("--top-groups", o.top_groups, 1, std::int32_t{1} << 20,
               "Most groups that the experts of a token may be in")
-      .excludes(file);
+      .excludes(file)
+      .excludes(counts);
   command.option("--seed", o.seed, "Seed of the drawn ids")
       .value_name("N")
       .check(check_seed)
       .show_default()
-      .excludes(file);
+      .excludes(file)
+      .excludes(counts);
 }
 
 void add_call_options(Command command, ExpertsOptions& o) {
@@ -293,6 +429,44 @@ void add_call_options(Command command, ExpertsOptions& o) {
       "Puts over the network: waiting, each for the one before; pipelined, many in flight");
 }
 
+void add_copy_options(Command command, ExpertsOptions& o) {
+  const Option spare = command.number(
+      "--spare", o.copies.spare_experts, 0, std::int32_t{1} << 20,
+      "Slots per rank for copies of other ranks' hot experts: plans copies, and says what they "
+      "cost and gain; 0: no copies");
+  command
+      .option("--limit", o.copies.limit,
+              "The fullest rank may have so many times the lower bound of rows; a higher limit "
+              "needs fewer copies")
+      .value_name("X")
+      .real_between(1, 1e6)
+      .show_default()
+      .needs(spare);
+  command
+      .number("--min-rows", o.copies.min_rows, 0, std::int64_t{1} << 40,
+              "A copy takes at least so many rows")
+      .needs(spare);
+  command
+      .number("--alignment", o.copies.alignment, 1, std::int64_t{1} << 20,
+              "Rows of a tile of the experts' products: a copy takes a multiple of it, and each "
+              "slot computes whole tiles")
+      .needs(spare);
+  command
+      .number("--intermediate", o.copy_costs.intermediate, 1, std::int64_t{1} << 24,
+              "Elements between the products of an expert, which has 3 matrices of --hidden x so "
+              "many")
+      .needs(spare);
+  command
+      .option("--flops", o.copy_costs.gemm_flops_per_second,
+              "Operations per second of a rank's grouped products")
+      .value_name("X")
+      .real_between(1, 1e30)
+      .show_default()
+      .needs(spare);
+  command.file("--html", o.html, "Write a report with the rows of each rank before and with copies")
+      .needs(spare);
+}
+
 }  // namespace
 
 void add_experts_command(Command app, Program& program) {
@@ -300,11 +474,12 @@ void add_experts_command(Command app, Program& program) {
   Command command = app.add_command(
       "experts",
       "Analyses the traffic of a mixture of experts: rows and bytes of each rank, what limits "
-      "dispatch and combine, how even the experts' work is, whether another placement would help, "
-      "and how long each call would take. Nothing is run.");
+      "dispatch and combine, how even the experts' work is, whether another placement or copies of "
+      "hot experts (--spare) would help, and how long each call would take. Nothing is run.");
   add_layer_options(command.under("Layer"), *options);
   add_id_options(command.under("Choices"), *options);
   add_call_options(command.under("Calls"), *options);
+  add_copy_options(command.under("Copies"), *options);
   add_link_options(command, *options);
   command.footer(
       "Examples:\n"
@@ -312,8 +487,11 @@ void add_experts_command(Command app, Program& program) {
       "  waybill experts --skew 1 --payload float8\n"
       "  waybill experts --ranks 64 --network 400Gbit/s\n"
       "  waybill experts --ranks 64 --groups 8 --top-groups 4\n"
-      "  waybill experts --ids router.txt --experts 64");
-  program.on(command, [options, &program] { return run_experts(*options, program); });
+      "  waybill experts --ids router.txt --experts 64\n"
+      "  waybill experts --skew 1 --spare 2 --limit 1.02 --alignment 128\n"
+      "  waybill experts --counts rows.npz --spare 2 --html copies.html");
+  program.on(command,
+             [options, command, &program] { return run_experts(*options, command, program); });
 }
 
 }  // namespace waybill::cli

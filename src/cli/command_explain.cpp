@@ -1,7 +1,7 @@
 #include "documents.h"
 #include "plans.h"
 #include "report/format.h"
-#include "waybill/cost_model/compare_plans.h"
+#include "waybill/cost_model/predict_step.h"
 #include "waybill/json/link_speeds_json.h"
 
 #ifdef WAYBILL_CLI_CUDA

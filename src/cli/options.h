@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "command_line.h"
-#include "waybill/planner/planner_options.h"
+#include "waybill/planner/planner.h"
 #include "waybill/report/plan_summary.h"
 #include "waybill/routing/validate.h"
 

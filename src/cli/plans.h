@@ -11,7 +11,7 @@
 #include "program.h"
 #include "waybill/cost_model/predict_step.h"
 #include "waybill/json/file.h"
-#include "waybill/planner/attention_plan.h"
+#include "waybill/planner/planner.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/step_report.h"
 #include "waybill/routing/compute_metadata.h"

@@ -90,7 +90,7 @@ namespace waybill {
 namespace waybill::detail {
 
 // How each dtype that is summed is stored, and what it is summed in: device/number.cuh has the same
-// for the device. The simulation of gradients has conversions of its own, to check these.
+// for the device.
 
 struct Float32 {
   static constexpr DType dtype = DType::float32;

@@ -51,13 +51,15 @@ void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, TransferMode 
     if (transfer == TransferMode::once_per_node) {
       std::sort(ranks.begin(), ranks.end());
       const std::int32_t home = move.src;
-      route_once_per_node(nodes, home, ranks, [&](const NodeHop& hop) {
-        move.src = hop.src;
-        move.dst = hop.dst;
-        move.via = hop.is_forwarded ? home : -1;
-        move.is_fed_on = hop.forwards;
-        visit(move);
-      });
+      route_once_per_node(
+          nodes, home, ranks,
+          [&](std::int32_t src, std::int32_t dst, bool is_forwarded, bool forwards) {
+            move.src = src;
+            move.dst = dst;
+            move.via = is_forwarded ? home : -1;
+            move.is_fed_on = forwards;
+            visit(move);
+          });
       continue;
     }
     for (const std::int32_t rank : ranks) {
@@ -160,11 +162,7 @@ void FlowSet::count(const Topology& nodes) {
   for (std::size_t r = 0; r < world_size; ++r) first[r + 1] += first[r];
   std::vector<std::int32_t> dst_of(flows.size());
   for (const Flow& flow : flows) {
-    LinkBytes& src = links[flow.src];
-    LinkBytes& dst = links[flow.dst];
-    const bool same = nodes.share_node(Rank{flow.src}, Rank{flow.dst});
-    (same ? src.nvlink_out : src.network_out) += flow.bytes;
-    (same ? dst.nvlink_in : dst.network_in) += flow.bytes;
+    add_hop(links, nodes, flow.src, flow.dst, flow.bytes);
     dst_of[first[flow.src]++] = flow.dst;
   }
   std::vector<std::int32_t> seen(world_size, -1);
@@ -174,9 +172,7 @@ void FlowSet::count(const Topology& nodes) {
       const std::int32_t dst = dst_of[i];
       if (seen[dst] == src) continue;
       seen[dst] = src;
-      const bool same = nodes.share_node(Rank{src}, Rank{dst});
-      ++(same ? peers[src].nvlink_out : peers[src].network_out);
-      ++(same ? peers[dst].nvlink_in : peers[dst].network_in);
+      add_hop(peers, nodes, src, dst, 1);
     }
   }
 }

@@ -6,7 +6,7 @@
 
 #include "waybill/core/topology.h"
 #include "waybill/cost_model/predict_step.h"
-#include "waybill/planner/relay.h"
+#include "waybill/planner/planner.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
 

@@ -9,7 +9,7 @@
 #include "moe/input_checks.h"
 #include "moe/token_routes.h"
 #include "waybill/core/error.h"
-#include "waybill/cost_model/call_overhead.h"
+#include "waybill/cost_model/predict_step.h"
 
 namespace waybill {
 

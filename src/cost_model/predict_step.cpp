@@ -10,32 +10,20 @@
 #include "planner/node_routes.h"
 #include "routing/homes.h"
 #include "waybill/core/error.h"
+#include "waybill/planner/static_plans.h"
 
 namespace waybill {
 namespace {
 
 using detail::FlowSet;
 using detail::homes_of;
-using detail::RelayedShards;
 using detail::TimedPlan;
-using detail::wrong_with_hop;
 
 constexpr const char* in_predict_step = "predict_step";
 
 /// Operations of a pair for each element of a row of Q: two products forward, five backward.
 constexpr double forward_flops = 4;
 constexpr double backward_flops = 10;
-
-void check_relay(const TimedPlan& timed) {
-  const std::vector<RelayHop>& hops = timed.relay->hops;
-  const RelayedShards shards{timed.plan->world_size, timed.plan->shard_len, timed.home};
-  for (std::size_t i = 0; i < hops.size(); ++i) {
-    const char* const expected = wrong_with_hop(hops, i, shards);
-    require(expected == nullptr, in_predict_step, ": relay.hops[", i, "]: ", hops[i].num_rows,
-            " rows from ", hops[i].row_begin, " of shard ", hops[i].shard, ", from rank ",
-            hops[i].src_rank, " to ", hops[i].dst_rank, ", expected ", expected);
-  }
-}
 
 void check_bytes(const TimedPlan& timed, const StepOptions& options) {
   double rows = 0;
@@ -218,36 +206,33 @@ bool moves_q(StepPhase phase) { return moves_rows(phase) && phase != StepPhase::
 /// Fills amount, document and document_amount of causes whose phase, rank and resource are set.
 /// A walk over all rows that move, for all causes at once.
 /// @param work [N] pairs of each shard
-void find_documents(const TimedPlan& timed, const Topology& nodes, const StepPrediction& step,
-                    const std::vector<std::int64_t>& work, const std::vector<StepCause*>& causes) {
+void find_documents(const TimedPlan& timed, const Topology& nodes,
+                    const std::vector<std::int64_t>& work, StepPrediction& step) {
   const QkvPlan& plan = *timed.plan;
-  std::vector<Tally> kernels;
-  std::vector<Tally> links;
-  for (StepCause* cause : causes) {
-    if (cause->resource == StepResource::nothing) continue;
-    (cause->resource == StepResource::compute ? kernels : links).push_back({cause, {}});
-  }
-  for (std::int64_t n = 0; n < plan.num_shards() && !kernels.empty(); ++n) {
-    for (Tally& tally : kernels) {
-      if (plan.q_dst[n] == tally.cause->rank) tally.add(timed.document[n], work[n]);
-    }
-  }
+  std::vector<Tally> tallies;
+  const auto add_cause = [&](StepCause& cause) {
+    if (cause.resource != StepResource::nothing) tallies.push_back({&cause, {}});
+  };
+  for (PhasePrediction& phase : step.phases) add_cause(phase.slowest);
+  for (StepCause& cause : step.path) add_cause(cause);
   const ModelShape& model = step.options.model;
   const std::int64_t q_bytes = model.q_row_bytes();
   for (std::int64_t n = 0; n < plan.num_shards(); ++n) {
     const std::int32_t src = timed.home[n];
     const std::int32_t dst = plan.q_dst[n];
-    if (src == dst) continue;
-    for (Tally& tally : links) {
-      if (moves_q(tally.cause->phase) &&
-          tally.crosses(src, dst, nodes.share_node(Rank{src}, Rank{dst})))
+    const bool same = nodes.share_node(Rank{src}, Rank{dst});
+    for (Tally& tally : tallies) {
+      if (tally.cause->resource == StepResource::compute) {
+        if (dst == tally.cause->rank) tally.add(timed.document[n], work[n]);
+      } else if (src != dst && moves_q(tally.cause->phase) && tally.crosses(src, dst, same)) {
         tally.add(timed.document[n], plan.shard_len[n] * q_bytes);
+      }
     }
   }
   const auto add_kv = [&](StepPhase phase, TransferMode transfer, std::int64_t width) {
     detail::visit_kv_moves(timed, nodes, transfer, [&](const detail::KvMove& move) {
       const bool same = nodes.share_node(Rank{move.src}, Rank{move.dst});
-      for (Tally& tally : links) {
+      for (Tally& tally : tallies) {
         if (tally.cause->phase != phase || !tally.crosses(move.src, move.dst, same)) continue;
         tally.add(timed.document[move.shard],
                   move.rows * model.kv_row_bytes() * (move.is_fed_on ? width : 1));
@@ -256,85 +241,11 @@ void find_documents(const TimedPlan& timed, const Topology& nodes, const StepPre
   };
   add_kv(StepPhase::dispatch, step.options.transfer, 1);
   add_kv(StepPhase::kv_gradient, step.gradient_transfer, detail::sum_width(model));
-  for (const auto* tallies : {&kernels, &links}) {
-    for (const Tally& tally : *tallies) tally.finish();
-  }
+  for (const Tally& tally : tallies) tally.finish();
 }
 
-/// @throws InvalidArgument unless `got` is finite and above 0, or 0 where `zero_too`
-void check_number(const char* who, const char* field, double got, bool zero_too) {
-  require(std::isfinite(got) && (zero_too ? got >= 0 : got > 0), who, ": ", field, " = ", got,
-          ", expected a number ", zero_too ? ">= 0" : "> 0");
-}
-
-}  // namespace
-
-std::string_view to_string(StepPhase phase) {
-  static constexpr std::array<std::string_view, num_step_phases> names = {
-      "dispatch Q K V",     "attention", "return O",    "dispatch dO",
-      "attention backward", "return dQ", "return dK dV"};
-  return names[static_cast<std::size_t>(phase)];
-}
-
-std::string_view to_string(StepResource resource) {
-  static constexpr std::array<std::string_view, 6> names = {
-      "nothing", "compute", "NVLink in", "NVLink out", "network in", "network out"};
-  return names[static_cast<std::size_t>(resource)];
-}
-
-bool moves_rows(StepPhase phase) {
-  return phase != StepPhase::attention && phase != StepPhase::attention_gradient;
-}
-
-const StepCause& StepPrediction::bottleneck() const {
-  return *std::max_element(path.begin(), path.end(),
-                           [](const auto& a, const auto& b) { return a.seconds < b.seconds; });
-}
-
-struct StepPredictor::Memory {
-  detail::TimedPlan timed;
-
-  /// @param even as if every rank had the mean of the work
-  [[nodiscard]] StepPrediction predict(const StepOptions& options, bool even) const;
-};
-
-StepPredictor::StepPredictor(const QkvPlan& plan, const RelaySchedule* relay)
-    : memory_(std::make_unique<Memory>()) {
-  TimedPlan& timed = memory_->timed;
-  timed.plan = &plan;
-  timed.relay = relay != nullptr && !relay->empty() ? relay : nullptr;
-  timed.routing = compute_qkv_routing(plan);
-  timed.home = homes_of(plan.rank_shard_offsets);
-  if (timed.relay != nullptr) check_relay(timed);
-  timed.document.resize(timed.home.size());
-  timed.position.resize(timed.home.size());
-  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    std::int64_t position = 0;
-    for (std::int64_t i = plan.doc_shard_offsets[d]; i < plan.doc_shard_offsets[d + 1]; ++i) {
-      const std::size_t shard = plan.doc_shards[i];
-      timed.document[shard] = static_cast<std::int32_t>(d);
-      timed.position[shard] = position;
-      position += plan.shard_len[shard];
-    }
-  }
-}
-
-StepPredictor::StepPredictor(const AttentionPlan& plan) : StepPredictor(plan.plan, &plan.relay) {}
-StepPredictor::~StepPredictor() = default;
-StepPredictor::StepPredictor(StepPredictor&&) noexcept = default;
-StepPredictor& StepPredictor::operator=(StepPredictor&&) noexcept = default;
-
-bool StepPredictor::has_relay() const { return memory_->timed.relay != nullptr; }
-
-StepPrediction StepPredictor::predict(const StepOptions& options) const {
-  return memory_->predict(options, false);
-}
-
-StepPrediction StepPredictor::predict_even(const StepOptions& options) const {
-  return memory_->predict(options, true);
-}
-
-StepPrediction StepPredictor::Memory::predict(const StepOptions& options, bool even) const {
+/// @param even as if every rank had the mean of the work
+StepPrediction predict_plan(const TimedPlan& timed, const StepOptions& options, bool even) {
   options.check(in_predict_step);
   require(options.transfer != TransferMode::relay || timed.relay != nullptr, in_predict_step,
           ": options.transfer = relay, expected direct or once_per_node: the plan has no relay "
@@ -370,11 +281,77 @@ StepPrediction StepPredictor::Memory::predict(const StepOptions& options, bool e
   step.seconds = end_of(step.phases.back());
   step.forward_seconds = end_of(step.phase(StepPhase::output));
   step.path = path_of(step);
-  std::vector<StepCause*> causes;
-  for (PhasePrediction& phase : step.phases) causes.push_back(&phase.slowest);
-  for (StepCause& cause : step.path) causes.push_back(&cause);
-  find_documents(timed, nodes, step, shard_pairs, causes);
+  find_documents(timed, nodes, shard_pairs, step);
   return step;
+}
+
+/// @throws InvalidArgument unless `got` is finite and above 0, or 0 where `zero_too`
+void check_number(const char* who, const char* field, double got, bool zero_too) {
+  require(std::isfinite(got) && (zero_too ? got >= 0 : got > 0), who, ": ", field, " = ", got,
+          ", expected a number ", zero_too ? ">= 0" : "> 0");
+}
+
+}  // namespace
+
+std::string_view to_string(StepPhase phase) {
+  static constexpr std::array<std::string_view, num_step_phases> names = {
+      "dispatch Q K V",     "attention", "return O",    "dispatch dO",
+      "attention backward", "return dQ", "return dK dV"};
+  return names[static_cast<std::size_t>(phase)];
+}
+
+std::string_view to_string(StepResource resource) {
+  static constexpr std::array<std::string_view, 6> names = {
+      "nothing", "compute", "NVLink in", "NVLink out", "network in", "network out"};
+  return names[static_cast<std::size_t>(resource)];
+}
+
+bool moves_rows(StepPhase phase) {
+  return phase != StepPhase::attention && phase != StepPhase::attention_gradient;
+}
+
+const StepCause& StepPrediction::bottleneck() const {
+  return *std::max_element(path.begin(), path.end(),
+                           [](const auto& a, const auto& b) { return a.seconds < b.seconds; });
+}
+
+StepPredictor::StepPredictor(const QkvPlan& plan, const RelaySchedule* relay) {
+  auto made = std::make_unique<TimedPlan>();
+  TimedPlan& timed = *made;
+  timed.plan = &plan;
+  timed.relay = relay != nullptr && !relay->empty() ? relay : nullptr;
+  timed.routing = compute_qkv_routing(plan);
+  timed.home = homes_of(plan.rank_shard_offsets);
+  if (timed.relay != nullptr)
+    detail::check_hops(in_predict_step, timed.relay->hops, plan.world_size, plan.shard_len,
+                       timed.home);
+  timed.document.resize(timed.home.size());
+  timed.position.resize(timed.home.size());
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+    std::int64_t position = 0;
+    for (std::int64_t i = plan.doc_shard_offsets[d]; i < plan.doc_shard_offsets[d + 1]; ++i) {
+      const std::size_t shard = plan.doc_shards[i];
+      timed.document[shard] = static_cast<std::int32_t>(d);
+      timed.position[shard] = position;
+      position += plan.shard_len[shard];
+    }
+  }
+  timed_ = std::move(made);
+}
+
+StepPredictor::StepPredictor(const AttentionPlan& plan) : StepPredictor(plan.plan, &plan.relay) {}
+StepPredictor::~StepPredictor() = default;
+StepPredictor::StepPredictor(StepPredictor&&) noexcept = default;
+StepPredictor& StepPredictor::operator=(StepPredictor&&) noexcept = default;
+
+bool StepPredictor::has_relay() const { return timed_->relay != nullptr; }
+
+StepPrediction StepPredictor::predict(const StepOptions& options) const {
+  return predict_plan(*timed_, options, false);
+}
+
+StepPrediction StepPredictor::predict_even(const StepOptions& options) const {
+  return predict_plan(*timed_, options, true);
 }
 
 StepPrediction predict_step(const QkvPlan& plan, const StepOptions& options) {
@@ -453,6 +430,98 @@ std::vector<Remedy> step_remedies(const StepPredictor& predictor, const StepPred
   std::stable_sort(remedies.begin(), remedies.end(),
                    [](const Remedy& a, const Remedy& b) { return a.seconds < b.seconds; });
   return remedies;
+}
+
+std::vector<NamedStep> compare_plans(std::span<const std::int64_t> doc_lengths,
+                                     const CompareOptions& options) {
+  const AttentionPlan planned = plan_attention(doc_lengths, options.planner);
+  StepOptions step = StepOptions::of(planned);
+  step.costs = options.costs;
+  step.transfer = TransferMode::direct;
+  const StaticPlanOptions fixed{
+      .world_size = planned.options.world_size,
+      .tokens_per_rank = planned.options.tokens_per_rank,
+      .degree = options.degree > 0
+                    ? options.degree
+                    : StaticPlanOptions::degree_of(planned.options.world_size,
+                                                   planned.options.hardware.ranks_per_node),
+      .mask = planned.plan.mask};
+  std::vector<NamedStep> steps;
+  const auto add = [&](const char* name, const QkvPlan& plan) {
+    steps.push_back({name, plan.num_shards(), predict_step(plan, step)});
+  };
+  add("zigzag", zigzag_plan(doc_lengths, fixed));
+  add("per document", per_document_plan(doc_lengths, fixed));
+  const StepPredictor predictor(planned);
+  const std::int64_t num_shards = planned.plan.num_shards();
+  steps.push_back({"planner", num_shards, predictor.predict(step)});
+  if (predictor.has_relay()) {
+    step.transfer = TransferMode::relay;
+    steps.push_back({"planner, relay", num_shards, predictor.predict(step)});
+  }
+  return steps;
+}
+
+std::vector<NamedStep> compare_transfers(const StepPredictor& predictor, const StepOptions& options,
+                                         std::int64_t num_shards) {
+  StepOptions step = options;
+  std::vector<NamedStep> steps;
+  const auto add = [&](const char* name, TransferMode transfer) {
+    step.transfer = transfer;
+    steps.push_back({name, num_shards, predictor.predict(step)});
+  };
+  add("direct", TransferMode::direct);
+  if (steps.front().step.world_size > options.hardware.ranks_per_node)
+    add("once per node", TransferMode::once_per_node);
+  if (predictor.has_relay()) add("relay", TransferMode::relay);
+  return steps;
+}
+
+namespace {
+
+constexpr std::int64_t word_bytes = 8;
+constexpr std::int64_t words_per_call = 5;  // that it has come, and the fingerprint's four
+
+/// @param words that go to each other rank
+CallOverhead overhead_of(const Topology& topology, std::int64_t words,
+                         const HardwareFacts& hardware, const StepCosts& costs) {
+  topology.check();
+  StepOptions{.hardware = hardware, .costs = costs}.check("call_overhead");
+  const std::int64_t world = topology.world_size;
+  CallOverhead result;
+  result.node_messages = topology.ranks_per_node - 1;
+  result.network_messages = world - topology.ranks_per_node;
+  result.bytes_out = (world - 1) * words * word_bytes;
+  // By parity of the call, as a fast rank may be in the next one already.
+  result.memory_bytes = 2 * world * words * word_bytes;
+  const auto link_seconds = [&](std::int64_t messages, double of_message, double speed) {
+    return static_cast<double>(messages) *
+           (of_message + static_cast<double>(words * word_bytes) / speed);
+  };
+  const double latency = result.network_messages > 0 ? costs.network_message_seconds : 0;
+  result.seconds =
+      costs.phase_seconds +
+      std::max(link_seconds(result.node_messages, hardware.message_seconds,
+                            hardware.nvlink_bytes_per_second),
+               latency + link_seconds(result.network_messages, costs.network_post_seconds,
+                                      hardware.network_bytes_per_second));
+  return result;
+}
+
+}  // namespace
+
+CallOverhead call_overhead(const Topology& topology, const HardwareFacts& hardware,
+                           const StepCosts& costs) {
+  return overhead_of(topology, words_per_call, hardware, costs);
+}
+
+CallOverhead counting_overhead(const Topology& topology, std::int32_t num_experts,
+                               const HardwareFacts& hardware, const StepCosts& costs) {
+  require(topology.world_size > 0 && num_experts > 0 && num_experts % topology.world_size == 0,
+          "counting_overhead: num_experts = ", num_experts, ", expected a multiple of ",
+          topology.world_size, " ranks");
+  const std::int64_t counts = std::int64_t{num_experts} + 1 + topology.world_size;
+  return overhead_of(topology, words_per_call + counts, hardware, costs);
 }
 
 }  // namespace waybill

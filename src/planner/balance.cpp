@@ -1,7 +1,6 @@
 #include "balance.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <numeric>
 
@@ -10,10 +9,15 @@
 namespace waybill::detail {
 namespace {
 
-std::int64_t rows_of(Slab slab) { return slab.end - slab.begin; }
+constexpr std::int32_t num_buckets = 1024;
+
+// Ranks looked at for one that does not get more bytes than usual.
+constexpr int max_tries = 32;
+
+// How often the limit may rise.
+constexpr int max_rounds = 8;
 
 }  // namespace
-
 void Capacity::reset(const HomeLayout& home, const SlabCosts& costs, std::int64_t limit) {
   home_ = &home;
   costs_ = &costs;
@@ -23,8 +27,7 @@ void Capacity::reset(const HomeLayout& home, const SlabCosts& costs, std::int64_
   kv_rows_.assign(home.world_size, 0);
   held_.assign(home.world_size, {});
   held_doc_.assign(home.world_size, -1);
-  for (const HomePiece& piece : home.pieces)
-    kv_rows_[piece.rank] += rows_of(keys_of(slab_of(piece)));
+  for (const HomePiece& piece : home.pieces) kv_rows_[piece.rank] += keys_of(piece).rows();
 }
 
 // Keys are cut at blocks.
@@ -42,7 +45,7 @@ std::int64_t Capacity::needed(std::int32_t rank) const {
 
 std::int64_t Capacity::new_kv_rows(std::int32_t rank, std::int32_t doc, Slab slab) const {
   const Slab rows = keys_of(slab);
-  if (held_doc_[rank] != doc) return rows.end - rows.begin;
+  if (held_doc_[rank] != doc) return rows.rows();
   const Slab& held = held_[rank];
   return std::max<std::int64_t>(0, std::min(held.begin, rows.end) - rows.begin) +
          std::max<std::int64_t>(0, rows.end - std::max(held.end, rows.begin));
@@ -67,7 +70,7 @@ std::int64_t Capacity::max_kv_room() const {
 
 void Capacity::give(std::int32_t rank, std::int32_t doc, Slab slab) {
   if (!limited()) return;
-  q_rows_[rank] += slab.end - slab.begin;
+  q_rows_[rank] += slab.rows();
   kv_rows_[rank] += new_kv_rows(rank, doc, slab);
   Slab& held = held_[rank];
   const Slab rows = keys_of(slab);
@@ -80,21 +83,19 @@ void Capacity::give(std::int32_t rank, std::int32_t doc, Slab slab) {
 }
 
 void Capacity::take(std::int32_t rank, Slab slab) {
-  if (limited()) q_rows_[rank] -= slab.end - slab.begin;
+  if (limited()) q_rows_[rank] -= slab.rows();
 }
 
 void Capacity::take_piece(std::int32_t piece_idx) {
   if (!limited()) return;
   const HomePiece& piece = home_->pieces[piece_idx];
-  q_rows_[piece.rank] -= piece.end - piece.begin;
-  kv_rows_[piece.rank] -= rows_of(keys_of(slab_of(piece)));
+  q_rows_[piece.rank] -= piece.rows();
+  kv_rows_[piece.rank] -= keys_of(piece).rows();
 }
 
 void ReceiverPool::reset(std::int32_t world_size, std::int64_t max_room) {
-  used_.fill(0);
-  bucket_.assign(world_size, -1);
-  next_.resize(world_size);
-  prev_.resize(world_size);
+  ranks_.clear();
+  places_.assign(world_size, ranks_.end());
   scale_ = max_room > 0 ? (num_buckets - 1) / static_cast<double>(max_room) : 0;
 }
 
@@ -105,63 +106,22 @@ std::int32_t ReceiverPool::bucket_of(std::int64_t room) const {
 
 void ReceiverPool::put(std::int32_t rank, std::int64_t room) {
   remove(rank);
-  const std::int32_t bucket = bucket_of(room);
-  const bool first = (used_[bucket / 64] >> (bucket % 64) & 1) == 0;
-  bucket_[rank] = bucket;
-  next_[rank] = -1;
-  prev_[rank] = first ? -1 : last_[bucket];
-  if (first) {
-    first_[bucket] = rank;
-    used_[bucket / 64] |= std::uint64_t{1} << (bucket % 64);
-  } else {
-    next_[last_[bucket]] = rank;
-  }
-  last_[bucket] = rank;
+  places_[rank] = ranks_.insert({bucket_of(room), rank, num_puts_++}).first;
 }
 
 void ReceiverPool::remove(std::int32_t rank) {
-  const std::int32_t bucket = bucket_[rank];
-  if (bucket < 0) return;
-  const std::int32_t prev = prev_[rank];
-  const std::int32_t next = next_[rank];
-  (prev < 0 ? first_[bucket] : next_[prev]) = next;
-  (next < 0 ? last_[bucket] : prev_[next]) = prev;
-  if (prev < 0 && next < 0) used_[bucket / 64] &= ~(std::uint64_t{1} << (bucket % 64));
-  bucket_[rank] = -1;
-}
-
-std::int32_t ReceiverPool::bucket_at_least(std::int32_t bucket) const {
-  if (bucket >= num_buckets) return -1;
-  std::uint64_t bits = used_[bucket / 64] & (~std::uint64_t{0} << (bucket % 64));
-  for (std::int32_t word = bucket / 64;; bits = used_[word]) {
-    if (bits != 0) return word * 64 + std::countr_zero(bits);
-    if (++word == num_buckets / 64) return -1;
-  }
-}
-
-std::int32_t ReceiverPool::bucket_at_most(std::int32_t bucket) const {
-  if (bucket < 0) return -1;
-  std::uint64_t bits = used_[bucket / 64] & (~std::uint64_t{0} >> (63 - bucket % 64));
-  for (std::int32_t word = bucket / 64;; bits = used_[word]) {
-    if (bits != 0) return word * 64 + 63 - std::countl_zero(bits);
-    if (--word < 0) return -1;
-  }
+  if (!contains(rank)) return;
+  ranks_.erase(places_[rank]);
+  places_[rank] = ranks_.end();
 }
 
 std::int32_t ReceiverPool::roomiest() const {
-  const std::int32_t bucket = bucket_at_most(num_buckets - 1);
-  return bucket < 0 ? -1 : first_[bucket];
+  return ranks_.empty() ? -1 : at(ranks_.lower_bound({.bucket = ranks_.rbegin()->bucket}));
 }
 
 std::int32_t ReceiverPool::smallest_fit(std::int64_t room) const {
-  const std::int32_t bucket = bucket_at_least(bucket_of(room) + 1);
-  return bucket < 0 ? roomiest() : first_[bucket];
-}
-
-std::int32_t ReceiverPool::roomier(std::int32_t rank) const {
-  if (next_[rank] >= 0) return next_[rank];
-  const std::int32_t bucket = bucket_at_least(bucket_[rank] + 1);
-  return bucket < 0 ? -1 : first_[bucket];
+  const std::int32_t rank = at(ranks_.lower_bound({.bucket = bucket_of(room) + 1}));
+  return rank < 0 ? roomiest() : rank;
 }
 
 void Balancer::run(const HomeLayout& home, const PlannerOptions& options, double target) {
@@ -170,19 +130,19 @@ void Balancer::run(const HomeLayout& home, const PlannerOptions& options, double
   regions_.clear();
   bids_.clear();
   settled_.assign(home.pieces.size(), 0);
-  costs_ = SlabCosts(options, 0);
-  count_home_work();
+  costs_ = SlabCosts(options);
+  count_home();
   mean_ = std::accumulate(load_.begin(), load_.end(), 0.0) / home.world_size;
-  costs_ = SlabCosts(options, mean_);
+  costs_.fine_work = mean_ * (options.imbalance_target - 1) / 4;
   // At most what int64 holds; what is negligible stays below what the balance notices.
   limit_ = static_cast<std::int64_t>(std::min(std::max(target * mean_, std::ceil(mean_)), 9.0e18));
   negligible_ = static_cast<std::int64_t>((options.imbalance_target - 1) * mean_ / 3);
   ranks_per_node_ = options.hardware.ranks_per_node;
   capacity_.reset(home, costs_, options.max_tokens_per_rank);
-  count_home_bytes();
   keep_capacity();
   reunite_short_ends();
   fill_pool();
+  find_slab_work();
   shed_all();
   make_bids();
   serve_bids();
@@ -191,34 +151,28 @@ void Balancer::run(const HomeLayout& home, const PlannerOptions& options, double
   });
 }
 
-void Balancer::count_home_work() {
+// Work, and keys of documents that lie on other ranks too.
+void Balancer::count_home() {
   load_.assign(home_->world_size, 0);
-  for (const HomePiece& piece : home_->pieces) {
-    const std::int64_t work = costs_.work(slab_of(piece));
-    require(!__builtin_add_overflow(load_[piece.rank], work, &load_[piece.rank]),
-            "plan_attention: the work of rank ", piece.rank, " does not fit int64");
-  }
-}
-
-// Keys of documents that lie on other ranks too.
-void Balancer::count_home_bytes() {
   bytes_in_.assign(home_->world_size, 0);
   for (const HomePiece& piece : home_->pieces) {
-    bytes_in_[piece.rank] +=
-        costs_.kv_row * static_cast<double>(costs_.remote_context(slab_of(piece)));
+    std::int64_t& load = load_[piece.rank];
+    require(!__builtin_add_overflow(load, costs_.work(piece), &load),
+            "plan_attention: the work of rank ", piece.rank, " does not fit int64");
+    bytes_in_[piece.rank] += costs_.kv_row * static_cast<double>(costs_.remote_context(piece));
   }
 }
 
 void Balancer::send_whole(std::int32_t piece_idx, std::int32_t dst) {
   const HomePiece& piece = home_->pieces[piece_idx];
-  const Slab slab = slab_of(piece);
+  const Slab slab = piece;
   const std::int64_t work = costs_.work(slab);
   moves_.push_back({.slab = slab, .piece = piece_idx, .dst = dst});
   settled_[piece_idx] = 1;
   load_[piece.rank] -= work;
   load_[dst] += work;
   bytes_in_[piece.rank] -= costs_.kv_row * static_cast<double>(costs_.remote_context(slab));
-  bytes_in_[dst] += costs_.q_row * static_cast<double>(piece.end - piece.begin);
+  bytes_in_[dst] += costs_.q_row * static_cast<double>(piece.rows());
   capacity_.take_piece(piece_idx);
   capacity_.give(dst, piece.doc, slab);
 }
@@ -229,7 +183,7 @@ std::int32_t Balancer::piece_to_evict(std::int32_t rank) const {
   std::int64_t most = 0;
   for (const std::int32_t p : home_->pieces_of(rank)) {
     const HomePiece& piece = home_->pieces[p];
-    const std::int64_t rows = costs_.context(slab_of(piece));
+    const std::int64_t rows = costs_.context(piece);
     if (settled_[p] != 0 || rows <= most) continue;
     most = rows;
     best = p;
@@ -240,7 +194,7 @@ std::int32_t Balancer::piece_to_evict(std::int32_t rank) const {
 // Another home of the document, latest first, else the rank that needs least; -1: none has room.
 std::int32_t Balancer::rank_that_holds(std::int32_t piece_idx) const {
   const HomePiece& piece = home_->pieces[piece_idx];
-  const Slab slab = slab_of(piece);
+  const Slab slab = piece;
   const auto holds = [&](std::int32_t rank) {
     return rank != piece.rank && capacity_.fitting(rank, piece.doc, slab).begin == slab.begin;
   };
@@ -291,8 +245,8 @@ void Balancer::reunite(std::int32_t idx, std::int32_t other) {
   const auto little_work = static_cast<std::int64_t>(mean_ / 50);
   if (settled_[idx] != 0) return;
   const HomePiece& piece = home_->pieces[idx];
-  const Slab slab = slab_of(piece);
-  const bool cheaper = static_cast<double>(piece.end - piece.begin) * costs_.q_row <
+  const Slab slab = piece;
+  const bool cheaper = static_cast<double>(piece.rows()) * costs_.q_row <
                        static_cast<double>(costs_.remote_context(slab)) * costs_.kv_row;
   const std::int32_t dst = home_->pieces[other].rank;
   if (dst == piece.rank || !cheaper || work_of(idx) > little_work || settled_[other] != 0) return;
@@ -302,44 +256,27 @@ void Balancer::reunite(std::int32_t idx, std::int32_t other) {
 
 void Balancer::fill_pool() {
   pool_.reset(home_->world_size, limit_);
+  for (std::int32_t rank = 0; rank < home_->world_size; ++rank) {
+    if (room(rank) > 0) pool_.put(rank, room(rank));
+  }
+}
+
+// The mean room of as many ranks as the surplus needs, those with the most room first.
+void Balancer::find_slab_work() {
   rooms_.clear();
   std::int64_t surplus = 0;
   for (std::int32_t rank = 0; rank < home_->world_size; ++rank) {
-    const std::int64_t room = limit_ - load_[rank];
-    if (room < 0) surplus -= room;
-    if (room <= 0) continue;
-    pool_.put(rank, room);
-    rooms_.push_back(room);
+    if (room(rank) > 0) {
+      rooms_.push_back(room(rank));
+    } else {
+      surplus -= room(rank);
+    }
   }
-  // The mean room of as many ranks as the surplus needs, those with the most room first.
   std::sort(rooms_.begin(), rooms_.end(), std::greater<>());
   std::int64_t sum = 0;
   std::size_t num_ranks = 0;
   while (num_ranks < rooms_.size() && sum < surplus) sum += rooms_[num_ranks++];
   slab_work_ = num_ranks > 0 ? static_cast<double>(sum) / static_cast<double>(num_ranks) : 1;
-}
-
-bool Balancer::has_less_work(std::int32_t a, std::int32_t b) const {
-  const std::int64_t work_a = work_of(a);
-  const std::int64_t work_b = work_of(b);
-  return work_a != work_b ? work_a < work_b : a > b;
-}
-
-void Balancer::heap_pieces(std::int32_t rank) {
-  const auto pieces = home_->pieces_of(rank);
-  by_work_.assign(pieces.begin(), pieces.end());
-  std::make_heap(by_work_.begin(), by_work_.end(),
-                 [&](std::int32_t a, std::int32_t b) { return has_less_work(a, b); });
-}
-
-// The piece with most work that is not settled; -1: none.
-std::int32_t Balancer::heaviest_piece() {
-  while (!by_work_.empty() && settled_[by_work_.front()] != 0) {
-    std::pop_heap(by_work_.begin(), by_work_.end(),
-                  [&](std::int32_t a, std::int32_t b) { return has_less_work(a, b); });
-    by_work_.pop_back();
-  }
-  return by_work_.empty() ? -1 : by_work_.front();
 }
 
 // Whether to give away all of `tail`, whose document begins on an earlier rank, before a part of
@@ -349,13 +286,13 @@ bool Balancer::tail_is_cheaper(std::int32_t tail, std::int32_t other, std::int64
   if (t.begin == 0 || settled_[tail] != 0 || work_of(tail) > surplus) return false;
   if (tail == other) return true;
   const auto rows = [](std::int64_t num) { return static_cast<double>(num); };
-  const double saved = rows(costs_.remote_context(slab_of(t)));
-  const double tail_bytes = rows(t.end - t.begin) * costs_.q_row +
-                            (rows(costs_.context(slab_of(t))) - saved) * costs_.kv_row;
+  const double saved = rows(costs_.remote_context(t));
+  const double tail_bytes =
+      rows(t.rows()) * costs_.q_row + (rows(costs_.context(t)) - saved) * costs_.kv_row;
   const HomePiece& o = home_->pieces[other];
-  const Slab region = costs_.cheapest_region(slab_of(o), surplus, slab_work_);
+  const Slab region = costs_.cheapest_region(o, surplus, slab_work_);
   const double bytes =
-      rows(region.end - region.begin) * costs_.q_row + rows(costs_.context(region)) * costs_.kv_row;
+      rows(region.rows()) * costs_.q_row + rows(costs_.context(region)) * costs_.kv_row;
   return tail_bytes / static_cast<double>(work_of(tail)) <
          bytes / static_cast<double>(std::max<std::int64_t>(1, costs_.work(region)));
 }
@@ -364,14 +301,24 @@ void Balancer::shed(std::int32_t rank, std::int64_t surplus) {
   const auto pieces = home_->pieces_of(rank);
   if (pieces.empty()) return;  // all of its work is that of others
   const std::int32_t first = pieces.front();
-  heap_pieces(rank);
-  while (surplus > 0) {
-    std::int32_t idx = heaviest_piece();
-    if (idx < 0) return;
+  const auto has_less_work = [&](std::int32_t a, std::int32_t b) {
+    const std::int64_t work_a = work_of(a);
+    const std::int64_t work_b = work_of(b);
+    return work_a != work_b ? work_a < work_b : a > b;
+  };
+  by_work_.assign(pieces.begin(), pieces.end());
+  std::make_heap(by_work_.begin(), by_work_.end(), has_less_work);
+  while (surplus > 0 && !by_work_.empty()) {
+    std::int32_t idx = by_work_.front();
+    if (settled_[idx] != 0) {
+      std::pop_heap(by_work_.begin(), by_work_.end(), has_less_work);
+      by_work_.pop_back();
+      continue;
+    }
     if (tail_is_cheaper(first, idx, surplus)) idx = first;
     const HomePiece& piece = home_->pieces[idx];
     settled_[idx] = 1;
-    Slab whole = slab_of(piece);
+    Slab whole = piece;
     if (capacity_.limited() && costs_.mask.is_full()) {
       if (whole.doc_len > capacity_.max_kv_room()) continue;
     } else if (capacity_.limited() && !costs_.mask.has_window()) {
@@ -397,20 +344,10 @@ void Balancer::shed_all() {
   }
 }
 
-namespace {
-
-// Ranks looked at for one that does not get more bytes than usual.
-constexpr int max_tries = 32;
-
-// How often the limit may rise.
-constexpr int max_rounds = 8;
-
-}  // namespace
-
 double Balancer::bytes_in_after(const SlabBid& bid, std::int32_t rank) const {
   const Region& region = regions_[bid.last - 1];
   const Slab slab = costs_.slab_down(region.slab, limit_ - load_[rank]);
-  return bytes_in_[rank] + costs_.q_row * static_cast<double>(slab.end - slab.begin) +
+  return bytes_in_[rank] + costs_.q_row * static_cast<double>(slab.rows()) +
          costs_.kv_row * static_cast<double>(costs_.context(slab));
 }
 
@@ -445,11 +382,7 @@ void Balancer::make_bids() {
 void Balancer::serve_bids() {
   for (int round = 0; round < max_rounds; ++round) {
     for (SlabBid& bid : bids_) {
-      if (static_cast<double>(bid.work) > slab_work_) {
-        serve_large(bid);
-      } else {
-        serve_small(bid);
-      }
+      serve(bid);
       for (const std::int32_t rank : aside_) pool_.put(rank, room(rank));
       aside_.clear();
     }
@@ -469,10 +402,7 @@ bool Balancer::raise_limit() {
   }
   if (step == 0) return false;
   limit_ += (step + 1) / 2;
-  pool_.reset(home_->world_size, limit_);
-  for (std::int32_t rank = 0; rank < home_->world_size; ++rank) {
-    if (room(rank) > 0) pool_.put(rank, room(rank));
-  }
+  fill_pool();
   return true;
 }
 
@@ -495,38 +425,23 @@ void Balancer::put_back(std::int32_t rank) {
   }
 }
 
-// Out of the pool; back in it for the next bid if only capacity was lacking.
-void Balancer::set_aside(std::int32_t rank) {
-  pool_.remove(rank);
-  if (capacity_.limited() && room(rank) > negligible_) aside_.push_back(rank);
-}
-
-// From the end to the beginning, each rank as much as it has room for; the rest, where keys are
-// few, goes where it fits best.
-void Balancer::serve_large(SlabBid& bid) {
-  serve_homes(bid);
+// Large ones from the end to the beginning, each rank as much as it has room for; the rest, where
+// keys are few, and small ones go whole where they fit best.
+void Balancer::serve(SlabBid& bid) {
+  const bool is_large = static_cast<double>(bid.work) > slab_work_;
+  if (is_large) serve_homes(bid);
   while (needs_serving(bid)) {
     const std::int32_t most = pool_.roomiest();
     if (most < 0) return;
-    const std::int32_t rank = bid.work < room(most) ? rank_for_rest(bid) : rank_for_end(bid);
-    if (!give_end(bid, rank)) {
-      set_aside(rank);
+    const bool is_rest = !is_large || bid.work < room(most);
+    const std::int32_t rank = is_rest ? rank_for_rest(bid) : rank_for_end(bid);
+    if (give_end(bid, rank)) {
+      put_back(rank);
       continue;
     }
-    put_back(rank);
-  }
-}
-
-// Whole to the rank with the least room that holds it, without more bytes than others have.
-void Balancer::serve_small(SlabBid& bid) {
-  while (needs_serving(bid)) {
-    const std::int32_t rank = rank_for_rest(bid);
-    if (rank < 0) return;
-    if (!give_end(bid, rank)) {
-      set_aside(rank);
-    } else {
-      put_back(rank);
-    }
+    // Back in the pool for the next bid if only capacity was lacking.
+    pool_.remove(rank);
+    if (capacity_.limited() && room(rank) > negligible_) aside_.push_back(rank);
   }
 }
 
@@ -625,7 +540,7 @@ void Balancer::give(SlabBid& bid, std::int32_t region_idx, Slab slab, std::int32
   const HomePiece& piece = home_->pieces[region.piece];
   if (piece.rank != rank) {
     moves_.push_back({.slab = slab, .piece = region.piece, .dst = rank});
-    bytes_in_[rank] += costs_.q_row * static_cast<double>(slab.end - slab.begin);
+    bytes_in_[rank] += costs_.q_row * static_cast<double>(slab.rows());
   }
   if (first) bytes_in_[rank] += costs_.kv_row * static_cast<double>(costs_.context(slab));
   const std::int64_t left = costs_.work(region.slab);

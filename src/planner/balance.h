@@ -1,16 +1,66 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
+#include <iterator>
+#include <set>
 #include <span>
 #include <vector>
 
 #include "home_layout.h"
-#include "slab.h"
-#include "waybill/planner/planner_options.h"
+#include "waybill/planner/planner.h"
 #include "waybill/routing/qkv_plan.h"
 
 namespace waybill::detail {
+
+/// Work and bytes of slabs.
+struct SlabCosts {
+  AttentionMask mask;
+  double q_row = 0;   ///< bytes
+  double kv_row = 0;  ///< bytes, K and V
+  std::int64_t block_tokens = 128;
+  double fine_work = 0;  ///< a block with more work than this is cut finer
+  HardwareFacts facts;
+  bool tails = false;
+
+  SlabCosts() = default;
+  explicit SlabCosts(const PlannerOptions& options);
+
+  [[nodiscard]] std::int64_t work(Slab slab) const {
+    return kernel_work(mask, facts, slab.begin, slab.end, slab.doc_len);
+  }
+
+  /// KV rows [begin, end) of the document that the slab needs.
+  [[nodiscard]] Slab keys(Slab slab) const {
+    if (mask.is_full()) return {0, slab.doc_len, slab.doc_len};
+    return {mask.first_key(slab.begin), slab.end, slab.doc_len};
+  }
+
+  /// KV rows that a rank without any needs for the slab.
+  [[nodiscard]] std::int64_t context(Slab slab) const { return keys(slab).rows(); }
+
+  /// KV rows that a home lacks for the queries of its piece.
+  [[nodiscard]] std::int64_t remote_context(Slab piece) const {
+    return context(piece) - piece.rows();
+  }
+
+  /// The grid on which a slab of this document that ends near `position` is cut: a power of two
+  /// times fewer tokens than a block where blocks weigh too much.
+  [[nodiscard]] std::int64_t grid(std::int64_t position, std::int64_t doc_len) const;
+
+  /// The longest part of `slab` that ends where it ends, begins on the grid, and has at most
+  /// `work`; it ends where it begins when not even one step fits.
+  [[nodiscard]] Slab slab_down(Slab slab, std::int64_t work) const;
+
+  /// A slab of `piece` with at least `work` (or the whole piece) that costs the ranks which take it
+  /// few bytes, when one rank takes `slab_work` of it.
+  [[nodiscard]] Slab cheapest_region(Slab piece, std::int64_t work, double slab_work) const;
+
+  /// About the bytes in when ranks without any of its rows share a region, `slab_work` each.
+  [[nodiscard]] double bytes_of(Slab region, double slab_work) const;
+
+ private:
+  [[nodiscard]] std::int64_t end_for(std::int64_t begin, double work, std::int64_t doc_len) const;
+};
 
 /// Counts the rows of Q and KV in the buffers of each rank while queries move, never too low.
 /// Without a limit it does nothing.
@@ -46,8 +96,8 @@ class Capacity {
   std::vector<std::int32_t> held_doc_;  ///< [W] that document, or -1
 };
 
-/// Ranks by how much work they can still take, in buckets: all operations take constant time, and
-/// what they return depends only on the order of the calls.
+/// Ranks by how much work they can still take, roughly: rooms that differ little count the same,
+/// and of these ranks those come first that were put first.
 class ReceiverPool {
  public:
   /// Empties the pool; room is at most `max_room`.
@@ -56,36 +106,38 @@ class ReceiverPool {
   /// Adds a rank that is not in it, or changes its room.
   void put(std::int32_t rank, std::int64_t room);
   void remove(std::int32_t rank);
-  [[nodiscard]] bool contains(std::int32_t rank) const { return bucket_[rank] >= 0; }
+  [[nodiscard]] bool contains(std::int32_t rank) const { return places_[rank] != ranks_.end(); }
 
   /// The rank with the most room, or -1.
   [[nodiscard]] std::int32_t roomiest() const;
   /// The rank with the least room of at least `room`, else the one with the most, or -1.
   [[nodiscard]] std::int32_t smallest_fit(std::int64_t room) const;
   /// The next rank in the pool with about as much room or more; -1: none.
-  [[nodiscard]] std::int32_t roomier(std::int32_t rank) const;
+  [[nodiscard]] std::int32_t roomier(std::int32_t rank) const {
+    return at(std::next(places_[rank]));
+  }
 
  private:
-  static constexpr std::int32_t num_buckets = 1024;
+  struct Entry {
+    std::int32_t bucket = 0;
+    std::int32_t rank = 0;
+    std::int64_t number = 0;  ///< counts puts
+
+    friend bool operator<(const Entry& a, const Entry& b) {
+      return a.bucket != b.bucket ? a.bucket < b.bucket : a.number < b.number;
+    }
+  };
+  using Place = std::set<Entry>::const_iterator;
 
   [[nodiscard]] std::int32_t bucket_of(std::int64_t room) const;
-  [[nodiscard]] std::int32_t bucket_at_least(std::int32_t bucket) const;  // or -1
-  [[nodiscard]] std::int32_t bucket_at_most(std::int32_t bucket) const;   // or -1
+  [[nodiscard]] std::int32_t at(Place place) const {
+    return place == ranks_.end() ? -1 : place->rank;
+  }
 
-  std::array<std::uint64_t, num_buckets / 64> used_{};
-  std::array<std::int32_t, num_buckets> first_{};
-  std::array<std::int32_t, num_buckets> last_{};
-  std::vector<std::int32_t> bucket_;  // [W] or -1
-  std::vector<std::int32_t> next_;    // [W]
-  std::vector<std::int32_t> prev_;    // [W]
+  std::set<Entry> ranks_;
+  std::vector<Place> places_;  ///< [W] ranks_.end(): not in the pool
+  std::int64_t num_puts_ = 0;
   double scale_ = 0;
-};
-
-/// Queries of a home piece, positions in the document, that another rank attends to.
-struct Move {
-  Slab slab;
-  std::int32_t piece = 0;
-  std::int32_t dst = 0;
 };
 
 /// Queries that their home has too many of.
@@ -120,8 +172,7 @@ class Balancer {
   [[nodiscard]] const std::vector<std::int64_t>& load() const { return load_; }
 
  private:
-  void count_home_work();
-  void count_home_bytes();
+  void count_home();
   void keep_capacity();
   [[nodiscard]] std::int32_t piece_to_evict(std::int32_t rank) const;
   [[nodiscard]] std::int32_t rank_that_holds(std::int32_t piece) const;
@@ -129,11 +180,9 @@ class Balancer {
   void reunite_short_ends();
   void reunite(std::int32_t idx, std::int32_t other);
   void fill_pool();
+  void find_slab_work();
   void shed_all();
   void shed(std::int32_t rank, std::int64_t surplus);
-  [[nodiscard]] bool has_less_work(std::int32_t a, std::int32_t b) const;
-  void heap_pieces(std::int32_t rank);
-  [[nodiscard]] std::int32_t heaviest_piece();
   [[nodiscard]] bool tail_is_cheaper(std::int32_t tail, std::int32_t other,
                                      std::int64_t surplus) const;
   void make_bids();
@@ -141,9 +190,7 @@ class Balancer {
   bool raise_limit();
   [[nodiscard]] bool needs_serving(SlabBid& bid);
   void put_back(std::int32_t rank);
-  void set_aside(std::int32_t rank);
-  void serve_large(SlabBid& bid);
-  void serve_small(SlabBid& bid);
+  void serve(SlabBid& bid);
   void serve_homes(SlabBid& bid);
   [[nodiscard]] std::int32_t rank_in_node(std::int32_t node) const;
   [[nodiscard]] std::int32_t rank_for_end(const SlabBid& bid) const;
@@ -154,7 +201,7 @@ class Balancer {
   void move_load(Region& region, Slab slab, std::int32_t rank);
   [[nodiscard]] double bytes_in_after(const SlabBid& bid, std::int32_t rank) const;
   [[nodiscard]] std::int64_t work_of(std::int32_t piece) const {
-    return costs_.work(slab_of(home_->pieces[piece]));
+    return costs_.work(home_->pieces[piece]);
   }
 
   const HomeLayout* home_ = nullptr;
@@ -177,10 +224,5 @@ class Balancer {
   std::vector<std::int32_t> aside_;  ///< ranks that lack capacity for the bid at hand
   std::vector<Move> moves_;
 };
-
-/// Turns moves, ordered by piece and position, into shards. Neighbours with the same destination
-/// are one shard. With a window, keys are cut where the queries that travel begin to need them.
-void write_plan(const HomeLayout& home, std::span<const Move> moves, const PlannerOptions& options,
-                QkvPlan& plan);
 
 }  // namespace waybill::detail

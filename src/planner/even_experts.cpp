@@ -4,6 +4,7 @@
 #include <limits>
 #include <numeric>
 #include <tuple>
+#include <utility>
 
 #include "waybill/core/error.h"
 #include "waybill/planner/expert_balance.h"
@@ -36,12 +37,6 @@ class EvenExpertsPlanner::State {
     std::int32_t expert, rank;
     bool is_present;
   };
-  /// A present copy that takes rows: what it would take now, and whether that settles a rank.
-  struct Reuse {
-    std::int32_t idx = -1;
-    std::int64_t rows = 0;
-    bool settles = false;
-  };
 
   void check(const EvenExpertsOptions& options) const;
   void count(std::span<const std::int64_t> rows);
@@ -51,7 +46,7 @@ class EvenExpertsPlanner::State {
   [[nodiscard]] bool try_way(const Way& way, std::int64_t limit);
   void reuse_present();
   [[nodiscard]] std::int64_t reusable(const Copy& copy) const;
-  [[nodiscard]] Reuse next_reuse();
+  [[nodiscard]] std::int32_t next_reuse();
   [[nodiscard]] bool settle(const Way& way);
   [[nodiscard]] std::int32_t emptiest() const;
   [[nodiscard]] std::int32_t giver(bool spread, std::int64_t room) const;
@@ -254,7 +249,9 @@ std::int64_t EvenExpertsPlanner::State::reusable(const Copy& copy) const {
   return ok ? rows : 0;
 }
 
-EvenExpertsPlanner::State::Reuse EvenExpertsPlanner::State::next_reuse() {
+/// The present copy that takes rows next, or -1; `rows` of each is what it would take now. First
+/// come those that settle a rank with no other such copy.
+std::int32_t EvenExpertsPlanner::State::next_reuse() {
   std::ranges::fill(of_home_, 0);
   std::ranges::fill(of_rank_, 0);
   for (std::size_t i = 0; i < present_.size(); ++i) {
@@ -263,25 +260,26 @@ EvenExpertsPlanner::State::Reuse EvenExpertsPlanner::State::next_reuse() {
     ++of_home_[present_[i].expert / homes_];
     ++of_rank_[present_[i].rank];
   }
-  Reuse best;
+  std::int32_t best = -1;
+  std::pair<bool, std::int64_t> most;  // settles, rows
   for (std::size_t i = 0; i < present_.size(); ++i) {
     const Copy& copy = present_[i];
     if (copy.rows == 0) continue;
     const std::int32_t home = copy.expert / homes_;
     const bool settles = (of_rank_[copy.rank] == 1 && copy.rows == limit_ - load_[copy.rank]) ||
                          (of_home_[home] == 1 && copy.rows == load_[home] - limit_);
-    if (best.idx < 0 || std::tuple(settles, copy.rows) > std::tuple(best.settles, best.rows))
-      best = {static_cast<std::int32_t>(i), copy.rows, settles};
+    if (best >= 0 && std::pair(settles, copy.rows) <= most) continue;
+    best = static_cast<std::int32_t>(i);
+    most = {settles, copy.rows};
   }
   return best;
 }
 
-/// Fills copies that are present: first those that settle a rank with no other such copy.
 void EvenExpertsPlanner::State::reuse_present() {
   used_.assign(present_.size(), false);
-  for (Reuse next = next_reuse(); next.idx >= 0; next = next_reuse()) {
-    give(present_[next.idx].expert, present_[next.idx].rank, next.rows);
-    used_[next.idx] = true;
+  for (std::int32_t next = next_reuse(); next >= 0; next = next_reuse()) {
+    give(present_[next].expert, present_[next].rank, present_[next].rows);
+    used_[next] = true;
   }
 }
 

@@ -269,37 +269,19 @@ std::int64_t Placement::improve(std::int64_t max_moves) {
   return moves;
 }
 
-/// Places the experts of one layer.
-class LayerPlanner {
- public:
-  LayerPlanner(std::span<const double> loads, const ExpertPlacementOptions& options,
-               std::int32_t slots_per_rank)
-      : loads_(loads), options_(options), slots_per_rank_(slots_per_rank) {}
-
-  [[nodiscard]] std::vector<std::int32_t> place() const;
-  /// Ranks of a node change places, and slots of a rank, so that much of `present` stays.
-  void keep_places(std::vector<std::int32_t>& slots, std::span<const std::int32_t> present) const;
-
- private:
-  [[nodiscard]] std::vector<std::vector<std::int32_t>> experts_of_nodes() const;
-
-  std::span<const double> loads_;
-  const ExpertPlacementOptions& options_;
-  std::int32_t slots_per_rank_;
-};
-
 /// Groups to nodes: the largest first to the emptiest node that has room, then exchanges.
-std::vector<std::vector<std::int32_t>> LayerPlanner::experts_of_nodes() const {
-  const auto num_experts = static_cast<std::int32_t>(loads_.size());
-  const std::int32_t group_size = num_experts / options_.num_groups;
-  std::vector<double> group_loads(options_.num_groups, 0.0);
-  for (std::int32_t e = 0; e < num_experts; ++e) group_loads[e / group_size] += loads_[e];
-  std::vector<std::int32_t> groups(options_.num_groups);
+std::vector<std::vector<std::int32_t>> experts_of_nodes(std::span<const double> loads,
+                                                        const ExpertPlacementOptions& options) {
+  const auto num_experts = static_cast<std::int32_t>(loads.size());
+  const std::int32_t group_size = num_experts / options.num_groups;
+  std::vector<double> group_loads(options.num_groups, 0.0);
+  for (std::int32_t e = 0; e < num_experts; ++e) group_loads[e / group_size] += loads[e];
+  std::vector<std::int32_t> groups(options.num_groups);
   std::iota(groups.begin(), groups.end(), 0);
-  Placement nodes(group_loads, options_.num_nodes, options_.num_groups / options_.num_nodes);
+  Placement nodes(group_loads, options.num_nodes, options.num_groups / options.num_nodes);
   nodes.fill(groups);
-  std::vector<std::vector<std::int32_t>> experts(options_.num_nodes);
-  const auto per_node = std::ssize(nodes.slots()) / options_.num_nodes;
+  std::vector<std::vector<std::int32_t>> experts(options.num_nodes);
+  const auto per_node = std::ssize(nodes.slots()) / options.num_nodes;
   for (std::int64_t s = 0; s < std::ssize(nodes.slots()); ++s) {
     for (std::int32_t i = 0; i < group_size; ++i)
       experts[s / per_node].push_back(nodes.slots()[s] * group_size + i);
@@ -308,42 +290,46 @@ std::vector<std::vector<std::int32_t>> LayerPlanner::experts_of_nodes() const {
   return experts;
 }
 
-std::vector<std::int32_t> LayerPlanner::place() const {
+/// Places the experts of one layer.
+std::vector<std::int32_t> place(std::span<const double> loads,
+                                const ExpertPlacementOptions& options,
+                                std::int32_t slots_per_rank) {
   std::vector<std::vector<std::int32_t>> experts(1);
-  if (options_.num_groups > 0) {
-    experts = experts_of_nodes();
+  if (options.num_groups > 0) {
+    experts = experts_of_nodes(loads, options);
   } else {
-    experts[0].resize(loads_.size());
+    experts[0].resize(loads.size());
     std::iota(experts[0].begin(), experts[0].end(), 0);
   }
   std::vector<std::int32_t> slots;
   for (const std::vector<std::int32_t>& of_node : experts) {
-    Placement node(loads_, options_.num_ranks / static_cast<std::int32_t>(experts.size()),
-                   slots_per_rank_);
+    Placement node(loads, options.num_ranks / static_cast<std::int32_t>(experts.size()),
+                   slots_per_rank);
     node.fill(of_node);
     slots.insert(slots.end(), node.slots().begin(), node.slots().end());
   }
   return slots;
 }
 
-void LayerPlanner::keep_places(std::vector<std::int32_t>& slots,
-                               std::span<const std::int32_t> present) const {
+/// Ranks of a node change places, and slots of a rank, so that much of `present` stays.
+void keep_places(const ExpertPlacementOptions& options, std::int32_t slots_per_rank,
+                 std::span<const std::int32_t> present, std::vector<std::int32_t>& slots) {
   const std::int32_t per_node =
-      options_.num_groups > 0 ? options_.num_ranks / options_.num_nodes : options_.num_ranks;
+      options.num_groups > 0 ? options.num_ranks / options.num_nodes : options.num_ranks;
   const auto row = [&](const auto& table, std::int32_t rank) {
-    return std::span(table).subspan(std::int64_t{rank} * slots_per_rank_, slots_per_rank_);
+    return std::span(table).subspan(std::int64_t{rank} * slots_per_rank, slots_per_rank);
   };
   std::vector<std::int32_t> result(slots.size(), -1);
-  std::vector<bool> placed(options_.num_ranks, false), taken(options_.num_ranks, false);
+  std::vector<bool> placed(options.num_ranks, false), taken(options.num_ranks, false);
   const auto common = [&](std::int32_t planned, std::int32_t rank) {
     return std::ranges::count_if(row(slots, planned), [&](std::int32_t e) {
       return e >= 0 && std::ranges::find(row(present, rank), e) != row(present, rank).end();
     });
   };
-  for (std::int32_t i = 0; i < options_.num_ranks; ++i) {
+  for (std::int32_t i = 0; i < options.num_ranks; ++i) {
     std::tuple<std::int64_t, std::int32_t, std::int32_t> best{-1, 0, 0};
-    for (std::int32_t planned = 0; planned < options_.num_ranks; ++planned) {
-      for (std::int32_t rank = 0; rank < options_.num_ranks && !placed[planned]; ++rank) {
+    for (std::int32_t planned = 0; planned < options.num_ranks; ++planned) {
+      for (std::int32_t rank = 0; rank < options.num_ranks && !placed[planned]; ++rank) {
         if (taken[rank] || planned / per_node != rank / per_node) continue;
         best = std::max(best, {common(planned, rank), -planned, -rank});
       }
@@ -351,7 +337,7 @@ void LayerPlanner::keep_places(std::vector<std::int32_t>& slots,
     const auto [count, planned, rank] =
         std::tuple(std::get<0>(best), -std::get<1>(best), -std::get<2>(best));
     placed[planned] = taken[rank] = true;
-    auto to = std::span(result).subspan(std::int64_t{rank} * slots_per_rank_, slots_per_rank_);
+    auto to = std::span(result).subspan(std::int64_t{rank} * slots_per_rank, slots_per_rank);
     std::vector<std::int32_t> others;
     for (const std::int32_t e : row(slots, planned)) {
       const auto found = std::ranges::find(row(present, rank), e);
@@ -430,17 +416,16 @@ ExpertPlacement plan_expert_placement(std::span<const double> loads, std::int64_
   ExpertPlacement result;
   for (std::int64_t layer = 0; layer < num_layers; ++layer) {
     const auto layer_loads = loads.subspan(layer * num_experts, num_experts);
-    const LayerPlanner planner(layer_loads, options, slots_per_rank);
     Placement placement(layer_loads, options.num_ranks, slots_per_rank);
     if (options.present.empty()) {
-      placement.set(planner.place());
+      placement.set(place(layer_loads, options, slots_per_rank));
     } else {
       const auto present = options.present.subspan(layer * per_layer, per_layer);
       check_present(present, num_experts, slots_per_rank, layer);
       std::vector<std::int32_t> slots(present.begin(), present.end());
       if (options.max_moves < 0) {
-        slots = planner.place();
-        planner.keep_places(slots, present);
+        slots = place(layer_loads, options, slots_per_rank);
+        keep_places(options, slots_per_rank, present, slots);
       }
       placement.set(std::move(slots));
       if (options.max_moves >= 0) placement.improve(options.max_moves);

@@ -4,7 +4,7 @@
 #include <numeric>
 #include <span>
 
-#include "slab.h"
+#include "balance.h"
 
 namespace waybill::detail {
 
@@ -135,7 +135,7 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
 // to the last query has at most one home's rows.
 void FigureCounter::bound_bytes_in(const HomeLayout& home, AttentionPlan& plan) const {
   const AttentionMask& mask = plan.options.mask;
-  SlabCosts costs(plan.options, 0);
+  SlabCosts costs(plan.options);
   costs.block_tokens = 1;
   const std::int64_t max_work = *std::max_element(plan.work.begin(), plan.work.end());
   std::int64_t rows = 0;

@@ -5,7 +5,7 @@
 
 #include "home_layout.h"
 #include "node_routes.h"
-#include "waybill/planner/attention_plan.h"
+#include "waybill/planner/planner.h"
 
 namespace waybill::detail {
 
@@ -68,20 +68,15 @@ class RelayPlanner {
   void plan(const FigureCounter& figures, AttentionPlan& plan);
 
  private:
-  struct Holder {
-    std::int32_t rank = 0;
-    std::int32_t hop = -1;
-    std::int32_t stage = -1;
-  };
-  /// One kind of link, and who has the rows at hand, in the order in which they got them; those
-  /// before `front` have no room.
+  /// One kind of link, and who has the rows at hand, in the order in which they got them: hops that
+  /// brought them, -1 for home. Those before `front` have no room.
   struct Tier {
     bool network = false;
     std::int64_t cap = 0;
-    std::vector<Holder> holders = {};
+    std::vector<std::int32_t> holders = {};
     std::size_t front = 0;
 
-    void begin_with(Holder first) {
+    void begin_with(std::int32_t first) {
       holders.assign(1, first);
       front = 0;
     }
@@ -90,12 +85,14 @@ class RelayPlanner {
   void start(const FigureCounter& figures, AttentionPlan& plan);
   void reserve_first_sends(const FigureCounter& figures, const KvDocument& doc);
   void send_document(const FigureCounter& figures, const KvDocument& doc);
-  void send_shard(std::int32_t shard, std::int32_t home);
-  void send_part(const RelayHop& part, std::int32_t home);
-  void spread_in_node(const RelayHop& part, std::size_t first, std::size_t last, Holder root);
+  void send_shard(std::int32_t shard);
+  void send_part(const RelayHop& part);
+  void spread_in_node(const RelayHop& part, std::size_t first, std::size_t last, std::int32_t root);
   void order_by_room(std::vector<RankRange>& entries, std::int64_t num_rows, const Tier& tier);
-  [[nodiscard]] std::size_t lightest_holder(const Tier& tier) const;
-  Holder hop(const RelayHop& part, Tier& tier, std::int32_t dst);
+  std::int32_t hop(const RelayHop& part, Tier& tier, std::int32_t dst);
+  [[nodiscard]] std::int32_t rank_of(std::int32_t holder) const {
+    return holder < 0 ? home_ : plan_->relay.hops[holder].dst_rank;
+  }
   [[nodiscard]] std::int64_t& bytes_out(std::int32_t rank, const Tier& tier) const;
   [[nodiscard]] std::int32_t entry_of_node(std::size_t first, std::size_t last) const;
   [[nodiscard]] std::size_t end_of_node(std::size_t first) const;
@@ -104,6 +101,7 @@ class RelayPlanner {
   const std::int32_t* nodes_ = nullptr;
   std::int64_t row_bytes_ = 0;
   std::int64_t part_rows_ = 0;
+  std::int32_t home_ = 0;  ///< home of the shard at hand
   std::int64_t turn_ = 0;  ///< parts so far: who is served first goes round
   Tier nvlink_;
   Tier network_{.network = true};

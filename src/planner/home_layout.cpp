@@ -1,11 +1,12 @@
 #include "home_layout.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <unordered_map>
+#include <utility>
 
 #include "waybill/core/error.h"
-#include "waybill/planner/planner.h"
 
 namespace waybill::detail {
 namespace {
@@ -16,44 +17,45 @@ constexpr std::int64_t max_tokens = std::int64_t{1} << 40;
 // The area of a mask over 2^31 tokens just fits int64.
 constexpr std::int64_t longest_document = std::int64_t{1} << 31;
 
-bool is_length(std::int64_t length) { return 1 <= length && length <= longest_document; }
-
-void start(const PlannerOptions& options, HomeLayout& home) {
-  home.world_size = options.world_size;
-  home.pieces.clear();
-  home.rank_pieces.assign(1, 0);
-  home.doc_pieces.assign(1, 0);
-  home.tokens.assign(options.world_size, 0);
+/// Adds the length of a document, which `place` names, to those up to `idx`.
+template <class... Place>
+void add_length(std::int64_t& total, std::int64_t length, const char* up_to, std::size_t idx,
+                const Place&... place) {
+  require(1 <= length && length <= longest_document, in_plan_attention, ": doc_lengths", place...,
+          " = ", length, ", expected 1..2^31 tokens");
+  total += length;
+  require(total <= max_tokens, in_plan_attention, ": doc_lengths up to ", up_to, idx, " sum to ",
+          total, " tokens, expected at most 2^40");
 }
 
-void number_in_order(HomeLayout& home) {
+/// Fills what follows from the pieces, which are ordered by document and position.
+/// @param home `by_rank` is set, or empty: that is the order of the rows, too
+void finish(const PlannerOptions& options, HomeLayout& home) {
+  home.world_size = options.world_size;
+  home.tokens.assign(options.world_size, 0);
+  home.rank_pieces.assign(options.world_size + 1, 0);
+  home.doc_pieces.assign(1, 0);
+  for (std::size_t k = 0; k < home.pieces.size(); ++k) {
+    const HomePiece& piece = home.pieces[k];
+    home.tokens[piece.rank] += piece.rows();
+    ++home.rank_pieces[piece.rank + 1];
+    if (k + 1 < home.pieces.size() && home.pieces[k + 1].doc == piece.doc) continue;
+    for (std::size_t i = home.doc_pieces.back(); i <= k; ++i) home.pieces[i].doc_len = piece.end;
+    home.doc_pieces.push_back(static_cast<std::int32_t>(k + 1));
+  }
+  std::partial_sum(home.rank_pieces.begin(), home.rank_pieces.end(), home.rank_pieces.begin());
+  if (!home.by_rank.empty()) return;
   home.by_rank.resize(home.pieces.size());
   std::iota(home.by_rank.begin(), home.by_rank.end(), 0);
 }
 
-std::int64_t checked_total(std::span<const std::int64_t> doc_lengths,
-                           const PlannerOptions& options) {
-  std::int64_t total = 0;
-  for (std::size_t i = 0; i < doc_lengths.size(); ++i) {
-    require(is_length(doc_lengths[i]), in_plan_attention, ": doc_lengths[", i,
-            "] = ", doc_lengths[i], ", expected 1..2^31 tokens");
-    total += doc_lengths[i];
-    require(total <= max_tokens, in_plan_attention, ": doc_lengths up to document ", i, " sum to ",
-            total, " tokens, expected at most 2^40");
-  }
-  require(options.tokens_per_rank == 0 || total <= options.world_size * options.tokens_per_rank,
-          in_plan_attention, ": doc_lengths sum to ", total, " tokens, expected at most ",
-          options.world_size * options.tokens_per_rank, " (world_size ", options.world_size,
-          " x tokens_per_rank ", options.tokens_per_rank, ")");
-  return total;
-}
-
 // Bytes in of a rank are at most those of all rows; bytes out those of its rows to every rank.
-void check_bytes(const PlannerOptions& options, std::int64_t total, std::int64_t max_at_home) {
+void check_bytes(const PlannerOptions& options, std::int64_t total, const HomeLayout& home) {
   const auto q_row = static_cast<double>(options.model.q_row_bytes());
   const auto kv_row = static_cast<double>(options.model.kv_row_bytes());
   const double in = static_cast<double>(total) * (q_row + kv_row);
-  const double out = static_cast<double>(max_at_home) * (q_row + kv_row * options.world_size);
+  const double out =
+      static_cast<double>(std::ranges::max(home.tokens)) * (q_row + kv_row * options.world_size);
   require(std::max(in, out) < 9e18, in_plan_attention, ": ", total, " tokens with rows of ", q_row,
           " and ", kv_row, " bytes on ", options.world_size,
           " ranks, expected fewer bytes than 2^63");
@@ -80,10 +82,9 @@ std::vector<HomePiece> list_pieces(std::span<const std::vector<DocumentRange>> r
       const auto [found, is_new] =
           numbers.try_emplace(given.document, static_cast<std::int32_t>(documents.size()));
       if (is_new) documents.push_back(given.document);
-      all.push_back({.begin = given.offset,
-                     .end = given.offset + given.length,
-                     .doc = found->second,
-                     .rank = static_cast<std::int32_t>(r)});
+      all.push_back({{given.offset, given.offset + given.length},
+                     found->second,
+                     static_cast<std::int32_t>(r)});
     }
   }
   return all;
@@ -109,36 +110,35 @@ void check_pieces(std::span<const HomePiece> all, std::span<const std::int64_t> 
 
 void lay_out(std::span<const std::int64_t> doc_lengths, const PlannerOptions& options,
              HomeLayout& home) {
-  const std::int64_t total = checked_total(doc_lengths, options);
-  start(options, home);
-  home.tokens_per_rank = options.tokens_per_rank;
-  if (home.tokens_per_rank == 0)
-    home.tokens_per_rank = std::max<std::int64_t>(1, (total - 1) / options.world_size + 1);
+  std::int64_t total = 0;
+  for (std::size_t i = 0; i < doc_lengths.size(); ++i)
+    add_length(total, doc_lengths[i], "document ", i, "[", i, "]");
+  const std::int64_t world_size = options.world_size;
+  require(options.tokens_per_rank == 0 || total <= world_size * options.tokens_per_rank,
+          in_plan_attention, ": doc_lengths sum to ", total, " tokens, expected at most ",
+          world_size * options.tokens_per_rank, " (world_size ", world_size, " x tokens_per_rank ",
+          options.tokens_per_rank, ")");
+  home.pieces.clear();
+  home.by_rank.clear();
+  home.tokens_per_rank = options.tokens_per_rank > 0
+                             ? options.tokens_per_rank
+                             : std::max<std::int64_t>(1, (total - 1) / world_size + 1);
   std::int32_t rank = 0;
   std::int64_t room = home.tokens_per_rank;
-  const auto close_rank = [&] {
-    home.tokens[rank] = home.tokens_per_rank - room;
-    home.rank_pieces.push_back(static_cast<std::int32_t>(home.pieces.size()));
-    ++rank;
-    room = home.tokens_per_rank;
-  };
   for (std::size_t d = 0; d < doc_lengths.size(); ++d) {
     for (std::int64_t begin = 0; begin < doc_lengths[d];) {
-      if (room == 0) close_rank();
+      if (room == 0) {
+        ++rank;
+        room = home.tokens_per_rank;
+      }
       const std::int64_t end = std::min(doc_lengths[d], begin + room);
-      home.pieces.push_back({.begin = begin,
-                             .end = end,
-                             .doc = static_cast<std::int32_t>(d),
-                             .rank = rank,
-                             .doc_len = doc_lengths[d]});
+      home.pieces.push_back({{begin, end}, static_cast<std::int32_t>(d), rank});
       room -= end - begin;
       begin = end;
     }
-    home.doc_pieces.push_back(static_cast<std::int32_t>(home.pieces.size()));
   }
-  while (rank < options.world_size) close_rank();
-  number_in_order(home);
-  check_bytes(options, total, std::min(total, home.tokens_per_rank));
+  finish(options, home);
+  check_bytes(options, total, home);
 }
 
 void lay_out(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
@@ -146,35 +146,25 @@ void lay_out(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
   require(std::ssize(rank_doc_lengths) == options.world_size, in_plan_attention, ": ",
           rank_doc_lengths.size(), " lists of documents, expected one per rank (world_size ",
           options.world_size, ")");
+  home.pieces.clear();
+  home.by_rank.clear();
+  home.tokens_per_rank = options.tokens_per_rank;
   std::int64_t total = 0;
+  std::int32_t doc = 0;
   for (std::size_t r = 0; r < rank_doc_lengths.size(); ++r) {
-    std::int64_t tokens = 0;
+    const std::int64_t before = total;
     for (std::size_t i = 0; i < rank_doc_lengths[r].size(); ++i) {
-      require(is_length(rank_doc_lengths[r][i]), in_plan_attention, ": doc_lengths[", r, "][", i,
-              "] = ", rank_doc_lengths[r][i], ", expected 1..2^31 tokens");
-      tokens += rank_doc_lengths[r][i];
-      total += rank_doc_lengths[r][i];
-      require(total <= max_tokens, in_plan_attention, ": doc_lengths up to rank ", r, " sum to ",
-              total, " tokens, expected at most 2^40");
+      const std::int64_t length = rank_doc_lengths[r][i];
+      add_length(total, length, "rank ", r, "[", r, "][", i, "]");
+      home.pieces.push_back({{0, length}, doc++, static_cast<std::int32_t>(r)});
     }
+    const std::int64_t tokens = total - before;
     require(options.tokens_per_rank == 0 || tokens <= options.tokens_per_rank, in_plan_attention,
             ": doc_lengths[", r, "] sum to ", tokens, " tokens, expected at most tokens_per_rank ",
             options.tokens_per_rank);
   }
-  start(options, home);
-  home.tokens_per_rank = options.tokens_per_rank;
-  std::int32_t doc = 0;
-  for (std::int32_t r = 0; r < options.world_size; ++r) {
-    for (const std::int64_t length : rank_doc_lengths[r]) {
-      home.pieces.push_back(
-          {.begin = 0, .end = length, .doc = doc++, .rank = r, .doc_len = length});
-      home.doc_pieces.push_back(doc);
-      home.tokens[r] += length;
-    }
-    home.rank_pieces.push_back(doc);
-  }
-  number_in_order(home);
-  check_bytes(options, total, *std::max_element(home.tokens.begin(), home.tokens.end()));
+  finish(options, home);
+  check_bytes(options, total, home);
 }
 
 void lay_out(std::span<const std::vector<DocumentRange>> rank_pieces, const PlannerOptions& options,
@@ -187,26 +177,140 @@ void lay_out(std::span<const std::vector<DocumentRange>> rank_pieces, const Plan
   std::iota(order.begin(), order.end(), 0);
   std::ranges::stable_sort(order, {},
                            [&](std::int32_t i) { return std::pair(given[i].doc, given[i].begin); });
-  start(options, home);
+  home.pieces.clear();
   home.by_rank.resize(given.size());
   for (std::size_t k = 0; k < order.size(); ++k) {
     home.pieces.push_back(given[order[k]]);
     home.by_rank[order[k]] = static_cast<std::int32_t>(k);
   }
   check_pieces(home.pieces, documents);
-  for (const auto& pieces : rank_pieces)
-    home.rank_pieces.push_back(home.rank_pieces.back() + static_cast<std::int32_t>(pieces.size()));
-  std::int64_t total = 0;
-  for (std::size_t k = 0; k < home.pieces.size(); ++k) {
-    const HomePiece& piece = home.pieces[k];
-    home.tokens[piece.rank] += piece.end - piece.begin;
-    total += piece.end - piece.begin;
-    require(total <= max_tokens, in_plan_pieces, ": more than 2^40 tokens");
-    if (k + 1 < home.pieces.size() && home.pieces[k + 1].doc == piece.doc) continue;
-    for (std::size_t i = home.doc_pieces.back(); i <= k; ++i) home.pieces[i].doc_len = piece.end;
-    home.doc_pieces.push_back(static_cast<std::int32_t>(k + 1));
-  }
+  finish(options, home);
+  require(std::reduce(home.tokens.begin(), home.tokens.end()) <= max_tokens, in_plan_pieces,
+          ": more than 2^40 tokens");
   home.tokens_per_rank = std::max<std::int64_t>(1, std::ranges::max(home.tokens));
+}
+
+namespace {
+
+using Cut = std::pair<std::int32_t, std::int64_t>;  ///< document, position
+
+// Calls run(piece, slab, dst) for the longest runs of queries of a piece with one destination.
+template <class Run>
+void for_each_run(const HomeLayout& home, std::span<const Move> moves, Run&& run) {
+  const Move* move = moves.data();
+  const Move* last = move + moves.size();
+  const auto num_pieces = static_cast<std::int32_t>(home.pieces.size());
+  for (std::int32_t p = 0; p < num_pieces; ++p) {
+    const HomePiece& piece = home.pieces[p];
+    std::int64_t position = piece.begin;
+    for (; move != last && move->piece == p;) {
+      if (move->slab.begin > position) run(piece, Slab{position, move->slab.begin}, piece.rank);
+      Slab slab = move->slab;
+      const std::int32_t dst = move->dst;
+      while (++move != last && move->piece == p && move->dst == dst && move->slab.begin == slab.end)
+        slab.end = move->slab.end;
+      run(piece, slab, dst);
+      position = slab.end;
+    }
+    if (position < piece.end) run(piece, Slab{position, piece.end}, piece.rank);
+  }
+}
+
+/// With a window: where the keys of queries that travel begin, by document and position.
+std::vector<Cut> find_cuts(const HomeLayout& home, std::span<const Move> moves,
+                           const PlannerOptions& options) {
+  std::vector<Cut> cuts;
+  if (!options.mask.has_window()) return cuts;
+  for_each_run(home, moves, [&](const HomePiece& piece, Slab slab, std::int32_t dst) {
+    const std::int64_t key = options.mask.first_key(slab.begin);
+    const std::int64_t cut = key / options.block_tokens * options.block_tokens;
+    if (cut > 0 && (dst != piece.rank || cut < piece.begin)) cuts.emplace_back(piece.doc, cut);
+  });
+  std::sort(cuts.begin(), cuts.end());
+  return cuts;
+}
+
+// Shards are numbered by document so far, where ranks hold the pieces in another order.
+void number_by_rank(const HomeLayout& home, QkvPlan& plan) {
+  std::vector<std::int64_t> piece_shards{0};
+  std::int64_t shard = 0;
+  for (const HomePiece& piece : home.pieces) {
+    for (std::int64_t rows = piece.rows(); rows > 0; ++shard) rows -= plan.shard_len[shard];
+    piece_shards.push_back(shard);
+  }
+  const auto old_len = plan.shard_len;
+  const auto old_dst = plan.q_dst;
+  const auto old_begin = plan.kv_begin;
+  plan.rank_shard_offsets.assign(1, 0);
+  std::int32_t number = 0;
+  for (std::int32_t rank = 0; rank < home.world_size; ++rank) {
+    for (const std::int32_t piece : home.pieces_of(rank)) {
+      for (std::int64_t n = piece_shards[piece]; n < piece_shards[piece + 1]; ++n, ++number) {
+        plan.shard_len[number] = old_len[n];
+        plan.q_dst[number] = old_dst[n];
+        if (!old_begin.empty()) plan.kv_begin[number] = old_begin[n];
+        plan.doc_shards[n] = number;
+      }
+    }
+    plan.rank_shard_offsets.push_back(number);
+  }
+}
+
+void write_kv_begin(const AttentionMask& mask, QkvPlan& plan) {
+  plan.kv_begin.resize(plan.shard_len.size());
+  std::vector<std::int64_t> ends;
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+    const std::int64_t first = plan.doc_shard_offsets[d];
+    ends.clear();
+    std::int32_t begin = 0;
+    std::int64_t position = 0;
+    for (std::int64_t n = first; n < plan.doc_shard_offsets[d + 1]; ++n) {
+      const std::int64_t key = mask.first_key(position);
+      position += plan.shard_len[n];
+      ends.push_back(position);
+      while (ends[begin] <= key) ++begin;
+      plan.kv_begin[n] = begin;
+    }
+  }
+}
+
+}  // namespace
+
+void write_plan(const HomeLayout& home, std::span<const Move> moves, const PlannerOptions& options,
+                QkvPlan& plan) {
+  const std::vector<Cut> cuts = find_cuts(home, moves, options);
+  plan.world_size = options.world_size;
+  plan.kv_layout = options.kv_layout;
+  plan.mask = options.mask.kind;
+  plan.rank_shard_offsets.assign(1, 0);
+  plan.doc_shard_offsets.assign(1, 0);
+  plan.shard_len.clear();
+  plan.q_dst.clear();
+  plan.kv_begin.clear();
+  std::int32_t rank = 0;
+  std::int32_t doc = 0;
+  auto cut = cuts.begin();
+  for_each_run(home, moves, [&](const HomePiece& piece, Slab slab, std::int32_t dst) {
+    for (; doc < piece.doc; ++doc) plan.doc_shard_offsets.push_back(plan.num_shards());
+    for (; rank < piece.rank; ++rank) plan.rank_shard_offsets.push_back(plan.num_shards());
+    while (cut != cuts.end() && *cut <= Cut(piece.doc, slab.begin)) ++cut;
+    for (; cut != cuts.end() && *cut < Cut(piece.doc, slab.end); ++cut) {
+      if (cut->second == slab.begin) continue;
+      plan.shard_len.push_back(cut->second - slab.begin);
+      plan.q_dst.push_back(dst);
+      slab.begin = cut->second;
+    }
+    plan.shard_len.push_back(slab.end - slab.begin);
+    plan.q_dst.push_back(dst);
+  });
+  for (; doc < home.num_docs(); ++doc) plan.doc_shard_offsets.push_back(plan.num_shards());
+  for (; rank < home.world_size; ++rank) plan.rank_shard_offsets.push_back(plan.num_shards());
+  require(plan.num_shards() <= std::numeric_limits<std::int32_t>::max(),
+          "plan_attention: the plan has ", plan.num_shards(), " shards, expected at most 2^31 - 1");
+  plan.doc_shards.resize(plan.shard_len.size());
+  std::iota(plan.doc_shards.begin(), plan.doc_shards.end(), 0);
+  if (options.mask.has_window()) write_kv_begin(options.mask, plan);
+  if (!std::is_sorted(home.by_rank.begin(), home.by_rank.end())) number_by_rank(home, plan);
 }
 
 }  // namespace waybill::detail

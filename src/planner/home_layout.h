@@ -5,17 +5,30 @@
 #include <vector>
 
 #include "waybill/planner/planner.h"
-#include "waybill/planner/planner_options.h"
 
 namespace waybill::detail {
 
-/// Tokens [begin, end) of a document that lie on one rank in the MLP layout.
-struct HomePiece {
+/// Queries [begin, end) of a document.
+struct Slab {
   std::int64_t begin = 0;
   std::int64_t end = 0;
+  /// Tokens of the document: the keys of a query, where the mask is full.
+  std::int64_t doc_len = 0;
+
+  [[nodiscard]] std::int64_t rows() const { return end - begin; }
+};
+
+/// Tokens of a document that lie on one rank in the MLP layout.
+struct HomePiece : Slab {
   std::int32_t doc = 0;
   std::int32_t rank = 0;
-  std::int64_t doc_len = 0;
+};
+
+/// Queries of a home piece, positions in the document, that another rank attends to.
+struct Move {
+  Slab slab;
+  std::int32_t piece = 0;
+  std::int32_t dst = 0;
 };
 
 /// Where documents lie. Pieces are numbered by document, then by position. Where documents are
@@ -29,15 +42,10 @@ struct HomeLayout {
   std::vector<std::int32_t> doc_pieces;   ///< [D + 1]
   std::vector<std::int64_t> tokens;       ///< [W]
 
-  [[nodiscard]] std::int64_t num_docs() const {
-    return static_cast<std::int64_t>(doc_pieces.size()) - 1;
-  }
+  [[nodiscard]] std::int64_t num_docs() const { return std::ssize(doc_pieces) - 1; }
   /// The pieces of a rank, in the order of its rows.
   [[nodiscard]] std::span<const std::int32_t> pieces_of(std::int32_t rank) const {
-    const auto r = static_cast<std::size_t>(rank);
-    return std::span(by_rank).subspan(
-        static_cast<std::size_t>(rank_pieces[r]),
-        static_cast<std::size_t>(rank_pieces[r + 1] - rank_pieces[r]));
+    return std::span(by_rank).subspan(rank_pieces[rank], rank_pieces[rank + 1] - rank_pieces[rank]);
   }
 };
 
@@ -52,5 +60,10 @@ void lay_out(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
 /// Pieces anywhere. @throws InvalidArgument, see plan_pieces.
 void lay_out(std::span<const std::vector<DocumentRange>> rank_pieces, const PlannerOptions& options,
              HomeLayout& home);
+
+/// Turns moves, ordered by piece and position, into shards. Neighbours with the same destination
+/// are one shard. With a window, keys are cut where the queries that travel begin to need them.
+void write_plan(const HomeLayout& home, std::span<const Move> moves, const PlannerOptions& options,
+                QkvPlan& plan);
 
 }  // namespace waybill::detail

@@ -6,20 +6,12 @@
 #include "waybill/core/error.h"
 
 namespace waybill {
-namespace {
-
-void check(const char* who, const SparseMetadata& metadata, const Topology& topology) {
-  topology.check();
-  require(metadata.world_size == topology.world_size, who,
-          ": metadata have world_size = ", metadata.world_size, ", expected the topology's ",
-          topology.world_size);
-}
-
-}  // namespace
-
 RelaySchedule route_over_nodes(const SparseMetadata& metadata, const Topology& topology,
                                std::int64_t row_bytes, bool once) {
-  check("route_over_nodes", metadata, topology);
+  topology.check();
+  require(metadata.world_size == topology.world_size,
+          "route_over_nodes: metadata have world_size = ", metadata.world_size,
+          ", expected the topology's ", topology.world_size);
   RelaySchedule schedule;
   schedule.links.assign(topology.world_size, {});
   const auto node = [&](std::int32_t rank) { return rank / topology.ranks_per_node; };
@@ -64,26 +56,14 @@ RelaySchedule route_over_nodes(const SparseMetadata& metadata, const Topology& t
       for (const std::int32_t dst : receivers) hop(home, dst, entry, -1);
       return;
     }
-    detail::route_once_per_node(topology, home, receivers, [&](const detail::NodeHop& way) {
-      const std::int32_t made = hop(way.src, way.dst, entry, way.is_forwarded ? feed : -1);
-      if (!way.is_forwarded) feed = made;
-    });
+    detail::route_once_per_node(
+        topology, home, receivers,
+        [&](std::int32_t src, std::int32_t dst, bool is_forwarded, bool /*forwards*/) {
+          const std::int32_t made = hop(src, dst, entry, is_forwarded ? feed : -1);
+          if (!is_forwarded) feed = made;
+        });
   });
   return schedule;
-}
-
-std::vector<LinkBytes> direct_links(const SparseMetadata& metadata, const Topology& topology,
-                                    std::int64_t row_bytes) {
-  check("direct_links", metadata, topology);
-  std::vector<LinkBytes> links(topology.world_size);
-  detail::for_each_entry(
-      metadata, [&](std::int32_t home, std::int64_t /*row*/, std::int64_t entry) {
-        for (auto c = metadata.destination_begin(entry); c < metadata.destination_end(entry); ++c) {
-          const std::int32_t dst = metadata.dst_rank[c];
-          if (dst != home) add_hop(links, topology, home, dst, metadata.seq_len[entry] * row_bytes);
-        }
-      });
-  return links;
 }
 
 void add_hop(std::span<LinkBytes> links, const Topology& topology, std::int32_t src_rank,
@@ -108,25 +88,35 @@ double limit_seconds(std::span<const LinkBytes> links, double nvlink_bytes_per_s
 
 namespace waybill::detail {
 
-const char* wrong_with_hop(std::span<const RelayHop> hops, std::size_t idx,
-                           const RelayedShards& shards) {
+const char* wrong_with_hop(std::span<const RelayHop> hops, std::size_t idx, std::int32_t world_size,
+                           std::span<const std::int64_t> num_rows,
+                           std::span<const std::int32_t> home) {
   const RelayHop& hop = hops[idx];
   const auto in = [](std::int64_t value, std::int64_t end) { return 0 <= value && value < end; };
-  if (!in(hop.shard, std::ssize(shards.num_rows))) return "a shard that there is";
-  const std::int32_t home = shards.home[hop.shard];
-  if (!in(hop.src_rank, shards.world_size) || !in(hop.dst_rank, shards.world_size) ||
-      hop.src_rank == hop.dst_rank || hop.dst_rank == home)
+  if (!in(hop.shard, std::ssize(num_rows))) return "a shard that there is";
+  const std::int32_t origin = home[hop.shard];
+  if (!in(hop.src_rank, world_size) || !in(hop.dst_rank, world_size) ||
+      hop.src_rank == hop.dst_rank || hop.dst_rank == origin)
     return "two ranks of the world, the second not the rows' home";
-  if (hop.num_rows <= 0 || hop.row_begin < 0 ||
-      hop.num_rows > shards.num_rows[hop.shard] - hop.row_begin)
+  if (hop.num_rows <= 0 || hop.row_begin < 0 || hop.num_rows > num_rows[hop.shard] - hop.row_begin)
     return "rows of the shard";
-  if (hop.after < 0) return hop.src_rank == home ? nullptr : "a sender that is the rows' home";
+  if (hop.after < 0) return hop.src_rank == origin ? nullptr : "a sender that is the rows' home";
   if (hop.after >= static_cast<std::int64_t>(idx)) return "an earlier hop in `after`";
   const RelayHop& feed = hops[hop.after];
   if (feed.shard != hop.shard || feed.dst_rank != hop.src_rank || feed.row_begin > hop.row_begin ||
       feed.row_begin + feed.num_rows < hop.row_begin + hop.num_rows)
     return "a hop in `after` that brings these rows to the sender";
   return nullptr;
+}
+
+void check_hops(const char* who, std::span<const RelayHop> hops, std::int32_t world_size,
+                std::span<const std::int64_t> num_rows, std::span<const std::int32_t> home) {
+  for (std::size_t i = 0; i < hops.size(); ++i) {
+    const char* const expected = wrong_with_hop(hops, i, world_size, num_rows, home);
+    require(expected == nullptr, who, ": relay.hops[", i, "]: ", hops[i].num_rows, " rows from ",
+            hops[i].row_begin, " of shard ", hops[i].shard, ", from rank ", hops[i].src_rank,
+            " to ", hops[i].dst_rank, ", expected ", expected);
+  }
 }
 
 }  // namespace waybill::detail

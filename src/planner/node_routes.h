@@ -7,18 +7,10 @@
 #include <vector>
 
 #include "waybill/core/topology.h"
-#include "waybill/planner/relay.h"
-#include "waybill/routing/sparse_metadata.h"
+#include "waybill/planner/planner.h"
+#include "waybill/routing/metadata.h"
 
 namespace waybill::detail {
-
-/// A hop of the rows of one shard that cross to each node once.
-struct NodeHop {
-  std::int32_t src = 0;
-  std::int32_t dst = 0;
-  bool is_forwarded = false;  ///< src got the rows from their home by the last hop that is not
-  bool forwards = false;      ///< dst hands them on inside its node
-};
 
 /// The rank of `node` with the local index of `rank`; the last node may have fewer ranks.
 [[nodiscard]] inline std::int32_t rank_on_node(const Topology& nodes, std::int32_t rank,
@@ -28,9 +20,11 @@ struct NodeHop {
   return first + rank % nodes.ranks_per_node % size;
 }
 
-/// The one way over nodes: calls visit(NodeHop) for every hop. To ranks of the home's node, and to
-/// a node of which one rank alone needs the rows, they go straight; to any other node once, to the
-/// rank with the home's local index, which forwards them.
+/// The one way over nodes: calls visit(src, dst, is_forwarded, forwards) for every hop of the rows
+/// of a shard. To ranks of the home's node, and to a node of which one rank alone needs the rows,
+/// they go straight; to any other node once, to the rank with the home's local index, which
+/// forwards them. `is_forwarded`: src got them by the last hop that is not. `forwards`: dst hands
+/// them on.
 /// @param ranks who needs the rows; those of a node adjacent, ascending; a rank again for each copy
 template <class Visit>
 void route_once_per_node(const Topology& nodes, std::int32_t home,
@@ -44,28 +38,28 @@ void route_once_per_node(const Topology& nodes, std::int32_t home,
     if (crosses) {
       const bool several = ranks[first] != ranks[last - 1];
       from = several ? rank_on_node(nodes, home, node) : ranks[first];
-      visit(NodeHop{.src = home, .dst = from, .forwards = several});
+      visit(home, from, false, several);
     }
     for (const std::int32_t rank : ranks.subspan(first, last - first)) {
-      if (rank != from) visit(NodeHop{.src = from, .dst = rank, .is_forwarded = crosses});
+      if (rank != from) visit(from, rank, crosses, false);
     }
     first = last;
   }
 }
 
-/// Hops forward these: the shards of a plan, or the entries of metadata.
-struct RelayedShards {
-  std::int32_t world_size = 0;
-  std::span<const std::int64_t> num_rows;  ///< [N]
-  std::span<const std::int32_t> home;      ///< [N] rank
-};
-
 /// The one check of a hop of a relay schedule: ranks, shard and rows are in range, and whoever
 /// sends them has them. Hops before `idx` are right. What hops together bring, and their stages,
 /// are the caller's to compare.
+/// @param num_rows,home [N] of what hops forward: the shards of a plan, or the entries of metadata
 /// @return what the hop does not keep, to follow "expected"; null: nothing
 [[nodiscard]] const char* wrong_with_hop(std::span<const RelayHop> hops, std::size_t idx,
-                                         const RelayedShards& shards);
+                                         std::int32_t world_size,
+                                         std::span<const std::int64_t> num_rows,
+                                         std::span<const std::int32_t> home);
+
+/// The same for all hops. @throws InvalidArgument naming the first that is wrong
+void check_hops(const char* who, std::span<const RelayHop> hops, std::int32_t world_size,
+                std::span<const std::int64_t> num_rows, std::span<const std::int32_t> home);
 
 /// Adds what rows cost the two ranks between which they travel, inside a node or between nodes.
 inline void add_bytes(std::span<LinkBytes> links, bool is_in_node, std::int32_t src,
@@ -104,10 +98,6 @@ namespace waybill {
 [[nodiscard]] RelaySchedule route_over_nodes(const SparseMetadata& metadata,
                                              const Topology& topology, std::int64_t row_bytes,
                                              bool once = true);
-
-/// Bytes per rank and link when every copy goes straight from home. [W]
-[[nodiscard]] std::vector<LinkBytes> direct_links(const SparseMetadata& metadata,
-                                                  const Topology& topology, std::int64_t row_bytes);
 
 /// Adds what a hop costs its ranks.
 void add_hop(std::span<LinkBytes> links, const Topology& topology, std::int32_t src_rank,

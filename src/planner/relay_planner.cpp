@@ -18,7 +18,7 @@ constexpr std::size_t few_holders = 16;
 // memory before anything is said.
 constexpr std::int64_t max_relay_hops = std::int64_t{1} << 24;
 
-void check_hops(std::int64_t num_hops) {
+void check_number_of_hops(std::int64_t num_hops) {
   require(num_hops <= max_relay_hops, "plan_attention: receivers would forward in ", num_hops,
           " hops or more, expected at most ", max_relay_hops,
           "; relay = false plans without them; fewer ranks or more tokens per rank need fewer");
@@ -29,7 +29,7 @@ void check_hops(std::int64_t num_hops) {
 void RelayPlanner::plan(const FigureCounter& figures, AttentionPlan& plan) {
   std::int64_t arrivals = -plan.plan.num_shards();  // at most all of them are where they are needed
   for (const RankRange& need : figures.needs) arrivals += need.last - need.first;
-  check_hops(arrivals);
+  check_number_of_hops(arrivals);
   start(figures, plan);
   for (const KvDocument& doc : figures.documents) reserve_first_sends(figures, doc);
   for (const KvDocument& doc : figures.documents) send_document(figures, doc);
@@ -109,22 +109,23 @@ void RelayPlanner::send_document(const FigureCounter& figures, const KvDocument&
         if (need.first <= n && n < need.last && need.rank != run.rank)
           receivers_.push_back(need.rank);
       }
-      send_shard(n, run.rank);
+      home_ = run.rank;
+      send_shard(n);
     }
   }
   nvlink_.cap = nvlink_cap;  // it may have grown, for this document alone
   network_.cap = network_cap;
 }
 
-void RelayPlanner::send_shard(std::int32_t shard, std::int32_t home) {
+void RelayPlanner::send_shard(std::int32_t shard) {
   const std::int64_t num_rows = plan_->plan.shard_len[shard];
   const Tier& reserved = reserved_[shard] == reserved_nvlink ? nvlink_ : network_;
   const std::int64_t num_parts = receivers_.size() == 1 ? 1 : (num_rows - 1) / part_rows_ + 1;
   for (std::int64_t i = 0; i < num_parts; ++i) {
     const std::int64_t begin = num_rows * i / num_parts;
     const std::int64_t part_rows = num_rows * (i + 1) / num_parts - begin;
-    bytes_out(home, reserved) -= part_rows * row_bytes_;
-    send_part({.shard = shard, .row_begin = begin, .num_rows = part_rows}, home);
+    bytes_out(home_, reserved) -= part_rows * row_bytes_;
+    send_part({.shard = shard, .row_begin = begin, .num_rows = part_rows});
     ++turn_;
   }
 }
@@ -135,18 +136,17 @@ std::size_t RelayPlanner::end_of_node(std::size_t first) const {
   return last;
 }
 
-void RelayPlanner::send_part(const RelayHop& part, std::int32_t home) {
-  network_.begin_with({.rank = home});
+void RelayPlanner::send_part(const RelayHop& part) {
+  network_.begin_with(-1);
   std::size_t begin = 0;
-  while (begin < receivers_.size() && nodes_[receivers_[begin]] != nodes_[home])
+  while (begin < receivers_.size() && nodes_[receivers_[begin]] != nodes_[home_])
     begin = end_of_node(begin);
   const std::size_t near = begin;
   const std::size_t near_end = near < receivers_.size() ? end_of_node(near) : near;
   if (near < near_end) {
-    spread_in_node(part, near, near_end, {.rank = home});
+    spread_in_node(part, near, near_end, -1);
     // Those near home can carry rows over the network as well.
-    for (std::size_t i = 1; i < nvlink_.holders.size(); ++i)
-      network_.holders.push_back(nvlink_.holders[i]);
+    network_.holders = nvlink_.holders;
   }
   entries_.clear();
   for (std::size_t first = 0; first < receivers_.size();) {
@@ -159,7 +159,7 @@ void RelayPlanner::send_part(const RelayHop& part, std::int32_t home) {
   }
   order_by_room(entries_, part.num_rows, network_);
   for (const RankRange& entry : entries_) {
-    const Holder holder = hop(part, network_, entry.rank);
+    const std::int32_t holder = hop(part, network_, entry.rank);
     spread_in_node(part, entry.first, entry.last, holder);
   }
 }
@@ -187,52 +187,44 @@ std::int32_t RelayPlanner::entry_of_node(std::size_t first, std::size_t last) co
 }
 
 void RelayPlanner::spread_in_node(const RelayHop& part, std::size_t first, std::size_t last,
-                                  Holder root) {
+                                  std::int32_t root) {
   nvlink_.begin_with(root);
   in_turn_.clear();
   for (std::size_t i = first; i < last; ++i) {
-    if (receivers_[i] != root.rank) in_turn_.push_back({.rank = receivers_[i]});
+    if (receivers_[i] != rank_of(root)) in_turn_.push_back({.rank = receivers_[i]});
   }
   order_by_room(in_turn_, part.num_rows, nvlink_);
   for (const RankRange& entry : in_turn_) hop(part, nvlink_, entry.rank);
 }
 
-std::size_t RelayPlanner::lightest_holder(const Tier& tier) const {
-  std::size_t best = 0;
-  for (std::size_t i = 1; i < tier.holders.size(); ++i) {
-    if (bytes_out(tier.holders[i].rank, tier) < bytes_out(tier.holders[best].rank, tier)) best = i;
-  }
-  return best;
-}
-
-RelayPlanner::Holder RelayPlanner::hop(const RelayHop& part, Tier& tier, std::int32_t dst) {
+/// @return the hop that brings the rows to `dst`
+std::int32_t RelayPlanner::hop(const RelayHop& part, Tier& tier, std::int32_t dst) {
   const std::int64_t num_bytes = part.num_rows * row_bytes_;
-  while (bytes_out(tier.holders[tier.front].rank, tier) + num_bytes > tier.cap) {
+  const auto sent_by = [&](std::int32_t holder) { return bytes_out(rank_of(holder), tier); };
+  while (sent_by(tier.holders[tier.front]) + num_bytes > tier.cap) {
     if (++tier.front < tier.holders.size()) continue;
     // Nobody has room. Few holders: the one with the fewest bytes, as the others' turn will come.
     if (tier.holders.size() <= few_holders) {
-      tier.front = lightest_holder(tier);
+      tier.front = std::ranges::min_element(tier.holders, {}, sent_by) - tier.holders.begin();
       break;
     }
     tier.front = 0;
     tier.cap += tier.cap / 16 + 1;
   }
-  const Holder from = tier.holders[tier.front];
-  bytes_out(from.rank, tier) += num_bytes;
-  LinkBytes& link = plan_->relay.links[dst];
-  (tier.network ? link.network_in : link.nvlink_in) += num_bytes;
+  RelaySchedule& relay = plan_->relay;
   RelayHop hop = part;
-  hop.src_rank = from.rank;
+  hop.after = tier.holders[tier.front];
+  hop.src_rank = rank_of(hop.after);
   hop.dst_rank = dst;
-  hop.stage = from.stage + 1;
-  hop.after = from.hop;
-  check_hops(std::ssize(plan_->relay.hops) + 1);
-  const Holder to{
-      .rank = dst, .hop = static_cast<std::int32_t>(plan_->relay.hops.size()), .stage = hop.stage};
-  plan_->relay.hops.push_back(hop);
-  plan_->relay.num_stages = std::max(plan_->relay.num_stages, hop.stage + 1);
-  tier.holders.push_back(to);
-  return to;
+  hop.stage = hop.after < 0 ? 0 : relay.hops[hop.after].stage + 1;
+  bytes_out(hop.src_rank, tier) += num_bytes;
+  LinkBytes& link = relay.links[dst];
+  (tier.network ? link.network_in : link.nvlink_in) += num_bytes;
+  check_number_of_hops(std::ssize(relay.hops) + 1);
+  relay.hops.push_back(hop);
+  relay.num_stages = std::max(relay.num_stages, hop.stage + 1);
+  tier.holders.push_back(static_cast<std::int32_t>(relay.hops.size()) - 1);
+  return tier.holders.back();
 }
 
 }  // namespace waybill::detail

@@ -1,16 +1,15 @@
-#include "slab.h"
-
 #include <algorithm>
 #include <cmath>
 
+#include "balance.h"
+
 namespace waybill::detail {
 
-SlabCosts::SlabCosts(const PlannerOptions& options, double mean_work)
+SlabCosts::SlabCosts(const PlannerOptions& options)
     : mask(options.mask),
       q_row(static_cast<double>(options.model.q_row_bytes())),
       kv_row(static_cast<double>(options.model.kv_row_bytes())),
       block_tokens(options.block_tokens),
-      fine_work(mean_work * (options.imbalance_target - 1) / 4),
       facts(options.hardware),
       tails(options.tails) {}
 

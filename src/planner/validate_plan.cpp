@@ -8,7 +8,7 @@
 #include "routing/homes.h"
 #include "routing/validate/findings.h"
 #include "waybill/core/error.h"
-#include "waybill/planner/attention_plan.h"
+#include "waybill/planner/planner.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
@@ -187,9 +187,12 @@ std::string hop_text(const RelayHop& hop, std::size_t idx) {
 }
 
 // The rule that the hop breaks, its stage included; null: none.
-const char* wrong_with(const RelaySchedule& relay, std::size_t idx,
-                       const detail::RelayedShards& shards) {
-  if (const char* const expected = detail::wrong_with_hop(relay.hops, idx, shards)) return expected;
+const char* wrong_with(const AttentionPlan& plan, std::size_t idx,
+                       std::span<const std::int32_t> homes) {
+  const RelaySchedule& relay = plan.relay;
+  if (const char* const expected =
+          detail::wrong_with_hop(relay.hops, idx, plan.plan.world_size, plan.plan.shard_len, homes))
+    return expected;
   const RelayHop& hop = relay.hops[idx];
   if (hop.after < 0) return hop.stage == 0 ? nullptr : "stage 0";
   return hop.stage == std::int64_t{relay.hops[hop.after].stage} + 1
@@ -244,13 +247,12 @@ void check_relay(const AttentionPlan& plan, const QkvRouting& routing,
                  const std::vector<LinkBytes>& q_links, Findings& findings) {
   const RelaySchedule& relay = plan.relay;
   const std::vector<std::int32_t> homes = detail::homes_of(plan.plan.rank_shard_offsets);
-  const detail::RelayedShards shards{plan.plan.world_size, plan.plan.shard_len, homes};
   std::vector<LinkBytes> links = q_links;
   std::vector<RelayHop> arrivals;
   std::int64_t num_stages = 0;
   for (std::size_t i = 0; i < relay.hops.size(); ++i) {
     const RelayHop& hop = relay.hops[i];
-    if (const char* expected = wrong_with(relay, i, shards)) {
+    if (const char* expected = wrong_with(plan, i, homes)) {
       findings.add(FindingKind::order, table_name, "relay.hops",
                    {.rank = hop.dst_rank, .shard = hop.shard}, hop_text(hop, i), expected);
       if (findings.full()) return;

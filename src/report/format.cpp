@@ -127,13 +127,17 @@ std::string wrapped(const std::string& sentence, const TextStyle& style) {
   return concat(style.unicode ? "  • " : "  - ", wrapped(sentence, width, "    "), "\n");
 }
 
+std::string load_bar(std::int64_t value, std::int64_t max, const TextStyle& style) {
+  return paint(bar(value, max, style), "36", style);
+}
+
 std::string rank_line(std::int32_t rank, std::int64_t tokens,
                       std::pair<std::int64_t, std::int64_t> work, const std::string& work_text,
                       std::int64_t bytes_in, std::int64_t bytes_out, std::int64_t max_bytes,
                       bool marked, const TextStyle& style) {
   return concat(pad_left(std::to_string(rank), 6), pad_left(format_count(tokens), 11), "  ",
-                paint(bar(work.first, work.second, style), "36", style), pad_left(work_text, 9),
-                "  ", paint(bar(bytes_in, max_bytes, style), "32", style),
+                load_bar(work.first, work.second, style), pad_left(work_text, 9), "  ",
+                paint(bar(bytes_in, max_bytes, style), "32", style),
                 pad_left(format_bytes(bytes_in), 9), "  ",
                 paint(bar(bytes_out, max_bytes, style), "33", style),
                 pad_left(format_bytes(bytes_out), 9),

@@ -54,6 +54,9 @@ namespace waybill::detail {
 /// A sentence as an item of a list, in lines of 76 columns.
 [[nodiscard]] std::string wrapped(const std::string& sentence, const TextStyle& style);
 
+/// A bar of 8 columns for a value of a maximum; anything above 0 shows.
+[[nodiscard]] std::string load_bar(std::int64_t value, std::int64_t max, const TextStyle& style);
+
 /// A line of a table of ranks: work of a maximum, and bytes in and out of one, with bars.
 /// @param marked it sets the limit
 [[nodiscard]] std::string rank_line(std::int32_t rank, std::int64_t tokens,

@@ -49,6 +49,12 @@ struct RankBlocks {
 /// Predictions, one below the other on one scale; nothing for none.
 [[nodiscard]] std::string timeline_section(const std::vector<NamedStep>& steps);
 
+[[nodiscard]] std::string meaning_section(const std::vector<std::string>& sentences);
+[[nodiscard]] std::string input_section(const ReportContext& context);
+
+/// A whole page of these sections, with style sheet and footer.
+[[nodiscard]] std::string page_of(const std::string& title, const std::string& sections);
+
 /// The page's style sheet.
 [[nodiscard]] std::string_view html_style();
 

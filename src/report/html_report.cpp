@@ -83,13 +83,6 @@ std::string header(const PlanSummary& s, const ReportContext& context) {
       " of K and V</p>\n", cards(s, context.gb_per_s), "</header>\n");
 }
 
-std::string meaning_section(const std::vector<std::string>& sentences) {
-  std::string text = "<section><h2>What it means</h2>\n<ul>\n";
-  for (const std::string& sentence : sentences)
-    text += concat("<li>", html_escape(sentence), "</li>\n");
-  return text + "</ul></section>\n";
-}
-
 std::string checks_section(const std::vector<ReportCheck>& checks) {
   std::string text = "<section><h2>Checks</h2>\n<ul class=\"checks\">\n";
   for (const ReportCheck& check : checks) {
@@ -99,6 +92,17 @@ std::string checks_section(const std::vector<ReportCheck>& checks) {
                    html_escape(check.detail), "</small></span></li>\n");
   }
   if (checks.empty()) text += "<li><span></span><span>None were run.</span></li>\n";
+  return text + "</ul></section>\n";
+}
+
+}  // namespace
+
+namespace detail {
+
+std::string meaning_section(const std::vector<std::string>& sentences) {
+  std::string text = "<section><h2>What it means</h2>\n<ul>\n";
+  for (const std::string& sentence : sentences)
+    text += concat("<li>", html_escape(sentence), "</li>\n");
   return text + "</ul></section>\n";
 }
 
@@ -113,32 +117,34 @@ std::string input_section(const ReportContext& context) {
   return text + "</section>\n";
 }
 
-}  // namespace
+std::string page_of(const std::string& title, const std::string& sections) {
+  return concat(
+      "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\"/>\n"
+      "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/>\n<title>",
+      html_escape(title), "</title>\n<style>", html_style(), "</style>\n</head>\n<body>\n<main>\n",
+      sections,
+      "<footer>Made by waybill. This page stands alone: no scripts, nothing from a network."
+      "</footer>\n</main>\n</body>\n</html>\n");
+}
+
+}  // namespace detail
 
 std::string html_report(const QkvPlan& plan, const QkvRouting& routing, const PlanSummary& summary,
                         const ReportContext& context) {
   detail::check_belongs(plan, routing, summary.row_bytes, "html_report");
   detail::check_speed(context.gb_per_s, "html_report");
-  std::string page = concat(
-      "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\"/>\n"
-      "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"/>\n<title>",
-      html_escape(context.title), "</title>\n<style>", detail::html_style(),
-      "</style>\n</head>\n<body>\n<main>\n");
-  page += header(summary, context);
+  std::string page = header(summary, context);
   page += "<div class=\"two\">\n";
-  page += meaning_section(explain(plan, routing, summary, context.gb_per_s));
+  page += detail::meaning_section(explain(plan, routing, summary, context.gb_per_s));
   page += checks_section(context.checks);
   page += "</div>\n";
   page += detail::loads_section(summary);
   page += detail::timeline_section(context.steps);
   page += detail::matrix_section(summary);
   page += detail::documents_section(plan, context.max_documents);
-  page += input_section(context);
+  page += detail::input_section(context);
   page += detail::table_section(summary);
-  page +=
-      "<footer>Made by waybill. This page stands alone: no scripts, nothing from a network."
-      "</footer>\n</main>\n</body>\n</html>\n";
-  return page;
+  return detail::page_of(context.title, page);
 }
 
 }  // namespace waybill

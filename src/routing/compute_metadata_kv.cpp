@@ -11,20 +11,38 @@ namespace {
 
 constexpr const char* in_metadata_kv = "compute_metadata_kv";
 
-/// The arguments after the checks at the door. Flat spans; copies are [W * S * C].
+/// The arguments as int64, and where the group of each query lies on its attention rank. Tables are
+/// read flat; copies are [W * S * C].
 struct KvJob {
-  std::int64_t world_size;
-  std::int64_t num_shards;
-  std::int64_t num_copies;
-  std::span<const std::int64_t> query;     ///< [copies, 2]
-  std::span<const std::int64_t> place;     ///< [copies]: among the query's KV shards
-  std::span<const std::int64_t> context;   ///< [W * S]
-  std::span<const std::int64_t> q_shards;  ///< [W * S]
-  std::span<const std::int64_t> q_tokens;  ///< [W * S]
-  std::span<const std::int64_t> seq_len;   ///< [W * S]
-  std::span<const std::int64_t> q_dst;     ///< [W * S]
+  KvJob(const KvMapping& mapping, const IndexArray& lens, const IndexArray& counts,
+        const IndexArray& dispatch)
+      : query(in_metadata_kv, "kv_to_q_mapping", mapping.kv_to_q_mapping),
+        place(in_metadata_kv, "kv_to_q_rank", mapping.kv_to_q_rank),
+        context(in_metadata_kv, "kv_context_size", mapping.kv_context_size),
+        q_shards(in_metadata_kv, "q_to_num_kv_seq", mapping.q_to_num_kv_seq),
+        q_tokens(in_metadata_kv, "q_to_num_kv_token", mapping.q_to_num_kv_token),
+        seq_len(in_metadata_kv, "seq_len", lens),
+        num_seqs(in_metadata_kv, "num_seqs", counts),
+        q_dst(in_metadata_kv, "q_dispatch", dispatch) {}
 
-  [[nodiscard]] std::size_t num_entries() const { return seq_len.size(); }
+  detail::Int64Table query;     ///< [copies, 2]
+  detail::Int64Table place;     ///< [copies]: among the query's KV shards
+  detail::Int64Table context;   ///< [W * S]
+  detail::Int64Table q_shards;  ///< [W * S]
+  detail::Int64Table q_tokens;  ///< [W * S]
+  detail::Int64Table seq_len;   ///< [W * S]
+  detail::Int64Table num_seqs;  ///< [W]
+  detail::Int64Table q_dst;     ///< [W * S]
+  std::int64_t world_size = 0;
+  std::int64_t num_shards = 0;
+  std::int64_t num_copies = 0;
+  // As place_groups finds them, in rows and in KV shards:
+  std::vector<std::int64_t> first_row;   ///< [W * S]
+  std::vector<std::int64_t> first_slot;  ///< [W * S]
+  std::vector<std::int64_t> rank_slots;  ///< [W]
+  std::int64_t max_slots = 0;
+
+  [[nodiscard]] std::size_t num_entries() const { return seq_len->size(); }
   [[nodiscard]] std::size_t copy(std::size_t shard, std::int64_t c) const {
     return shard * static_cast<std::size_t>(num_copies) + static_cast<std::size_t>(c);
   }
@@ -66,34 +84,11 @@ void check_copies(const KvJob& job) {
   }
 }
 
-/// The arguments as int64.
-struct KvTables {
-  KvTables(const KvMapping& mapping, const IndexArray& lens, const IndexArray& counts,
-           const IndexArray& dispatch)
-      : query(in_metadata_kv, "kv_to_q_mapping", mapping.kv_to_q_mapping),
-        place(in_metadata_kv, "kv_to_q_rank", mapping.kv_to_q_rank),
-        context(in_metadata_kv, "kv_context_size", mapping.kv_context_size),
-        q_shards(in_metadata_kv, "q_to_num_kv_seq", mapping.q_to_num_kv_seq),
-        q_tokens(in_metadata_kv, "q_to_num_kv_token", mapping.q_to_num_kv_token),
-        seq_len(in_metadata_kv, "seq_len", lens),
-        num_seqs(in_metadata_kv, "num_seqs", counts),
-        q_dst(in_metadata_kv, "q_dispatch", dispatch) {}
-
-  detail::Int64Table query;
-  detail::Int64Table place;
-  detail::Int64Table context;
-  detail::Int64Table q_shards;
-  detail::Int64Table q_tokens;
-  detail::Int64Table seq_len;
-  detail::Int64Table num_seqs;
-  detail::Int64Table q_dst;
-};
-
-KvJob open_job(const KvTables& tables) {
+void check_tables(KvJob& job) {
   const auto [world_size, num_shards] =
-      detail::check_world_matrix(in_metadata_kv, "seq_len", *tables.seq_len);
+      detail::check_world_matrix(in_metadata_kv, "seq_len", *job.seq_len);
   const Shape matrix{world_size, num_shards};
-  const IndexArray& map = *tables.query;
+  const IndexArray& map = *job.query;
   require(map.ndim() == 4, in_metadata_kv, ": kv_to_q_mapping has shape ", to_string(map.shape()),
           ", expected [W, S, C, 2]");
   const std::int64_t copies = map.dim(2);
@@ -102,78 +97,59 @@ KvJob open_job(const KvTables& tables) {
   const auto expect = [](const char* name, const detail::Int64Table& table, const Shape& shape) {
     detail::check_same_shape(in_metadata_kv, name, *table, shape);
   };
-  expect("kv_to_q_mapping", tables.query, {world_size, num_shards, copies, 2});
-  expect("kv_to_q_rank", tables.place, {world_size, num_shards, copies});
-  expect("kv_context_size", tables.context, matrix);
-  expect("q_to_num_kv_seq", tables.q_shards, matrix);
-  expect("q_to_num_kv_token", tables.q_tokens, matrix);
-  expect("q_dispatch", tables.q_dst, matrix);
-  detail::check_value_per_rank(in_metadata_kv, "num_seqs", *tables.num_seqs, world_size);
+  expect("kv_to_q_mapping", job.query, {world_size, num_shards, copies, 2});
+  expect("kv_to_q_rank", job.place, {world_size, num_shards, copies});
+  expect("kv_context_size", job.context, matrix);
+  expect("q_to_num_kv_seq", job.q_shards, matrix);
+  expect("q_to_num_kv_token", job.q_tokens, matrix);
+  expect("q_dispatch", job.q_dst, matrix);
+  detail::check_value_per_rank(in_metadata_kv, "num_seqs", *job.num_seqs, world_size);
   const auto check = [](const char* name, const detail::Int64Table& table, std::int64_t most,
                         const char* expected) {
     detail::check_range(in_metadata_kv, name, *table, 0, most, expected);
   };
-  check("num_seqs", tables.num_seqs, num_shards, "0..S");
-  detail::check_lengths(in_metadata_kv, "seq_len", *tables.seq_len);
-  check("kv_context_size", tables.context, detail::max_total_rows, "0..2^40");
-  check("q_to_num_kv_seq", tables.q_shards, tables.seq_len->size(), "0..number of shards");
-  check("q_to_num_kv_token", tables.q_tokens, detail::max_total_rows, "0..2^40");
-  detail::check_ranks(in_metadata_kv, "q_dispatch", *tables.q_dst, world_size);
-  return {.world_size = world_size,
-          .num_shards = num_shards,
-          .num_copies = copies,
-          .query = map.i64(),
-          .place = tables.place->i64(),
-          .context = tables.context->i64(),
-          .q_shards = tables.q_shards->i64(),
-          .q_tokens = tables.q_tokens->i64(),
-          .seq_len = tables.seq_len->i64(),
-          .q_dst = tables.q_dst->i64()};
+  check("num_seqs", job.num_seqs, num_shards, "0..S");
+  detail::check_lengths(in_metadata_kv, "seq_len", *job.seq_len);
+  check("kv_context_size", job.context, detail::max_total_rows, "0..2^40");
+  check("q_to_num_kv_seq", job.q_shards, job.seq_len->size(), "0..number of shards");
+  check("q_to_num_kv_token", job.q_tokens, detail::max_total_rows, "0..2^40");
+  detail::check_ranks(in_metadata_kv, "q_dispatch", *job.q_dst, world_size);
+  job.world_size = world_size;
+  job.num_shards = num_shards;
+  job.num_copies = copies;
 }
 
-/// Where each query's group lies on its attention rank, in rows and in KV shards.
-struct Groups {
-  std::vector<std::int64_t> first_row;   ///< [W * S]
-  std::vector<std::int64_t> first_slot;  ///< [W * S]
-  std::vector<std::int64_t> rank_slots;  ///< [W]
-  std::int64_t max_slots = 0;
-};
-
-Groups place_groups(const KvJob& job) {
-  Groups groups{.first_row = std::vector<std::int64_t>(job.num_entries()),
-                .first_slot = std::vector<std::int64_t>(job.num_entries()),
-                .rank_slots = std::vector<std::int64_t>(static_cast<std::size_t>(job.world_size))};
+void place_groups(KvJob& job) {
+  job.first_row.resize(job.num_entries());
+  job.first_slot.resize(job.num_entries());
+  job.rank_slots.resize(job.world_size);
   std::vector<std::int64_t> rank_rows(static_cast<std::size_t>(job.world_size));
   std::int64_t num_slots = 0;
   for (std::size_t q = 0; q < job.num_entries(); ++q) {
     if (job.q_dst[q] < 0) continue;
     const auto r = static_cast<std::size_t>(job.q_dst[q]);
-    groups.first_row[q] = rank_rows[r];
-    groups.first_slot[q] = groups.rank_slots[r];
+    job.first_row[q] = rank_rows[r];
+    job.first_slot[q] = job.rank_slots[r];
     rank_rows[r] += job.q_tokens[q];
     require(rank_rows[r] <= (std::int64_t{1} << 60), in_metadata_kv, ": q_to_num_kv_token of rank ",
             r, "'s queries sums to over 2^60 rows; no such buffer exists");
-    groups.rank_slots[r] += job.q_shards[q];
+    job.rank_slots[r] += job.q_shards[q];
     num_slots += job.q_shards[q];
-    require(num_slots <= std::ssize(job.place), in_metadata_kv, ": q_to_num_kv_seq up to ",
-            job.name(q), " asks for ", num_slots, " KV copies, but kv_to_q_mapping has room for ",
-            job.place.size());
+    require(num_slots <= job.place->size(), in_metadata_kv, ": q_to_num_kv_seq up to ", job.name(q),
+            " asks for ", num_slots, " KV copies, but kv_to_q_mapping has room for ",
+            job.place->size());
   }
-  for (const std::int64_t slots : groups.rank_slots) {
-    groups.max_slots = std::max(groups.max_slots, slots);
-  }
-  return groups;
+  job.max_slots = *std::max_element(job.rank_slots.begin(), job.rank_slots.end());
 }
 
 /// The copy that fills each slot of an attention rank, [W, R]; -1 none.
 /// @throws InvalidArgument when two copies fill one slot.
-std::vector<std::int64_t> fill_slots(const KvJob& job, const Groups& groups) {
-  std::vector<std::int64_t> slots(static_cast<std::size_t>(job.world_size * groups.max_slots), -1);
-  for (std::size_t at = 0; at < job.place.size(); ++at) {
+std::vector<std::int64_t> fill_slots(const KvJob& job) {
+  std::vector<std::int64_t> slots(static_cast<std::size_t>(job.world_size * job.max_slots), -1);
+  for (std::int64_t at = 0; at < job.place->size(); ++at) {
     if (!job.used(at)) continue;
     const std::size_t q = job.query_of(at);
-    const std::int64_t slot =
-        job.q_dst[q] * groups.max_slots + groups.first_slot[q] + job.place[at];
+    const std::int64_t slot = job.q_dst[q] * job.max_slots + job.first_slot[q] + job.place[at];
     std::int64_t& filled_by = slots[slot];
     const auto copies = static_cast<std::size_t>(job.num_copies);
     require(filled_by < 0, in_metadata_kv, ": KV shards of ",
@@ -186,13 +162,12 @@ std::vector<std::int64_t> fill_slots(const KvJob& job, const Groups& groups) {
 }
 
 /// The KV shards of every query must follow each other from row 0 to its number of KV rows.
-void check_contexts(const KvJob& job, const Groups& groups,
-                    const std::vector<std::int64_t>& slots) {
+void check_contexts(const KvJob& job, const std::vector<std::int64_t>& slots) {
   for (std::size_t q = 0; q < job.num_entries(); ++q) {
     if (job.q_dst[q] < 0) continue;
     std::int64_t rows = 0;
     for (std::int64_t k = 0; k < job.q_shards[q]; ++k) {
-      const std::int64_t at = slots[job.q_dst[q] * groups.max_slots + groups.first_slot[q] + k];
+      const std::int64_t at = slots[job.q_dst[q] * job.max_slots + job.first_slot[q] + k];
       require(at >= 0, in_metadata_kv, ": the query of ", job.name(q),
               " has q_to_num_kv_seq = ", job.q_shards[q],
               ", but no KV shard has kv_to_q_rank = ", k, " for it");
@@ -220,7 +195,7 @@ void count_rows(const KvJob& job, Metadata& fwd, Metadata& rev) {
   const auto cell = [&](std::int64_t row, std::int64_t column) {
     return static_cast<std::size_t>(row * (world + 1) + column);
   };
-  for (std::size_t at = 0; at < job.place.size(); ++at) {
+  for (std::int64_t at = 0; at < job.place->size(); ++at) {
     if (!job.used(at)) continue;
     const std::size_t shard = at / static_cast<std::size_t>(job.num_copies);
     const std::int64_t i = job.rank_of(shard);
@@ -235,22 +210,20 @@ void count_rows(const KvJob& job, Metadata& fwd, Metadata& rev) {
   }
 }
 
-void fill_forward(const KvJob& job, const Groups& groups, const Shape& shape, Metadata& fwd) {
+void fill_forward(const KvJob& job, const Shape& shape, Metadata& fwd) {
   fwd.dst_rank = IndexArray::full(shape, -1);
   fwd.dst_offset = IndexArray(shape);
   const auto dst_rank = fwd.dst_rank.i64();
   const auto dst_offset = fwd.dst_offset.i64();
-  for (std::size_t at = 0; at < job.place.size(); ++at) {
+  for (std::int64_t at = 0; at < job.place->size(); ++at) {
     if (!job.used(at)) continue;
     const std::size_t q = job.query_of(at);
     dst_rank[at] = job.q_dst[q];
-    dst_offset[at] =
-        groups.first_row[q] + job.context[at / static_cast<std::size_t>(job.num_copies)];
+    dst_offset[at] = job.first_row[q] + job.context[at / static_cast<std::size_t>(job.num_copies)];
   }
 }
 
-void fill_reverse(const KvJob& job, const Groups& groups, const std::vector<std::int64_t>& slots,
-                  Metadata& rev) {
+void fill_reverse(const KvJob& job, const std::vector<std::int64_t>& slots, Metadata& rev) {
   std::vector<std::int64_t> shard_begin(job.num_entries());
   std::vector<std::int64_t> rank_rows(static_cast<std::size_t>(job.world_size));
   for (std::size_t shard = 0; shard < job.num_entries(); ++shard) {
@@ -258,7 +231,7 @@ void fill_reverse(const KvJob& job, const Groups& groups, const std::vector<std:
     shard_begin[shard] = rows;
     rows += job.seq_len[shard];
   }
-  const Shape shape{job.world_size, groups.max_slots};
+  const Shape shape{job.world_size, job.max_slots};
   rev.dst_rank = IndexArray::full(shape, -1);
   rev.dst_offset = IndexArray(shape);
   rev.seq_len = IndexArray(shape);
@@ -291,25 +264,25 @@ IndexArray global_seq_ids(const std::vector<std::int64_t>& slots, const Shape& s
 KvMetadata compute_metadata_kv(const KvMapping& mapping, const IndexArray& seq_len,
                                const IndexArray& num_seqs, const IndexArray& q_dispatch,
                                bool return_intermediate) {
-  const KvTables tables(mapping, seq_len, num_seqs, q_dispatch);
-  const KvJob job = open_job(tables);
+  KvJob job(mapping, seq_len, num_seqs, q_dispatch);
+  check_tables(job);
   check_copies(job);
-  const Groups groups = place_groups(job);
-  const std::vector<std::int64_t> slots = fill_slots(job, groups);
-  check_contexts(job, groups, slots);
+  place_groups(job);
+  const std::vector<std::int64_t> slots = fill_slots(job);
+  check_contexts(job, slots);
 
   const Shape copies_shape{job.world_size, job.num_shards, job.num_copies};
   KvMetadata result;
-  fill_forward(job, groups, copies_shape, result.fwd);
-  fill_reverse(job, groups, slots, result.rev);
+  fill_forward(job, copies_shape, result.fwd);
+  fill_reverse(job, slots, result.rev);
   count_rows(job, result.fwd, result.rev);
-  result.fwd.seq_len = *tables.seq_len;
-  result.fwd.num_seqs = tables.num_seqs->reshaped({job.world_size});
+  result.fwd.seq_len = *job.seq_len;
+  result.fwd.num_seqs = job.num_seqs->reshaped({job.world_size});
   result.fwd.world_size = job.world_size;
-  result.rev.num_seqs = IndexArray({job.world_size}, groups.rank_slots);
+  result.rev.num_seqs = IndexArray({job.world_size}, job.rank_slots);
   result.rev.world_size = job.world_size;
   result.rev.seq_recv_mask = detail::used_copies(result.fwd.dst_rank);
-  result.rev.recv_seq_lens = *tables.seq_len;
+  result.rev.recv_seq_lens = *job.seq_len;
   if (return_intermediate) {
     result.kv_dst_global_seq_id = global_seq_ids(slots, copies_shape);
   }

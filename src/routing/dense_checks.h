@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -26,16 +27,20 @@ class Int64Table {
  public:
   Int64Table(const char* who, const char* name, const IndexArray& array)
       : converted_(array.dtype() == DType::int64 ? IndexArray() : to_int64(who, name, array)),
-        table_(array.dtype() == DType::int64 ? array : converted_) {}
+        table_(array.dtype() == DType::int64 ? array : converted_),
+        values_(table_.i64()) {}
   Int64Table(const Int64Table&) = delete;
   Int64Table& operator=(const Int64Table&) = delete;
 
   [[nodiscard]] const IndexArray& operator*() const noexcept { return table_; }
   [[nodiscard]] const IndexArray* operator->() const noexcept { return &table_; }
+  /// Element of the flat table.
+  [[nodiscard]] std::int64_t operator[](std::int64_t idx) const { return values_[idx]; }
 
  private:
   IndexArray converted_;
   const IndexArray& table_;
+  std::span<const std::int64_t> values_;
 };
 
 /// [W, S] of a matrix, with 1 <= W; S is the largest number of shards on a rank.

@@ -2,27 +2,12 @@
 #include <utility>
 
 #include "dense_checks.h"
+#include "homes.h"
 #include "waybill/core/error.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
 namespace {
-
-std::int64_t largest_rank(const SparseMetadata& table) {
-  std::int64_t most = 0;
-  for (std::int32_t r = 0; r < table.world_size; ++r) {
-    most = std::max(most, table.rank_offsets[r + 1] - table.rank_offsets[r]);
-  }
-  return most;
-}
-
-std::int64_t copy_extent(const SparseMetadata& table) {
-  std::int64_t most = 1;
-  for (std::int64_t entry = 0; entry < table.num_entries(); ++entry) {
-    most = std::max(most, table.destination_end(entry) - table.destination_begin(entry));
-  }
-  return most;
-}
 
 IndexArray dense_counts(const RecvCounts& recv) {
   const std::int64_t world = std::ssize(recv.total);
@@ -39,9 +24,9 @@ IndexArray dense_counts(const RecvCounts& recv) {
 
 Metadata dense_table(const SparseMetadata& table, bool all_entries) {
   const std::int64_t world = table.world_size;
-  const std::int64_t entries = largest_rank(table);
+  const std::int64_t entries = detail::largest_part(table.rank_offsets);
   const bool has_copies = !table.copy_offsets.empty();
-  const std::int64_t copies = has_copies ? copy_extent(table) : 1;
+  const std::int64_t copies = std::max<std::int64_t>(1, detail::largest_part(table.copy_offsets));
   Shape shape{world, entries};
   if (has_copies) shape.push_back(copies);
   Metadata dense;
@@ -110,7 +95,7 @@ AttnLayout dense_attention(const SparseAttnLayout& attn, KvLayout kv_layout) {
 }  // namespace
 
 Metadata to_dense(const SparseMetadata& forward) {
-  return dense_table(forward, forward.copy_offsets.empty() ? false : true);
+  return dense_table(forward, !forward.copy_offsets.empty());
 }
 
 Metadata to_dense_reverse(const SparseMetadata& reverse, const SparseMetadata& forward) {

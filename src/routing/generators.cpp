@@ -17,32 +17,22 @@
 namespace waybill {
 namespace {
 
-/// Builds a plan whose shards are appended in the global order.
-class PlanBuilder {
- public:
-  PlanBuilder(std::int64_t world_size, KvLayout kv_layout) {
-    plan_.world_size = static_cast<std::int32_t>(world_size);
-    plan_.kv_layout = kv_layout;
-    plan_.rank_shard_offsets = {0};
-    plan_.doc_shard_offsets = {0};
-  }
+/// A plan without shards, to which they are appended in the global order.
+QkvPlan empty_plan(std::int64_t world_size) {
+  QkvPlan plan;
+  plan.world_size = static_cast<std::int32_t>(world_size);
+  plan.kv_layout = KvLayout::per_query;
+  plan.rank_shard_offsets = {0};
+  plan.doc_shard_offsets = {0};
+  return plan;
+}
 
-  /// Appends a shard to the current rank and the current document.
-  void add_shard(std::int64_t num_tokens, std::int64_t q_dst) {
-    plan_.doc_shards.push_back(static_cast<std::int32_t>(plan_.shard_len.size()));
-    plan_.shard_len.push_back(num_tokens);
-    plan_.q_dst.push_back(static_cast<std::int32_t>(q_dst));
-  }
-
-  void end_document() { plan_.doc_shard_offsets.push_back(plan_.num_shards()); }
-  void end_rank() { plan_.rank_shard_offsets.push_back(plan_.num_shards()); }
-
-  /// Hands the plan over; the builder is empty afterwards.
-  [[nodiscard]] QkvPlan take() { return std::move(plan_); }
-
- private:
-  QkvPlan plan_;
-};
+/// Appends a shard to the current rank and the current document.
+void add_shard(QkvPlan& plan, std::int64_t num_tokens, std::int64_t q_dst) {
+  plan.doc_shards.push_back(static_cast<std::int32_t>(plan.shard_len.size()));
+  plan.shard_len.push_back(num_tokens);
+  plan.q_dst.push_back(static_cast<std::int32_t>(q_dst));
+}
 
 E2eMetadata metadata_of(const RawQkvDispatch& raw, bool return_intermediate) {
   return compute_e2e_metadata(raw.cp_seq_lens, raw.num_cp_shards, raw.cp_query_dst, raw.kv,
@@ -153,6 +143,13 @@ std::int64_t round_half_even(double value) {
   return whole % 2 == 0 ? whole : whole + 1;
 }
 
+void check_extents(const char* who, std::int64_t world_size, std::int64_t num_seqs) {
+  require(1 <= world_size && world_size <= max_world_size, who, ": world_size = ", world_size,
+          ", expected 1..", max_world_size);
+  require(1 <= num_seqs && num_seqs <= std::numeric_limits<std::int32_t>::max() / world_size, who,
+          ": num_seqs = ", num_seqs, ", expected 1..2^31 / world_size");
+}
+
 void row_lens(std::span<const float> uniforms, std::int64_t total_len, std::int64_t min_len,
               std::span<std::int64_t> lens) {
   const auto count = static_cast<double>(lens.size());
@@ -172,10 +169,7 @@ void row_lens(std::span<const float> uniforms, std::int64_t total_len, std::int6
 
 IndexArray gen_seq_lens(std::int64_t world_size, std::int64_t num_seqs, std::int64_t total_len,
                         std::span<const float> uniforms, std::int64_t min_len) {
-  require(1 <= world_size && world_size <= max_world_size, in_gen_seq_lens,
-          ": world_size = ", world_size, ", expected 1..", max_world_size);
-  require(1 <= num_seqs && num_seqs <= std::numeric_limits<std::int32_t>::max() / world_size,
-          in_gen_seq_lens, ": num_seqs = ", num_seqs, ", expected 1..2^31 / world_size");
+  check_extents(in_gen_seq_lens, world_size, num_seqs);
   require(0 <= total_len && total_len <= std::numeric_limits<std::int32_t>::max(), in_gen_seq_lens,
           ": total_len = ", total_len, ", expected 0..2^31 - 1");
   require(min_len >= 0, in_gen_seq_lens, ": min_len = ", min_len, ", expected >= 0");
@@ -196,10 +190,7 @@ IndexArray gen_seq_lens(std::int64_t world_size, std::int64_t num_seqs, std::int
 
 IndexArray gen_seq_lens(std::int64_t world_size, std::int64_t num_seqs, std::int64_t total_len,
                         std::uint64_t seed, std::int64_t min_len) {
-  require(1 <= world_size && world_size <= max_world_size, in_gen_seq_lens,
-          ": world_size = ", world_size, ", expected 1..", max_world_size);
-  require(1 <= num_seqs && num_seqs <= std::numeric_limits<std::int32_t>::max() / world_size,
-          in_gen_seq_lens, ": num_seqs = ", num_seqs, ", expected 1..2^31 / world_size");
+  check_extents(in_gen_seq_lens, world_size, num_seqs);
   Random random(seed);
   std::vector<float> uniforms(static_cast<std::size_t>(world_size * num_seqs));
   for (float& u : uniforms) u = random.uniform_float();
@@ -227,13 +218,13 @@ void check_arguments(const char* who, std::int64_t world_size, std::int64_t tota
 }
 
 /// Cuts a sequence into `destinations.size()` shards, equal to one row, longer ones first.
-void add_sequence(PlanBuilder& plan, std::int64_t num_tokens,
+void add_sequence(QkvPlan& plan, std::int64_t num_tokens,
                   const std::vector<std::int32_t>& destinations) {
   const std::int64_t cp = std::ssize(destinations);
   for (std::int64_t s = 0; s < cp; ++s) {
-    plan.add_shard(num_tokens / cp + (s < num_tokens % cp ? 1 : 0), destinations[s]);
+    add_shard(plan, num_tokens / cp + (s < num_tokens % cp ? 1 : 0), destinations[s]);
   }
-  plan.end_document();
+  plan.doc_shard_offsets.push_back(plan.num_shards());
 }
 
 /// A random plan for the function `who`.
@@ -249,18 +240,18 @@ RawQkvDispatchWithLens random_dispatch(const char* who, std::int64_t world_size,
 
   const auto num_degrees =
       static_cast<std::int64_t>(std::bit_width(static_cast<std::uint64_t>(max_cp_degree)));
-  PlanBuilder builder(world_size, KvLayout::per_query);
+  QkvPlan plan = empty_plan(world_size);
   std::size_t next = 0;
   for (std::int64_t w = 0; w < world_size; ++w) {
     for (std::int64_t i = 0; i < num_seqs; ++i) {
       const auto cp = static_cast<std::int32_t>(std::int64_t{1} << random.below(num_degrees));
-      add_sequence(builder, seq_lens.i64()[next++],
+      add_sequence(plan, seq_lens.i64()[next++],
                    random.permutation(static_cast<std::int32_t>(world_size), cp));
     }
-    builder.end_rank();
+    plan.rank_shard_offsets.push_back(plan.num_shards());
   }
   RawQkvDispatchWithLens result;
-  result.plan = builder.take();
+  result.plan = std::move(plan);
   result.raw = to_raw_dispatch(result.plan, max_cp_degree);
   result.seq_lens = std::move(seq_lens);
   return result;
@@ -288,7 +279,7 @@ RawQkvDispatchWithLens create_raw_qkv_dispatch(const IndexArray& seq_lens, const
   detail::check_same_shape(who, "cp_num", *degrees, lens->shape());
   detail::check_same_shape(who, "cp_dst", *ranks, {world_size, num_seqs, slots});
   detail::check_lengths(who, "seq_lens", *lens);
-  PlanBuilder builder(world_size, KvLayout::per_query);
+  QkvPlan plan = empty_plan(world_size);
   for (std::int64_t w = 0; w < world_size; ++w) {
     for (std::int64_t i = 0; i < num_seqs; ++i) {
       const std::int64_t cp = degrees->at({w, i});
@@ -301,12 +292,12 @@ RawQkvDispatchWithLens create_raw_qkv_dispatch(const IndexArray& seq_lens, const
                 ", shard ", c, " = ", dst, ", expected 0..", world_size - 1);
         destinations.push_back(static_cast<std::int32_t>(dst));
       }
-      add_sequence(builder, lens->at({w, i}), destinations);
+      add_sequence(plan, lens->at({w, i}), destinations);
     }
-    builder.end_rank();
+    plan.rank_shard_offsets.push_back(plan.num_shards());
   }
   RawQkvDispatchWithLens result;
-  result.plan = builder.take();
+  result.plan = std::move(plan);
   result.raw = to_raw_dispatch(result.plan, std::max<std::int64_t>(slots, 1));
   result.seq_lens = *lens;
   return result;
@@ -383,7 +374,7 @@ QkvDispatch create_qkv_dispatch_with_custom_mapping(
   const detail::Int64Table ranks(in_custom_mapping, "cp_dst", cp_dst);
   const detail::Int64Table shard_lens(in_custom_mapping, "seq_shard_lens", seq_shard_lens);
   const auto [num_seqs, slots] = check_arguments(world_size, *lens, *degrees, *ranks, *shard_lens);
-  PlanBuilder builder(world_size, KvLayout::per_query);
+  QkvPlan plan = empty_plan(world_size);
   for (std::int64_t w = 0; w < world_size; ++w) {
     bool ended = false;
     for (std::int64_t i = 0; i < num_seqs; ++i) {
@@ -396,13 +387,13 @@ QkvDispatch create_qkv_dispatch_with_custom_mapping(
               " = ", len, ", expected 0 after the sequence of length 0 before it");
       ended = len == 0;
       check_sequence(concat(" of rank ", w, ", sequence ", i), len, cp, dst, shards, world_size);
-      for (std::int64_t c = 0; c < cp; ++c) builder.add_shard(shards[c], dst[c]);
-      if (cp > 0) builder.end_document();
+      for (std::int64_t c = 0; c < cp; ++c) add_shard(plan, shards[c], dst[c]);
+      if (cp > 0) plan.doc_shard_offsets.push_back(plan.num_shards());
     }
-    builder.end_rank();
+    plan.rank_shard_offsets.push_back(plan.num_shards());
   }
   QkvDispatch result;
-  result.plan = builder.take();
+  result.plan = std::move(plan);
   result.seq_lens = *lens;
   result.raw = to_raw_dispatch(result.plan, slots);
   result.metadata = metadata_of(result.raw, return_intermediate);

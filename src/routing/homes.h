@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "waybill/core/table_allocator.h"
+#include "waybill/routing/metadata.h"
 #include "waybill/routing/qkv_plan.h"
-#include "waybill/routing/sparse_metadata.h"
 
 namespace waybill::detail {
 
@@ -29,6 +29,14 @@ struct Homes {
               static_cast<std::int32_t>(w));
   }
   return homes;
+}
+
+/// The size of the largest part. @param offsets [parts + 1], ascending
+[[nodiscard]] inline std::int64_t largest_part(std::span<const std::int64_t> offsets) {
+  std::int64_t largest = 0;
+  for (std::size_t i = 1; i < offsets.size(); ++i)
+    largest = std::max(largest, offsets[i] - offsets[i - 1]);
+  return largest;
 }
 
 inline void find_homes(const QkvPlan& plan, Homes& homes) {

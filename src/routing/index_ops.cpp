@@ -1,42 +1,35 @@
 #include "waybill/routing/index_ops.h"
 
 #include <algorithm>
+#include <array>
 
 #include "waybill/core/error.h"
 
 namespace waybill {
 namespace {
 
-/// An array seen as [outer, extent, inner] around one axis.
-struct AxisSplit {
-  std::int64_t outer = 1;
-  std::int64_t extent = 1;
-  std::int64_t inner = 1;
-};
-
-AxisSplit split_at(const IndexArray& array, std::int64_t dim, const char* who) {
+/// The extents before an axis, its own, and those after it, multiplied: [outer, extent, inner].
+std::array<std::int64_t, 3> split_at(const IndexArray& array, std::int64_t dim, const char* who) {
   require(array.ndim() >= 1, who, ": got a scalar, expected at least one dimension");
   const auto axis = static_cast<std::size_t>(normalize_dim(dim, array.ndim(), who));
-  AxisSplit split;
-  for (std::size_t i = 0; i < array.shape().size(); ++i) {
-    const std::int64_t extent = array.shape()[i];
-    (i < axis ? split.outer : i == axis ? split.extent : split.inner) *= extent;
-  }
+  std::array<std::int64_t, 3> split{1, 1, 1};
+  for (std::size_t i = 0; i < array.shape().size(); ++i)
+    split[i < axis ? 0 : i == axis ? 1 : 2] *= array.shape()[i];
   return split;
 }
 
 }  // namespace
 
 IndexArray exclusive_cumsum(const IndexArray& array, std::int64_t dim) {
-  const AxisSplit split = split_at(array, dim, "exclusive_cumsum");
+  const auto [outer, extent, inner] = split_at(array, dim, "exclusive_cumsum");
   const Int64View source(array);
   IndexArray result(array.shape());
   const auto target = result.i64();
-  for (std::int64_t o = 0; o < split.outer; ++o) {
-    for (std::int64_t k = 0; k + 1 < split.extent; ++k) {
-      for (std::int64_t i = 0; i < split.inner; ++i) {
-        const std::int64_t at = (o * split.extent + k) * split.inner + i;
-        std::int64_t& next = target[at + split.inner];
+  for (std::int64_t o = 0; o < outer; ++o) {
+    for (std::int64_t k = 0; k + 1 < extent; ++k) {
+      for (std::int64_t i = 0; i < inner; ++i) {
+        const std::int64_t at = (o * extent + k) * inner + i;
+        std::int64_t& next = target[at + inner];
         const bool overflow = __builtin_add_overflow(target[at], source[at], &next);
         require(!overflow, "exclusive_cumsum: the sum up to element ", at,
                 " does not fit int64 (value ", source[at], ")");
@@ -47,15 +40,15 @@ IndexArray exclusive_cumsum(const IndexArray& array, std::int64_t dim) {
 }
 
 IndexArray prepend_zero(const IndexArray& array, std::int64_t dim) {
-  const AxisSplit split = split_at(array, dim, "prepend_zero");
+  const auto [outer, extent, inner] = split_at(array, dim, "prepend_zero");
   Shape shape = array.shape();
   shape[static_cast<std::size_t>(normalize_dim(dim, array.ndim(), "prepend_zero"))] += 1;
   const Int64View source(array);
   IndexArray result(shape);
-  const std::int64_t block = split.extent * split.inner;
-  for (std::int64_t o = 0; o < split.outer; ++o) {
+  const std::int64_t block = extent * inner;
+  for (std::int64_t o = 0; o < outer; ++o) {
     std::copy_n(source.span().begin() + o * block, block,
-                result.i64().begin() + o * (block + split.inner) + split.inner);
+                result.i64().begin() + o * (block + inner) + inner);
   }
   return array.dtype() == DType::int64 ? result : result.to(array.dtype());
 }

@@ -5,8 +5,8 @@
 
 #include "homes.h"
 #include "waybill/core/table_allocator.h"
+#include "waybill/routing/metadata.h"
 #include "waybill/routing/qkv_plan.h"
-#include "waybill/routing/sparse_metadata.h"
 
 namespace waybill::detail {
 

@@ -1,10 +1,9 @@
-#include "waybill/routing/varlen_routing.h"
-
 #include <algorithm>
 #include <numeric>
 #include <span>
 
 #include "homes.h"
+#include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
 namespace {

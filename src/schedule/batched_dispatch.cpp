@@ -3,8 +3,7 @@
 #include <numeric>
 #include <tuple>
 
-#include "batches.h"
-#include "network.h"
+#include "compile.h"
 
 namespace waybill::detail {
 namespace {
@@ -121,8 +120,7 @@ bool is_waited_for(const PartRoutes& routes, std::size_t h) {
 
 class DispatchCompiler {
  public:
-  /// @param rows of the windows, without those that only pass through
-  DispatchCompiler(const char* who, std::span<const SequencePart> parts, PartRows rows,
+  DispatchCompiler(const char* who, std::span<const SequencePart> parts, const PartRows& needed,
                    const ChosenWay& way, const CompileOptions& options, SequencePlan& plan)
       : who_(who),
         parts_(parts),
@@ -131,8 +129,8 @@ class DispatchCompiler {
                          separates_local_rows(parts, plan.rank, options.num_sms)),
         plan_(plan),
         first_tensor_(first_tensors(parts)),
-        routes_(follow(who, parts, way, rows)),
-        windows_(who, parts, rows, {}, batched_window_bits),
+        routes_(follow_way(who, parts, needed, way)),
+        windows_(who, parts, with_passed_rows(needed, routes_), {}, batched_window_bits),
         batches_(parts, routes_, options.plan.batch_bytes, is_waited_for) {}
 
   void compile() {
@@ -149,14 +147,12 @@ class DispatchCompiler {
   }
 
  private:
-  static std::vector<PartRoutes> follow(const char* who, std::span<const SequencePart> parts,
-                                        const ChosenWay& way, PartRows& rows) {
-    std::vector<PartRoutes> routes;
-    for (std::size_t p = 0; p < parts.size(); ++p) {
-      routes.push_back(follow_hops(who, *parts[p].metadata, way.hops[p], rows[p]));
+  /// Rows that only pass through a window follow those that it needs.
+  static PartRows with_passed_rows(PartRows rows, std::span<const PartRoutes> routes) {
+    for (std::size_t p = 0; p < rows.size(); ++p) {
       for (std::size_t r = 0; r < rows[p].size(); ++r) rows[p][r] += routes[p].passed_rows[r];
     }
-    return routes;
+    return rows;
   }
 
   void split() {

@@ -1,8 +1,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "batches.h"
-#include "network.h"
+#include "compile.h"
 
 namespace waybill::detail {
 namespace {
@@ -81,7 +80,7 @@ struct GradientReturns {
           jobs.push_back({.rank = hop.dst_rank});
           batches.push_back(
               {.to = hop.src_rank,
-               .network = topology.node(Rank{hop.src_rank}) != topology.node(Rank{hop.dst_rank})});
+               .network = !topology.share_node(Rank{hop.src_rank}, Rank{hop.dst_rank})});
         }
         batch[p][h] = batch_idx;
         jobs[batch_idx].num_bytes += hop.num_rows * row_bytes;
@@ -158,7 +157,7 @@ class GradientCompiler {
         options_(options),
         plan_(plan),
         first_tensor_(first_tensors(parts)),
-        routes_(follow(who, parts, needed, way)),
+        routes_(follow_way(who, parts, needed, way)),
         returns_(parts, routes_, needed, options.topology(plan.world_size),
                  options.plan.batch_bytes),
         windows_(who, parts, returns_.rows, returns_.sums, batched_window_bits),
@@ -181,14 +180,6 @@ class GradientCompiler {
   }
 
  private:
-  static std::vector<PartRoutes> follow(const char* who, std::span<const SequencePart> parts,
-                                        const PartRows& needed, const ChosenWay& way) {
-    std::vector<PartRoutes> routes;
-    for (std::size_t p = 0; p < parts.size(); ++p)
-      routes.push_back(follow_hops(who, *parts[p].metadata, way.hops[p], needed[p]));
-    return routes;
-  }
-
   /// Hops from this rank: on each hop to it, and from home on each of its entries.
   void collect_children() {
     const std::int32_t me = to_int(plan_.rank);

@@ -1,7 +1,6 @@
-#include "batches.h"
-
 #include <queue>
 
+#include "compile.h"
 #include "core/batch_bytes.h"
 
 namespace waybill::detail {

@@ -1,11 +1,11 @@
-#include "network.h"
-
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <tuple>
 #include <utility>
 
+#include "compile.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
@@ -23,6 +23,11 @@ std::int64_t offset_of(std::uint64_t address) {
   return static_cast<std::int64_t>(address & address_offset_mask);
 }
 
+template <class Value>
+void append(std::vector<Value>& to, std::span<const Value> values) {
+  to.insert(to.end(), values.begin(), values.end());
+}
+
 /// Takes the rows for other nodes out of the batches of a plan.
 class NetworkSplitter {
  public:
@@ -30,7 +35,6 @@ class NetworkSplitter {
                   std::int64_t batch_bytes)
       : plan_(plan),
         topology_(topology),
-        node_(topology.node(plan.rank)),
         stage_(stage_begin),
         batch_bytes_(batch_bytes),
         segments_(std::exchange(plan.segments, {})),
@@ -54,25 +58,26 @@ class NetworkSplitter {
         write_leaves(batch, max_bytes);
         continue;
       }
-      chosen_.clear();
-      for (std::int32_t s = 0; s < batch.num_segments; ++s)
-        chosen_.push_back(batch.first_segment + s);
+      chosen_.resize(batch.num_segments);
+      std::iota(chosen_.begin(), chosen_.end(), batch.first_segment);
       write(batch);
     }
     for (RowSegment& segment : plan_.local_segments) {
       const auto addresses = addresses_of(segment);
       segment.first_destination = static_cast<std::int32_t>(plan_.segment_addresses.size());
-      plan_.segment_addresses.insert(plan_.segment_addresses.end(), addresses.begin(),
-                                     addresses.end());
+      append(plan_.segment_addresses, addresses);
     }
   }
 
  private:
   [[nodiscard]] bool is_far(std::int32_t rank) const {
-    return rank < plan_.world_size && topology_.node(Rank{rank}) != node_;
+    return rank < plan_.world_size && !topology_.share_node(Rank{rank}, plan_.rank);
   }
   [[nodiscard]] std::span<const std::uint64_t> addresses_of(const RowSegment& segment) const {
     return std::span(addresses_).subspan(segment.first_destination, segment.num_destinations);
+  }
+  [[nodiscard]] std::span<const BatchSlot> waits_of(const WorkBatch& batch) const {
+    return std::span(waits_).subspan(batch.first_wait, batch.num_waits);
   }
   [[nodiscard]] std::int64_t bytes_of(const RowSegment& segment) const {
     return segment.rows * plan_.cuts[segment.tensor].row_bytes;
@@ -234,8 +239,7 @@ class NetworkSplitter {
     }
     step_.num_puts = static_cast<std::int32_t>(network.puts.size()) - step_.first_put;
     if (from.kind != BatchKind::send) {
-      for (std::int32_t w = from.first_wait; w < from.first_wait + from.num_waits; ++w)
-        network.waits.push_back(waits_[w]);
+      append(network.waits, waits_of(from));
     } else if (plan_.num_chunks > plan_.batches.back().first_chunk) {
       const BatchSlot ready{plan_.world_size, network.num_ready++};
       plan_.signals.push_back(ready);
@@ -246,16 +250,12 @@ class NetworkSplitter {
   }
 
   void finish_batch(const WorkBatch& from) {
-    if (!is_batch_empty(plan_)) {
-      for (std::int32_t w = from.first_wait; w < from.first_wait + from.num_waits; ++w)
-        plan_.waits.push_back(waits_[w]);
-    }
+    if (!is_batch_empty(plan_)) append(plan_.waits, waits_of(from));
     end_batch(plan_);
   }
 
   SequencePlan& plan_;
   const Topology& topology_;
-  const Node node_;
   std::int64_t stage_;  ///< the next free byte
   const std::int64_t batch_bytes_;
   // The plan as it was.
@@ -418,11 +418,6 @@ Phases traffic(const SequencePlan& plan, std::span<const std::int64_t> numbers, 
   return result;
 }
 
-template <class Value>
-void append(std::vector<Value>& to, std::span<const Value> values) {
-  to.insert(to.end(), values.begin(), values.end());
-}
-
 void drop_repeated(std::vector<BatchSlot>& waits) {
   const auto key = [](const BatchSlot& slot) { return std::tuple(slot.rank, slot.slot); };
   std::ranges::sort(waits, {}, key);
@@ -449,7 +444,7 @@ std::vector<NetworkPhase> network_phases(std::span<const SequencePlan* const> pl
   }
   const bool sends = plans[me]->operation == SequenceOperation::dispatch;
   for (std::int32_t peer = 0; peer < topology.world_size; ++peer) {
-    if (topology.node(Rank{peer}) == topology.node(rank)) continue;
+    if (topology.share_node(Rank{peer}, rank)) continue;
     for (const auto& [number, phase] : traffic(*plans[me], numbers[me], peer))
       append(phases[number].sent, std::span(phase.sent));
     const Phases coming = traffic(*plans[peer], numbers[peer], to_int(rank));
@@ -473,7 +468,7 @@ std::vector<std::int64_t> staged_bytes(std::span<const SequencePart> parts,
                                        const Topology& topology) {
   std::vector<std::int64_t> bytes(topology.world_size);
   const auto crosses = [&](std::int32_t from, std::int32_t to) {
-    return topology.node(Rank{from}) != topology.node(Rank{to});
+    return !topology.share_node(Rank{from}, Rank{to});
   };
   for (std::size_t p = 0; p < parts.size(); ++p) {
     const std::int64_t row_bytes = row_bytes_of(parts[p]);

@@ -1,12 +1,10 @@
-#include "routes.h"
-
 #include <algorithm>
 #include <numeric>
 #include <utility>
 
+#include "compile.h"
 #include "planner/node_routes.h"
 #include "routing/homes.h"
-#include "segments.h"
 #include "waybill/core/error.h"
 
 namespace waybill::detail {
@@ -165,24 +163,16 @@ Hops hops_by_schedules(const char* who, std::span<const SequencePart> parts, con
 ReturnKind return_kind(const Topology& topology, const PartRoutes& routes, std::size_t h) {
   const RelayHop& hop = routes.hops[h];
   if (routes.feeds[h] != 0) return ReturnKind::sum;
-  if (topology.node(Rank{hop.src_rank}) == topology.node(Rank{hop.dst_rank}))
-    return ReturnKind::read;
+  if (topology.share_node(Rank{hop.src_rank}, Rank{hop.dst_rank})) return ReturnKind::read;
   return routes.num_destinations[h] == 1 ? ReturnKind::rows : ReturnKind::sum;
 }
 
 PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vector<RelayHop> hops,
                        std::span<const std::int64_t> rows_needed) {
   std::vector<std::int32_t> homes = homes_of(metadata.rank_offsets);
-  const RelayedShards shards{metadata.world_size, metadata.seq_len, homes};
+  check_hops(who, hops, metadata.world_size, metadata.seq_len, homes);
   double total_rows = 0;
-  for (std::size_t h = 0; h < hops.size(); ++h) {
-    const RelayHop& hop = hops[h];
-    const char* const expected = wrong_with_hop(hops, h, shards);
-    require(expected == nullptr, who, ": relay hop ", h, ": ", hop.num_rows, " rows from ",
-            hop.row_begin, " of shard ", hop.shard, ", from rank ", hop.src_rank, " to ",
-            hop.dst_rank, ", expected ", expected);
-    total_rows += static_cast<double>(hop.num_rows);
-  }
+  for (const RelayHop& hop : hops) total_rows += static_cast<double>(hop.num_rows);
   require(total_rows < max_call_bytes, who, ": the relay hops move ", total_rows,
           " rows, expected below 2^60");
   PartRoutes routes = link_hops(metadata, std::move(homes), std::move(hops));
@@ -213,6 +203,14 @@ PartRoutes follow_hops(const char* who, const SparseMetadata& metadata, std::vec
   const std::int64_t needed = routes.receivers[entry] * metadata.seq_len[entry];
   throw InvalidArgument(concat(who, ": the relay hops of entry ", entry, " bring ", needed - *wrong,
                                " rows to ranks that need them, expected ", needed));
+}
+
+std::vector<PartRoutes> follow_way(const char* who, std::span<const SequencePart> parts,
+                                   const PartRows& needed, const ChosenWay& way) {
+  std::vector<PartRoutes> routes;
+  for (std::size_t p = 0; p < parts.size(); ++p)
+    routes.push_back(follow_hops(who, *parts[p].metadata, way.hops[p], needed[p]));
+  return routes;
 }
 
 ChosenWay choose_way(const char* who, SequenceOperation operation,

@@ -1,10 +1,9 @@
-#include "segments.h"
-
 #include <algorithm>
 #include <limits>
 #include <numeric>
 #include <utility>
 
+#include "compile.h"
 #include "waybill/core/error.h"
 
 namespace waybill {

@@ -3,13 +3,12 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <numeric>
 
-#include "batches.h"
+#include "compile.h"
 #include "core/hash.h"
 #include "core/number.h"
 #include "core/parallel_for.h"
-#include "network.h"
-#include "segments.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
@@ -113,10 +112,7 @@ void check_traffic(const char* who, std::span<const SequencePart> parts) {
       const std::int64_t copies = metadata.destination_end(j) - metadata.destination_begin(j);
       rows += static_cast<double>(metadata.seq_len[j]) * static_cast<double>(1 + copies);
     }
-    double row_bytes = 1;
-    for (const TensorFormat& format : part.tensors)
-      row_bytes += static_cast<double>(format.row_bytes());
-    bytes += rows * row_bytes;
+    bytes += rows * (1 + static_cast<double>(row_bytes_of(part)));
   }
   require(bytes < max_call_bytes, who, ": the copies of all rows have ", bytes,
           " bytes, expected below 2^60");
@@ -160,11 +156,10 @@ std::vector<std::int64_t> rows_needed(const SequencePart& part) {
 }
 
 std::int64_t rows_of(const SparseMetadata& metadata, Rank rank) {
-  std::int64_t rows = 0;
+  const auto first = metadata.seq_len.begin();
   const std::size_t r = to_int(rank);
-  for (auto j = metadata.rank_offsets[r]; j < metadata.rank_offsets[r + 1]; ++j)
-    rows += metadata.seq_len[j];
-  return rows;
+  return std::accumulate(first + metadata.rank_offsets[r], first + metadata.rank_offsets[r + 1],
+                         std::int64_t{0});
 }
 
 constexpr std::uint64_t odd_factor = 0x9E37'79B9'7F4A'7C15;
@@ -193,15 +188,9 @@ std::uint64_t hash_words(std::int64_t count, WordAt&& word_at) {
 }
 
 std::uint64_t hash_entries(const SparseMetadata& metadata) {
-  if (metadata.copy_offsets.empty()) {
-    return hash_words(metadata.num_entries(), [&](std::int64_t j) {
-      return static_cast<std::uint64_t>(metadata.seq_len[j]) ^
-             static_cast<std::uint64_t>(j + 1) * odd_factor;
-    });
-  }
   return hash_words(metadata.num_entries(), [&](std::int64_t j) {
     return static_cast<std::uint64_t>(metadata.seq_len[j]) ^
-           static_cast<std::uint64_t>(metadata.copy_offsets[j + 1]) * odd_factor;
+           static_cast<std::uint64_t>(metadata.destination_end(j)) * odd_factor;
   });
 }
 

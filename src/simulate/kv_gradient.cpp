@@ -1,15 +1,14 @@
-#include "waybill/simulate/kv_gradient.h"
-
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <type_traits>
 #include <vector>
 
-#include "copy_job.h"
 #include "core/number.h"
 #include "core/parallel_for.h"
+#include "views.h"
 #include "waybill/core/error.h"
+#include "waybill/simulate/orchestrate.h"
 
 namespace waybill {
 namespace {
@@ -17,26 +16,6 @@ namespace {
 constexpr const char* in_sum_kv_copies = "sum_kv_copies";
 constexpr std::int64_t block_elements = 512;  // elements of a row that are summed at a time
 constexpr std::int64_t work_item_elements = 65536;
-
-/// One dtype: how it is stored and what it is summed in.
-template <class T>
-struct Exact {
-  using Stored = T;
-  using Sum = T;
-  static Sum load(Stored value) { return value; }
-  static Stored round(Sum value) { return value; }
-};
-template <float (*ToFloat)(std::uint16_t), std::uint16_t (*FromFloat)(float)>
-struct Rounded {
-  using Stored = std::uint16_t;
-  using Sum = float;
-  static Sum load(Stored value) { return ToFloat(value); }
-  static Stored round(Sum value) { return FromFloat(value); }
-};
-using Float32 = Exact<float>;
-using Float64 = Exact<double>;
-using BFloat16 = Rounded<bfloat16_to_float, float_to_bfloat16>;
-using Float16 = Rounded<float16_to_float, float_to_float16>;
 
 /// The copies of which a shard's rows are the sum.
 struct Shard {
@@ -159,22 +138,20 @@ void sum_kv_copies(const ConstTensorView& planes, const TensorView& output,
           " * ", num_rows, ", ", output.shape[1], "]");
   detail::check_memory(in_sum_kv_copies, {&planes, 1}, {&output, 1});
 
-  using Kernel =
-      void (*)(const ConstTensorView&, const TensorView&, const std::vector<Shard>&, int);
-  Kernel kernel = nullptr;
-  const bool same = output.dtype == planes.dtype;
-  const bool to_float32 = output.dtype == DType::float32;
-  if (planes.dtype == DType::float32 && same) kernel = sum_rows<Float32, Float32>;
-  if (planes.dtype == DType::float64 && same) kernel = sum_rows<Float64, Float64>;
-  if (planes.dtype == DType::bfloat16 && same) kernel = sum_rows<BFloat16, BFloat16>;
-  if (planes.dtype == DType::bfloat16 && to_float32) kernel = sum_rows<BFloat16, Float32>;
-  if (planes.dtype == DType::float16 && same) kernel = sum_rows<Float16, Float16>;
-  if (planes.dtype == DType::float16 && to_float32) kernel = sum_rows<Float16, Float32>;
-  require(kernel != nullptr, in_sum_kv_copies, ": planes of ", planes.dtype, " and output of ",
-          output.dtype,
+  bool is_known = false;
+  detail::for_number(planes.dtype, [&](auto number) {
+    using In = decltype(number);
+    const auto sum_to = [&](auto out) {
+      if (output.dtype != out.dtype) return;
+      is_known = true;
+      sum_rows<In, decltype(out)>(planes, output, shards, num_threads);
+    };
+    sum_to(In{});
+    if constexpr (sizeof(typename In::Stored) == 2) sum_to(detail::Float32{});
+  });
+  require(is_known, in_sum_kv_copies, ": planes of ", planes.dtype, " and output of ", output.dtype,
           ", expected float32, float64, bfloat16 or float16, and the same for output or float32 "
           "for planes of bfloat16 or float16");
-  kernel(planes, output, shards, num_threads);
 }
 
 void sum_kv_copies(const ConstTensorView& planes, const TensorView& output, const Metadata& rev_kv,

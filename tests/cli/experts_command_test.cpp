@@ -8,14 +8,6 @@ namespace {
 
 using ExpertsCommandTest = ProgramTest;
 
-/// Sentences in one line again.
-std::string unwrapped(std::string text) {
-  const std::string cut = "\n    ";
-  for (std::size_t i = text.find(cut); i != std::string::npos; i = text.find(cut, i))
-    text.replace(i, cut.size(), " ");
-  return text;
-}
-
 TEST_F(ExpertsCommandTest, DrawsChoicesAndSaysTheLimit) {
   const ProgramResult even = run("experts --tokens 512");
   ASSERT_EQ(even.exit_code, 0) << even.err;

@@ -37,6 +37,14 @@ inline bool holds(const std::string& text, std::initializer_list<std::string> pa
   return true;
 }
 
+/// Sentences in one line again.
+inline std::string unwrapped(std::string text) {
+  const std::string cut = "\n    ";
+  for (std::size_t i = text.find(cut); i != std::string::npos; i = text.find(cut, i))
+    text.replace(i, cut.size(), " ");
+  return text;
+}
+
 /// A folder of its own for each test, in which the built program runs.
 class ProgramTest : public ::testing::Test {
  protected:

@@ -1,8 +1,7 @@
-#include "waybill/cost_model/call_overhead.h"
-
 #include <gtest/gtest.h>
 
 #include "waybill/core/error.h"
+#include "waybill/cost_model/predict_step.h"
 
 namespace waybill {
 namespace {

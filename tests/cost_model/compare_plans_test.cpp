@@ -1,11 +1,10 @@
-#include "waybill/cost_model/compare_plans.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <numeric>
 
 #include "waybill/core/error.h"
+#include "waybill/cost_model/predict_step.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/planner/planner.h"
 #include "waybill/planner/static_plans.h"

@@ -250,7 +250,7 @@ TEST(dispatch_json, compact_is_smaller_and_one_line) {
 
 TEST(dispatch_json, errors_name_the_part) {
   expect_parts(dispatch_error("\"q_dst\": [0,", "\"q_dst\": [-1,"),
-               {"d.json: /plan: ", "q_dst[0]"});
+               {"d.json: /plan: ", "q_dst: rank 0, shard 0"});
   expect_parts(dispatch_error("\"q_dst\": [0,", "\"q_dst\": [\"0\","), {"d.json: /plan/q_dst/0"});
   expect_parts(dispatch_error("\"rev_q\"", "\"rev_x\""), {"d.json: /: ", "rev_x"});
   expect_parts(

@@ -103,10 +103,11 @@ TEST(plan_json, not_a_number_is_an_error_with_line_and_column) {
 }
 
 TEST(plan_json, what_check_refuses_is_an_error_of_the_file) {
-  expect_parts(plan_error("5, 8]", "-5, 8]"), {"plan.json: /: ", "shard_len[3] = -5"});
-  expect_parts(plan_error("2, 0, 1]", "3, 0, 1]"), {"q_dst[2] = 3", "0..2"});
-  expect_parts(plan_error("5, 8]", "9223372036854775807, 8]"), {"shard_len[3]"});
-  expect_parts(plan_error("[0, 1, 2, 3, 4]", "[0, 1, 2, 3, 3]"), {"doc_shards[4] = 3"});
+  expect_parts(plan_error("5, 8]", "-5, 8]"), {"plan.json: /: ", "shard_len", "shard 3: got -5"});
+  expect_parts(plan_error("2, 0, 1]", "3, 0, 1]"), {"q_dst", "shard 2: got 3", "0..2"});
+  expect_parts(plan_error("5, 8]", "9223372036854775807, 8]"), {"shard_len", "shard 3"});
+  expect_parts(plan_error("[0, 1, 2, 3, 4]", "[0, 1, 2, 3, 3]"),
+               {"doc_shards: shard 3", "again at 4"});
   expect_parts(plan_error("[4, 6, 3, 5, 8]", "[4, 6, 3, 5]"), {"plan."});
   expect_parts(plan_error("\"world_size\": 3", "\"world_size\": 0"), {"/world_size = 0"});
   expect_parts(plan_error("\"world_size\": 3", "\"world_size\": -3"), {"/world_size = -3"});

@@ -313,7 +313,7 @@ TEST(PlanAttention, AnythingPrints) {
   plan.options.hardware.ranks_per_node = 2;
   plan.plan.q_dst[0] = 99;
   EXPECT_NE(text(plan).find("once per node unknown ("), std::string::npos) << text(plan);
-  EXPECT_NE(text(plan).find("q_dst[0] = 99"), std::string::npos) << text(plan);
+  EXPECT_NE(text(plan).find("q_dst: rank 0, shard 0: got 99"), std::string::npos) << text(plan);
   for (const std::int32_t ranks : {0, -1}) {
     plan.options.hardware.ranks_per_node = ranks;
     EXPECT_NE(text(plan).find("ranks_per_node = "), std::string::npos) << text(plan);

@@ -1,11 +1,10 @@
-#include "waybill/planner/relay.h"
-
 #include <gtest/gtest.h>
 
 #include <map>
 #include <set>
 
 #include "planner_cases.h"
+#include "waybill/planner/planner.h"
 
 namespace waybill {
 namespace {

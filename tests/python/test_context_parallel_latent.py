@@ -134,7 +134,10 @@ def test_bad_input():
         assert attend.latent(plan, q, rows, both, up).shape == q.shape
         for given, words in (
             ((q, rows[:, :3], both, up), r"rows has shape \[5, 3\], expected \[5, 4\]"),
-            ((q, rows, lambda r, w: (r[:, None], r[:, None]), up), "project returned a k of shape"),
+            (
+                (q, rows, lambda r, w: (r[:, None], r[:, None]), up),
+                "project on rank [01]: its k has shape",
+            ),
             ((q, rows, both, 3), r"weights\[0\] is a int"),
         ):
             with pytest.raises(waybill.InvalidArgument, match=words):
@@ -211,9 +214,9 @@ def test_weights_that_have_no_gradient():
     [
         (lambda k, v: k, "project returned a Tensor on rank [01], expected k and v"),
         (lambda k, v: (k, v, v), "project returned 3 results"),
-        (lambda k, v: (k, None), "project returned a v that is None"),
-        (lambda k, v: (k[:5], v), r"project returned a k of shape \[5, 2, 8\]"),
-        (lambda k, v: (k, v.float()), "project returned a v of torch.float32"),
+        (lambda k, v: (k, None), "project on rank [01]: its v is None"),
+        (lambda k, v: (k[:5], v), r"project on rank [01]: its k has shape \[5, 2, 8\]"),
+        (lambda k, v: (k, v.float()), "project on rank [01]: its v has dtype torch.float32"),
     ],
 )
 def test_projections_of_another_form(change, message):

@@ -1,6 +1,9 @@
 """Copies of hot experts: equal to the rule, valid, even, and few."""
 
 import collections
+import json
+import re
+import subprocess
 
 import numpy as np
 import pytest
@@ -311,3 +314,31 @@ REFUSED = [
 def test_refused(given, options, text):
     with pytest.raises(waybill.InvalidArgument, match=text):
         even_experts(*given, **{"spare_experts": 1, **options})
+
+
+@pytest.mark.parametrize("form", ["json", "npy", "npz"])
+def test_the_program_reads_counts_of_numpy(form, tmp_path):
+    """``waybill experts --counts FILE --spare N`` plans as the function does."""
+    from waybill.__main__ import program
+
+    rng = np.random.default_rng(5)
+    rows = np.floor(rng.lognormal(3, 1, (8, 32))).astype(np.int32)
+    rows[:, 5] += 400
+    file = tmp_path / f"rows.{form}"
+    if form == "json":
+        file.write_text(json.dumps(rows.tolist()))
+    elif form == "npy":
+        np.save(file, np.asfortranarray(rows))
+    else:
+        np.savez(file, other=rows[0], rows=rows)
+    command = [program(), "experts", "--counts", str(file), "--spare", "2", "--hidden", "512"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    plan = even_experts(rows, spare_experts=2)
+    before = rows.sum(axis=0).reshape(8, 4).sum(axis=1)
+    text = " ".join(done.stdout.split())
+    assert f"computes {plan.max_rows:,} rows instead of {before.max():,}" in text
+    picture = done.stdout.partition("rows before")[2].splitlines()[1:9]
+    counts = [[int(word.replace(",", "")) for word in re.findall(r"[\d,]+", line)]
+              for line in picture]  # fmt: skip
+    expected = zip(range(8), before, plan.rank_rows, plan.weights_out, plan.weights_in)
+    assert counts == [list(line) for line in expected]

@@ -10,6 +10,7 @@
 #include "support/expect_error.h"
 #include "support/packed_plan.h"
 #include "waybill/core/random.h"
+#include "waybill/report/expert_copies.h"
 
 namespace waybill::test {
 namespace {
@@ -134,6 +135,30 @@ TEST(Format, Numbers) {
   EXPECT_EQ(format_seconds(0.00123), "1.23 ms");
   EXPECT_EQ(format_plural(1, "rank"), "1 rank");
   EXPECT_EQ(format_plural(2, "rank"), "2 ranks");
+}
+
+TEST(HtmlReport, ThePageOfCopiesStandsAlone) {
+  EPConfig config;
+  config.max_tokens = 100;
+  config.hidden = 128;
+  config.topk = 1;
+  for (const std::int32_t num_ranks : {1, 4, 300}) {
+    config.world_size = config.local_world_size = num_ranks;
+    config.num_experts = 2 * num_ranks;
+    std::vector<std::int64_t> rows(std::int64_t{num_ranks} * config.num_experts, 4);
+    for (std::int32_t r = 0; r < num_ranks; ++r) rows[std::int64_t{r} * config.num_experts] = 40;
+    ExpertCallPrediction dispatch;
+    dispatch.links.resize(num_ranks);
+    ReportContext context;
+    context.title = "Copies <of> \"hot\" experts";
+    const std::string page = expert_copies_report(
+        price_expert_copies(config, rows, {.spare_experts = 1}, dispatch), {}, context);
+    EXPECT_EQ(tag_trouble(page), "");
+    EXPECT_EQ(page.find("<of>"), std::string::npos);
+    EXPECT_NE(page.find("<b>Before</b>"), std::string::npos);
+    EXPECT_NE(page.find("<b>With copies</b>"), std::string::npos);
+    EXPECT_EQ(page.find("of its block") != std::string::npos, num_ranks == 300);
+  }
 }
 
 }  // namespace

@@ -68,7 +68,8 @@ TEST(QkvRoutingReuse, AnErrorLeavesTheResultAsItWas) {
   const QkvRouting& routing = router.compute(plan);
   const QkvRouting before = routing;
   plan.q_dst[0] = -1;
-  EXPECT_TRUE(rejects([&] { router.compute(plan); }, {"compute_qkv_routing", "q_dst[0]"}));
+  EXPECT_TRUE(
+      rejects([&] { router.compute(plan); }, {"compute_qkv_routing", "q_dst: rank 0, shard 0"}));
   EXPECT_EQ(routing, before);
   EXPECT_EQ(router.take(), before);
 }

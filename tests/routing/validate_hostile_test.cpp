@@ -214,5 +214,25 @@ TEST(ValidateHostile, ReturnsForNothingAtAll) {
   EXPECT_FALSE(validate(hollow, hollow).empty());
 }
 
+// The routing's layout is the one finding that may be said; the plan is not safe to index all the
+// same.
+TEST(ValidateHostile, ABadPlanIsNotIndexedWhenNoMoreFindingsMayBeSaid) {
+  QkvPlan plan;
+  plan.world_size = 1;
+  plan.kv_layout = KvLayout::per_rank;
+  plan.rank_shard_offsets = {0, 1};
+  plan.shard_len = {4};
+  plan.q_dst = {0};
+  plan.doc_shard_offsets = {0, 1};
+  plan.doc_shards = {0};
+  QkvRouting routing = compute_qkv_routing(plan);
+  routing.kv_layout = KvLayout::per_query;
+  plan.doc_shards = {1 << 28};
+  plan.q_dst = {1 << 28};
+  const auto findings = validate(plan, routing, {.max_findings = 1});
+  ASSERT_EQ(findings.size(), 1U);
+  EXPECT_EQ(findings[0].field, "kv_layout");
+}
+
 }  // namespace
 }  // namespace waybill::test

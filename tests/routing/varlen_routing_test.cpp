@@ -1,10 +1,9 @@
-#include "waybill/routing/varlen_routing.h"
-
 #include <gtest/gtest.h>
 
 #include <set>
 
 #include "support/random_plan.h"
+#include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
 namespace {

@@ -6,7 +6,6 @@
 
 #include "simulate_support.h"
 #include "support/expect_error.h"
-#include "waybill/simulate/kv_gradient.h"
 #include "waybill/simulate/orchestrate.h"
 
 namespace waybill {

@@ -1,5 +1,3 @@
-#include "waybill/simulate/kv_gradient.h"
-
 #include <gtest/gtest.h>
 
 #include <bit>
@@ -9,6 +7,7 @@
 #include "core/number.h"
 #include "simulate_support.h"
 #include "support/expect_error.h"
+#include "waybill/simulate/orchestrate.h"
 
 namespace waybill {
 namespace {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "support/sequence_case.h"
-#include "waybill/planner/relay.h"
+#include "waybill/planner/planner.h"
 
 namespace waybill::test {
 

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "support/kv_model.h"
+#include "waybill/routing/metadata.h"
 #include "waybill/routing/qkv_plan.h"
-#include "waybill/routing/sparse_metadata.h"
 
 namespace waybill::test {
 

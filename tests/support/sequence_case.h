@@ -14,7 +14,6 @@
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/random.h"
 #include "waybill/routing/qkv_routing.h"
-#include "waybill/simulate/kv_gradient.h"
 #include "waybill/simulate/orchestrate.h"
 
 namespace waybill::test {

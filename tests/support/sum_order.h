@@ -8,7 +8,7 @@
 #include "core/to_size.h"
 #include "support/sequence_case.h"
 #include "waybill/core/topology.h"
-#include "waybill/planner/relay.h"
+#include "waybill/planner/planner.h"
 
 namespace waybill::test {
 

@@ -8,7 +8,7 @@
 #include "waybill/core/link_speeds.h"
 #include "waybill/cost_model/predict_step.h"
 #include "waybill/moe/ep_config.h"
-#include "waybill/planner/relay.h"
+#include "waybill/planner/planner.h"
 
 namespace waybill {
 

@@ -2,16 +2,20 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
-#include "waybill/planner/attention_plan.h"
-#include "waybill/planner/planner_options.h"
-#include "waybill/planner/relay.h"
+#include "waybill/core/topology.h"
+#include "waybill/planner/planner.h"
 #include "waybill/routing/qkv_plan.h"
 
 namespace waybill {
 
+namespace detail {
+struct TimedPlan;
+}
 /// The costs of a step besides bytes over NVLink and network (see HardwareFacts for "measured" and
 /// "nominal").
 struct StepCosts {
@@ -177,8 +181,7 @@ class StepPredictor {
   [[nodiscard]] bool has_relay() const;
 
  private:
-  struct Memory;
-  std::unique_ptr<Memory> memory_;
+  std::unique_ptr<const detail::TimedPlan> timed_;
 };
 
 /// A possible change to a step.
@@ -204,5 +207,63 @@ struct Remedy {
 /// where they are not used and possible, the network where there are several nodes.
 [[nodiscard]] std::vector<Remedy> step_remedies(const StepPredictor& predictor,
                                                 const StepPrediction& step);
+
+/// The cost of a call for a rank besides its rows, as it grows with the ranks: the signals that it
+/// has come, its fingerprint of the call, and for experts the counts by which all place rows.
+struct CallOverhead {
+  std::int64_t node_messages = 0;     ///< to the other ranks of its node
+  std::int64_t network_messages = 0;  ///< to the ranks of other nodes
+  std::int64_t bytes_out = 0;         ///< to all of them
+  std::int64_t memory_bytes = 0;      ///< that it keeps for what the others tell
+  double seconds = 0;                 ///< the longer of node and network
+
+  friend bool operator==(const CallOverhead&, const CallOverhead&) = default;
+};
+
+/// The cost of a dispatch or a gradient of sequences, of a combine, or of a dispatch of experts by
+/// a known routing. Messages of a node take HardwareFacts::message_seconds each; those to others
+/// StepCosts::network_post_seconds each, and the last StepCosts::network_message_seconds to arrive.
+/// @throws InvalidArgument as topology.check() and for speeds that are not above 0
+[[nodiscard]] CallOverhead call_overhead(const Topology& topology,
+                                         const HardwareFacts& hardware = {},
+                                         const StepCosts& costs = {});
+
+/// The cost of a dispatch of experts that counts: every rank sends every other one its numbers of
+/// tokens for each expert and rank, in words of 8 bytes.
+/// @throws InvalidArgument as above, and unless num_experts is a multiple of the ranks
+[[nodiscard]] CallOverhead counting_overhead(const Topology& topology, std::int32_t num_experts,
+                                             const HardwareFacts& hardware = {},
+                                             const StepCosts& costs = {});
+
+/// A prediction and what it is of.
+struct NamedStep {
+  std::string name;
+  std::int64_t num_shards = 0;
+  StepPrediction step;
+};
+
+struct CompareOptions {
+  PlannerOptions planner = {};  ///< also ranks, rows, mask and hardware of the others
+  StepCosts costs = {};
+  /// Ranks of a context-parallel group; 0: the largest divisor of the world within a node.
+  std::int32_t degree = 0;
+};
+
+/// The same documents by static zigzag ("zigzag"), by static sharding of each document ("per
+/// document") and by the planner, sent straight ("planner") and, if options.planner.relay, with its
+/// relay schedule ("planner, relay").
+///
+/// The static plans have no window: with one, their transfers still move all keys before a query,
+/// and their kernels count the window's alone. Their keys move as a dispatch moves them; rings that
+/// overlap them with attention are not modelled.
+/// @throws InvalidArgument as plan_attention, zigzag_plan and predict_step.
+[[nodiscard]] std::vector<NamedStep> compare_plans(std::span<const std::int64_t> doc_lengths,
+                                                   const CompareOptions& options);
+
+/// One plan sent in each way that it can be: straight, once per node where there are several, and
+/// by relay where it has a schedule. `options.transfer` is not looked at.
+[[nodiscard]] std::vector<NamedStep> compare_transfers(const StepPredictor& predictor,
+                                                       const StepOptions& options,
+                                                       std::int64_t num_shards);
 
 }  // namespace waybill

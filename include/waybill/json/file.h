@@ -5,6 +5,8 @@
 #include <string>
 #include <string_view>
 
+#include "waybill/core/index_array.h"
+
 namespace waybill {
 
 /// How JSON is laid out.
@@ -41,5 +43,11 @@ void require_writable(const std::filesystem::path& path);
 /// that is not a regular file (a device, a pipe) is written in place.
 /// @throws IoError naming the file and the system's reason; what was there is then still there.
 void write_file(const std::filesystem::path& path, std::string_view text);
+
+/// Rows of each source rank for each expert, int64 [ranks, experts]: JSON (a list of a list per
+/// rank, or an object that has it as "rows"), npy, or npz of numpy.savez (the array "rows", or the
+/// only one). Floats are taken where they are integral.
+/// @throws IoError naming the place, got and expected
+[[nodiscard]] IndexArray expert_counts_from(std::string_view bytes, std::string_view origin);
 
 }  // namespace waybill

@@ -5,7 +5,7 @@
 #include <string_view>
 
 #include "waybill/json/file.h"
-#include "waybill/planner/attention_plan.h"
+#include "waybill/planner/planner.h"
 #include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/metadata.h"
 #include "waybill/routing/qkv_plan.h"

@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "waybill/cost_model/compare_plans.h"
 #include "waybill/cost_model/predict_step.h"
 
 namespace waybill {

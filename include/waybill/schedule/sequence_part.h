@@ -5,8 +5,8 @@
 
 #include "waybill/core/dtype.h"
 #include "waybill/core/link_speeds.h"
-#include "waybill/planner/relay.h"
-#include "waybill/routing/sparse_metadata.h"
+#include "waybill/planner/planner.h"
+#include "waybill/routing/metadata.h"
 
 namespace waybill {
 

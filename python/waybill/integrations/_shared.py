@@ -184,5 +184,4 @@ def pieces_of(cu_seqlens: torch.Tensor, ranks: SharedRanks, make: Callable[[], P
     known = _of_tensors.get(cu_seqlens)
     if known is None or known[0] != (cu_seqlens._version, ranks):
         known = _of_tensors[cu_seqlens] = ((cu_seqlens._version, ranks), make())
-    found: Pieces = known[1]
-    return found
+    return known[1]

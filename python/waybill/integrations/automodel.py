@@ -39,7 +39,6 @@ def install(model: Any, attention: SharedAttention) -> None:
     def prepare_model_inputs_for_cp(
         batch: Dict[str, Any], num_chunks: int = 1, **_: Any
     ) -> Dict[str, Any]:
-        del batch
         if num_chunks != 1:
             raise Unsupported(f"{_WHO}: num_chunks = {num_chunks}, expected 1")
         return {"cp_sharder": sharder_of(attention)}
@@ -63,7 +62,6 @@ def sharder_of(attention: SharedAttention, device_mesh: Any = None) -> ContextPa
         loss_mask: Optional[torch.Tensor] = None,
         padding_token_id: int = 0,
     ) -> Tuple[Any, Dict[str, Any], ShardLayout]:
-        del cp_mesh, tp_mesh
         return _shard(attention, batch, loss_mask, padding_token_id)
 
     return ContextParallelSharder(device_mesh=device_mesh, shard_batch=shard_batch)

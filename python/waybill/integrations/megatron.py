@@ -214,11 +214,7 @@ class WaybillCoreAttention(MegatronModule):
         return ranks, pieces_of(ends, ranks, lambda: _zigzag(params, ends, ranks))
 
 
-@outside_graphs
-@said_by(_WHO)
-def _attend(attention: ContextParallelAttention, *given: Any) -> torch.Tensor:
-    out: torch.Tensor = attention(*given)
-    return out
+_attend = outside_graphs(said_by(_WHO)(ContextParallelAttention.__call__))
 
 
 def _check_unpadded(params: PackedSeqParams, rank: int) -> None:
@@ -290,7 +286,6 @@ class WaybillTokenDispatcher(MoETokenDispatcher):
 
     def set_shared_experts(self, shared_experts: Any) -> None:
         """Unsupported: they are not run during the dispatch."""
-        del shared_experts
         raise Unsupported(
             "WaybillTokenDispatcher: moe_shared_expert_overlap = True, expected False"
         )

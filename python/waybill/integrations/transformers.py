@@ -269,11 +269,7 @@ def attention_forward(
     return _attend(attention, waybill.plans[sliding_window], q, k, v)[None], None
 
 
-@outside_graphs
-@said_by(_WHO)
-def _attend(attention: ContextParallelAttention, *given: Any) -> torch.Tensor:
-    out: torch.Tensor = attention(*given)
-    return out
+_attend = outside_graphs(said_by(_WHO)(ContextParallelAttention.__call__))
 
 
 def _check_heads(who: str, shape: AttentionShape, *tensors: torch.Tensor) -> None:
@@ -311,7 +307,6 @@ def no_mask(*args: Any, attention_mask: Optional[torch.Tensor] = None, **options
     """AttentionMaskInterface calls it: the plan says it all. A mask that hides tokens would be
     dropped silently otherwise.
     """
-    del args, options
     if attention_mask is not None and not bool(attention_mask.all()):
         raise Unsupported(
             f"{_WHO}: attention_mask hides tokens, expected None: leave padding out of the batch"

@@ -128,10 +128,6 @@ class _Batch:
         self.sums = self.arrived.combine(self.answers, layer.local_combine, weighted=layer.weighted)
 
 
-def _batches(layer: _Layer, sizes: Sizes) -> List[_Batch]:
-    return [_Batch(layer, sizes, seed) for seed in range(INPUTS)]
-
-
 def _on(world: World, array: Any, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return (tensor if dtype is None else tensor.to(dtype)).to(world.device)
@@ -146,85 +142,62 @@ def settle(world: World) -> None:
     world.barrier()
 
 
-class _Experts:
-    """A layer on one rank, with its inputs there."""
-
-    def __init__(self, world: World, layer: _Layer, sizes: Sizes, batches: List[_Batch]) -> None:
-        config, rank = layer.config(sizes), world.rank
-        most = max(rows for batch in batches for rows in batch.num_rows)
-        self.num_rows = [batch.num_rows[rank] for batch in batches]
-        self.tokens = [_on(world, batch.tokens[rank], torch.bfloat16) for batch in batches]
-        self.ids = [_on(world, batch.ids[rank], torch.int32) for batch in batches]
-        self.weights = [_on(world, batch.weights[rank]) for batch in batches]
-        self.layer = EPAll2AllLayer(
-            world, config.max_tokens, config.hidden, _TOPK, rank, config.num_experts,
-            sizes.ranks, sizes.ranks, rows=layer.rows, payload=layer.payload,
-            enable_local_combine=layer.local_combine, copy_out=False, combine=sizes.combine,
-            fixed_rows=max(most, 1) if layer.fixed else None,
-        )  # fmt: skip
-        self._quantized = layer.payload == "quantized"
-
-    def dispatch(self, number: int, layout: Any = None) -> Tuple[Any, List[torch.Tensor]]:
-        """The descriptor, and the rows that came with what belongs to them."""
-        rows, weights, made = self.layer.dispatch(
-            self.tokens[number], self.ids[number], self.weights[number], layout_desc=layout
-        )
-        parts: List[Any] = [rows, weights]
-        if self._quantized:
-            parts.append(made.recv_scales)
-        return made, [part[: self.num_rows[number]] for part in parts]
-
-    def inputs(self) -> List[torch.Tensor]:
-        return [*self.tokens, *self.ids, *self.weights]
-
-
-def _dispatches(layer: _Layer) -> Callable[[Sizes], Make]:
-    names = ("rows", "weights", "scales") if layer.payload == "quantized" else ("rows", "weights")
+def _calls_of(layer: _Layer, combines: bool = False) -> Callable[[Sizes], Make]:
+    """Dispatches of a layer, or combines of what one dispatch of each input brought."""
 
     def prepare(sizes: Sizes) -> Make:
-        batches = _batches(layer, sizes)
-
-        def make(world: World) -> Calls:
-            experts = _Experts(world, layer, sizes, batches)
-            settle(world)
-            known = [experts.dispatch(n)[0] if layer.known else None for n in range(INPUTS)]
-            return Calls(
-                lambda number: experts.dispatch(number, known[number])[1], names,
-                [batch.wanted_rows(world.rank) for batch in batches], experts.inputs(),
-                experts.layer.synchronize, experts.layer.finalize,
-            )  # fmt: skip
-
-        return make
-
-    return prepare
-
-
-def _combines(layer: _Layer) -> Callable[[Sizes], Make]:
-    def prepare(sizes: Sizes) -> Make:
-        batches = _batches(layer, sizes)
-        for batch in batches:
+        batches = [_Batch(layer, sizes, seed) for seed in range(INPUTS)]
+        for batch in batches if combines else []:
             batch.answer(layer)
-
-        def make(world: World) -> Calls:
-            experts = _Experts(world, layer, sizes, batches)
-            rank = world.rank
-            answers = [_on(world, batch.answers[rank], torch.bfloat16) for batch in batches]
-            settle(world)
-            layouts = [experts.dispatch(number)[0] for number in range(INPUTS)]
-
-            def call(number: int) -> List[torch.Tensor]:
-                rows, layout = answers[number], layouts[number]
-                return [experts.layer.combine(rows, layout, weighted=layer.weighted)]
-
-            wanted = [[torch.from_numpy(batch.sums[rank]).bfloat16()] for batch in batches]
-            return Calls(
-                call, ("sums",), wanted, [*answers, *experts.inputs()],
-                experts.layer.synchronize, experts.layer.finalize,
-            )  # fmt: skip
-
-        return make
+        return lambda world: _calls_on(world, layer, combines, sizes, batches)
 
     return prepare
+
+
+def _calls_on(
+    world: World, layer: _Layer, combines: bool, sizes: Sizes, batches: List[_Batch]
+) -> Calls:
+    """A layer on one rank, with its inputs there."""
+    config, rank = layer.config(sizes), world.rank
+    most = max(rows for batch in batches for rows in batch.num_rows)
+    inputs = [
+        (
+            _on(world, batch.tokens[rank], torch.bfloat16),
+            _on(world, batch.ids[rank], torch.int32),
+            _on(world, batch.weights[rank]),
+        )
+        for batch in batches
+    ]
+    module = EPAll2AllLayer(
+        world, config.max_tokens, config.hidden, _TOPK, rank, config.num_experts,
+        sizes.ranks, sizes.ranks, rows=layer.rows, payload=layer.payload,
+        enable_local_combine=layer.local_combine, copy_out=False, combine=sizes.combine,
+        fixed_rows=max(most, 1) if layer.fixed else None,
+    )  # fmt: skip
+    answers = [_on(world, batch.answers[rank], torch.bfloat16) for batch in batches if combines]
+    quantized = layer.payload == "quantized"
+
+    def dispatch(number: int, layout: Any = None) -> Tuple[Any, List[torch.Tensor]]:
+        """The descriptor, and the rows that came with what belongs to them."""
+        rows, weights, made = module.dispatch(*inputs[number], layout_desc=layout)
+        parts: List[Any] = [rows, weights, *([made.recv_scales] if quantized else [])]
+        return made, [part[: batches[number].num_rows[rank]] for part in parts]
+
+    settle(world)
+    known = combines or layer.known
+    layouts: List[Any] = [dispatch(n)[0] if known else None for n in range(INPUTS)]
+
+    def combine(number: int) -> List[torch.Tensor]:
+        return [module.combine(answers[number], layouts[number], weighted=layer.weighted)]
+
+    held = [*answers, *(one for given in inputs for one in given)]
+    ends = (module.synchronize, module.finalize)
+    if combines:
+        sums = [[torch.from_numpy(batch.sums[rank]).bfloat16()] for batch in batches]
+        return Calls(combine, ("sums",), sums, held, *ends)
+    names = ("rows", "weights", "scales") if quantized else ("rows", "weights")
+    wanted = [batch.wanted_rows(rank) for batch in batches]
+    return Calls(lambda n: dispatch(n, layouts[n])[1], names, wanted, held, *ends)
 
 
 def _documents(sizes: Sizes) -> List[int]:
@@ -283,17 +256,17 @@ def _sequences(gradient: bool) -> Callable[[Sizes], Make]:
 
 
 KINDS = [
-    Kind("dispatch, counting", _dispatches(_Layer())),
-    Kind("dispatch, counts on the host", _dispatches(_Layer(fixed=False)), graphs=False),
-    Kind("dispatch, known routing", _dispatches(_Layer(known=True))),
-    Kind("dispatch, compact rows", _dispatches(_Layer(rows="compact"))),
-    Kind("dispatch, few tokens", _dispatches(_Layer(few=True))),
-    Kind("dispatch, float8", _dispatches(_Layer(payload="quantized"))),
-    Kind("combine, grouped rows", _combines(_Layer())),
-    Kind("combine, compact rows", _combines(_Layer(rows="compact"))),
-    Kind("combine, weighted", _combines(_Layer(weighted=True))),
-    Kind("combine, local sums", _combines(_Layer(local_combine=True))),
-    Kind("combine, few tokens", _combines(_Layer(few=True))),
+    Kind("dispatch, counting", _calls_of(_Layer())),
+    Kind("dispatch, counts on the host", _calls_of(_Layer(fixed=False)), graphs=False),
+    Kind("dispatch, known routing", _calls_of(_Layer(known=True))),
+    Kind("dispatch, compact rows", _calls_of(_Layer(rows="compact"))),
+    Kind("dispatch, few tokens", _calls_of(_Layer(few=True))),
+    Kind("dispatch, float8", _calls_of(_Layer(payload="quantized"))),
+    Kind("combine, grouped rows", _calls_of(_Layer(), combines=True)),
+    Kind("combine, compact rows", _calls_of(_Layer(rows="compact"), combines=True)),
+    Kind("combine, weighted", _calls_of(_Layer(weighted=True), combines=True)),
+    Kind("combine, local sums", _calls_of(_Layer(local_combine=True), combines=True)),
+    Kind("combine, few tokens", _calls_of(_Layer(few=True), combines=True)),
     Kind("sequence dispatch", _sequences(False)),
     Kind("kv_gradient", _sequences(True)),
 ]

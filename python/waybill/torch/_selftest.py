@@ -68,16 +68,6 @@ def check_gpu_simulation() -> str:
     return torch.cuda.get_device_name()
 
 
-def check_gpu_step() -> str:
-    """AttentionStep between the GPUs, or between two ranks on one."""
-    return _on_gpus(_step)
-
-
-def check_gpu_layer() -> str:
-    """EPAll2AllLayer between the GPUs."""
-    return _on_gpus(_layer)
-
-
 def _on_gpus(check: Callable[..., None]) -> str:
     """Autograd has one thread a GPU: ranks that share one go forward only."""
     gpus = min(num_gpus(), _MOST_GPUS)
@@ -164,6 +154,6 @@ def _same(got: Any, want: Any) -> bool:
 CHECKS: list[Tuple[str, Check]] = [("AttentionStep", check_step), ("EPAll2AllLayer", check_layer)]
 GPU_CHECKS: list[Tuple[str, Check]] = [
     ("simulation on a GPU", check_gpu_simulation),
-    ("AttentionStep on GPUs", check_gpu_step),
-    ("EPAll2AllLayer on GPUs", check_gpu_layer),
+    ("AttentionStep on GPUs", lambda: _on_gpus(_step)),
+    ("EPAll2AllLayer on GPUs", lambda: _on_gpus(_layer)),
 ]

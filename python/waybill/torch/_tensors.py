@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import numpy as np
 import torch
@@ -71,35 +71,26 @@ class _NoSecond(torch.autograd.Function):
 _NOTHING = nullcontext()
 
 
-class Autocast(NamedTuple):
-    """The state of autocast for a kind of device."""
+def _autocast_dtype(kind: str) -> torch.dtype:
+    if hasattr(torch, "get_autocast_dtype"):
+        return torch.get_autocast_dtype(kind)
+    old: Any = torch  # before torch 2.4
+    return old.get_autocast_gpu_dtype() if kind == "cuda" else old.get_autocast_cpu_dtype()
 
-    kind: str
-    enabled: bool
-    dtype: torch.dtype
 
-    @classmethod
-    def now(cls, kind: str) -> Autocast:
-        if hasattr(torch, "get_autocast_dtype"):
-            return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        old: Any = torch  # before torch 2.4
-        if kind == "cuda":
-            return cls(kind, old.is_autocast_enabled(), old.get_autocast_gpu_dtype())
-        return cls(kind, old.is_autocast_cpu_enabled(), old.get_autocast_cpu_dtype())
-
-    def again(self) -> AbstractContextManager[Any]:
-        """A context with this state of autocast. Its cache is off: weights that were cast where
-        autograd does not look would go to the caller, too.
-        """
-        return torch.autocast(
-            self.kind, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
-        )
+def autocast_now(kind: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes contexts with the state that autocast has now. Their cache is off: weights that were
+    cast where autograd does not look would go to the caller, too.
+    """
+    return functools.partial(
+        torch.autocast, kind, dtype=_autocast_dtype(kind), enabled=is_autocast(kind),
+        cache_enabled=False,
+    )  # fmt: skip
 
 
 def casts_to(kind: str, dtype: torch.dtype) -> bool:
     """Whether autocast is on, to this dtype."""
-    found = Autocast.now(kind)
-    return found.enabled and found.dtype == dtype
+    return is_autocast(kind) and _autocast_dtype(kind) == dtype
 
 
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
@@ -110,22 +101,6 @@ def without_autocast(kind: str) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False)
 
 
-class _NoOperation:
-    """Before torch 2.4, which cannot make one."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-    def register_fake(self, function: Any) -> Any:
-        return function
-
-    def register_autograd(self, backward: Any, setup_context: Any) -> None:
-        pass
-
-
 def has_operations() -> bool:
     return hasattr(torch.library, "custom_op")
 
@@ -133,8 +108,15 @@ def has_operations() -> bool:
 def operation(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
     """A decorator: waybill::name, which changes none of its arguments."""
     if not has_operations():
-        return _NoOperation
+        return _no_operation
     return torch.library.custom_op(f"waybill::{name}", mutates_args=(), schema=schema)
+
+
+def _no_operation(function: Any) -> Any:
+    """Before torch 2.4, which cannot make one: the function as it is."""
+    function.register_fake = lambda fake: fake
+    function.register_autograd = lambda *_, **__: None
+    return function
 
 
 _profiling: Any = torch.autograd
@@ -247,6 +229,14 @@ def require_tensor(value: Any, name: str) -> torch.Tensor:
     return value
 
 
+def require_rows(value: Any, name: str) -> torch.Tensor:
+    """A tensor that has a first axis."""
+    found = require_tensor(value, name)
+    if found.ndim == 0:
+        raise InvalidArgument(f"{name} has no axes, expected [rows, ...]")
+    return found
+
+
 def require_moved(value: Any, name: str) -> torch.Tensor:
     """A tensor that a call reads by itself, outside of torch: its derivatives in forward mode would
     be lost.
@@ -256,11 +246,10 @@ def require_moved(value: Any, name: str) -> torch.Tensor:
     return found
 
 
-def require_rows(value: Any, name: str) -> torch.Tensor:
-    """A tensor that has a first axis."""
-    found = require_tensor(value, name)
-    if found.ndim == 0:
-        raise InvalidArgument(f"{name} has no axes, expected [rows, ...]")
+def require_moved_rows(value: Any, name: str) -> torch.Tensor:
+    """As require_moved, of a tensor that has a first axis."""
+    found = require_rows(value, name)
+    refuse_tangent(found, name)
     return found
 
 
@@ -296,11 +285,16 @@ def stream_given(stream: Any, device: torch.device, name: str) -> int:
     return handle
 
 
+def wants_gradients(*values: Any) -> bool:
+    """Whether autograd records, and some of the values require gradients."""
+    return torch.is_grad_enabled() and any(
+        isinstance(value, torch.Tensor) and value.requires_grad for value in values
+    )
+
+
 def say_no_gradients(who: str, instead: str, *values: Any) -> None:
     """A warning where a caller may expect gradients of a call that carries none."""
-    if torch.is_grad_enabled() and any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in values
-    ):
+    if wants_gradients(*values):
         warnings.warn(
             f"{who}: got a tensor that requires gradients, and carries none: {instead}; detach() it"
             " where none are meant",
@@ -362,8 +356,12 @@ def _library_name(dtype: torch.dtype) -> str:
     return library_dtype(dtype_name(dtype), dtype.itemsize)
 
 
-def given(value: Any, name: str, device: torch.device) -> Tuple[Given, torch.Tensor]:
-    """A contiguous tensor on the device, and what must live while it is used."""
+def given(
+    value: Any, name: str, device: torch.device
+) -> Tuple[Optional[Given], Optional[torch.Tensor]]:
+    """A contiguous tensor on the device, and what must live while it is used; None stays None."""
+    if value is None:
+        return None, None
     tensor = require_memory(value, name)
     if tensor.device != device:
         raise InvalidArgument(f"{name} lies on {tensor.device}, expected {device}")
@@ -379,6 +377,20 @@ def view_of(bits: Any, dtype: torch.dtype) -> Optional[torch.Tensor]:
     return None if bits is None else shown_memory(bits, dtype)
 
 
+def adjacent_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Slices of a common projection go as they are; rows must have adjacent elements, in memory."""
+    if tensor.is_neg():
+        return tensor.resolve_neg().contiguous()
+    if tensor.is_contiguous():
+        return tensor
+    size = 1
+    for extent, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:])):
+        if stride != size and extent != 1:
+            return tensor.contiguous()
+        size *= extent
+    return tensor
+
+
 def flat_rows(value: torch.Tensor) -> torch.Tensor:
     """[rows, ...] of any number of axes before the last."""
     return value if value.ndim == 2 else value.reshape(-1, value.shape[-1])
@@ -389,15 +401,15 @@ def as_autocast(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
     if getattr(value, "dtype", dtype) == dtype:
         return value
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.to(dtype) if is_float and is_autocast(device) else value
+    return value.to(dtype) if is_float and is_autocast(device.type) else value
 
 
-def is_autocast(device: torch.device) -> bool:
-    """Whether torch's autocast is on there."""
+def is_autocast(kind: str) -> bool:
+    """Whether torch's autocast is on for a kind of device."""
     try:
-        return torch.is_autocast_enabled(device.type)
+        return torch.is_autocast_enabled(kind)
     except TypeError:  # before torch 2.4
-        cpu = device.type == "cpu"
+        cpu = kind == "cpu"
         return torch.is_autocast_cpu_enabled() if cpu else torch.is_autocast_enabled()
 
 

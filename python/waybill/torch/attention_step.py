@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 
@@ -13,7 +13,14 @@ from .._lifetime import OfThisProcess
 from ..errors import InvalidArgument
 from ..plans import QkvRouting, RankAttention
 from ..sequence_dispatcher import PlanHandle, of_qkv
-from ._tensors import first_order, read_mark, require_moved, require_rows, save_mark
+from ._tensors import (
+    adjacent_rows,
+    first_order,
+    read_mark,
+    require_moved,
+    require_moved_rows,
+    save_mark,
+)
 from .kernels import Sequences
 from .sequence_dispatcher import SequenceDispatcher
 
@@ -56,12 +63,8 @@ class AttentionStep(OfThisProcess):
         self, dispatcher: SequenceDispatcher, routing: QkvRouting, q: Any, *kv: Any, out: Any = None
     ) -> None:
         who = "AttentionStep"
-        instance(
-            dispatcher,
-            SequenceDispatcher,
-            f"{who}: dispatcher",
-            "a waybill.torch.SequenceDispatcher",
-        )
+        expected = "a waybill.torch.SequenceDispatcher"
+        instance(dispatcher, SequenceDispatcher, f"{who}: dispatcher", expected)
         if len(kv) == 0:
             raise InvalidArgument(f"{who}: got no format of K and V, expected one or two")
         self.dispatcher = dispatcher
@@ -70,14 +73,15 @@ class AttentionStep(OfThisProcess):
         self._out = self._q if out is None else dispatcher._format(out, f"{who}: out")[0]
         self._token: Optional[torch.Tensor] = None
         self._needs_gradients = False
-        forward, q_gradient, kv_gradient, output, output_gradient = self._parts(routing)
+        parts = self._parts(routing)
         self.routing = routing
-        self._forward = dispatcher.plan_dispatch(*forward)
-        self._q_gradient = dispatcher.plan_dispatch(*q_gradient)
-        self._kv_gradient = dispatcher.plan_kv_gradient(*kv_gradient)
-        self._output = dispatcher.plan_dispatch(*output)
-        self._output_gradient = dispatcher.plan_dispatch(*output_gradient)
-        dispatcher.reserve(*self._plans())
+        self._plans: Dict[str, PlanHandle] = {
+            name: dispatcher.plan_kv_gradient(*given)
+            if name == "kv_gradient"
+            else dispatcher.plan_dispatch(*given)
+            for name, given in parts.items()
+        }
+        dispatcher.reserve(*self._plans.values())
 
     @property
     @outside_graphs
@@ -107,7 +111,7 @@ class AttentionStep(OfThisProcess):
     @property
     def window_bytes(self) -> int:
         """Bytes that the windows must have for all of its calls."""
-        return max(plan.window_bytes for plan in self._plans())
+        return max(plan.window_bytes for plan in self._plans.values())
 
     @outside_graphs
     def dispatch_qkv(self, q: torch.Tensor, *kv: torch.Tensor) -> Tuple[torch.Tensor, ...]:
@@ -118,8 +122,7 @@ class AttentionStep(OfThisProcess):
         ranks.
         """
         for i, tensor in enumerate((q, *kv)):
-            name = f"dispatch_qkv: {of_qkv(i)}"
-            require_moved(require_rows(tensor, name), name)
+            require_moved_rows(tensor, f"dispatch_qkv: {of_qkv(i)}")
         *there, token = _QkvDispatch.apply(self, q, *kv)
         self._token, self._needs_gradients = token, token.requires_grad
         return tuple(there)
@@ -129,54 +132,44 @@ class AttentionStep(OfThisProcess):
         """Collective: attention's output, in the rows of this rank's q, which the loss must depend
         on. Backward sends its gradient to where the output came from.
         """
-        require_moved(require_rows(out, "return_outputs: out"), "return_outputs: out")
+        require_moved_rows(out, "return_outputs: out")
         token, self._token = self._token, None
         if token is None and self._needs_gradients:  # again, as of a checkpoint: on all ranks alike
             token = torch.empty(0, device=out.device, requires_grad=True)
-        home: torch.Tensor = _OutputReturn.apply(self, out, token)
-        return home
+        return _OutputReturn.apply(self, out, token)
 
     @outside_graphs
     def replace_routing(self, routing: QkvRouting) -> None:
         """Puts another routing into the memory of this one: a captured graph replays the new one.
         Not collective. Raises as SequenceDispatcher.replace_plan; unusable after that.
         """
-        for plan, parts in zip(self._plans(), self._parts(routing)):
-            self.dispatcher.replace_plan(plan, *parts)
+        for name, parts in self._parts(routing).items():
+            self.dispatcher.replace_plan(self._plans[name], *parts)
         self.routing = routing
 
     def __repr__(self) -> str:
         return f"AttentionStep({self.routing!r}, rank={self.dispatcher.world.rank})"
 
-    def _parts(self, routing: QkvRouting) -> Tuple[Any, ...]:
-        """The parts of the five plans, in the order of _plans."""
-        instance(
-            routing,
-            QkvRouting,
-            "AttentionStep: routing",
-            "a QkvRouting, as of QkvPlan.to_routing()",
-        )
+    def _parts(self, routing: QkvRouting) -> Dict[str, Any]:
+        """The parts of each plan."""
+        name, expected = "AttentionStep: routing", "a QkvRouting, as of QkvPlan.to_routing()"
+        instance(routing, QkvRouting, name, expected)
         kv = (routing.fwd_kv, *self._kv)
-        return (
-            [(routing.fwd_q, self._q), kv],
-            [(routing.rev_q, self._q)],
-            [kv],
-            [(routing.rev_q, self._out)],
-            [(routing.fwd_q, self._out)],
-        )
-
-    def _plans(self) -> Tuple[PlanHandle, ...]:
-        return (
-            self._forward, self._q_gradient, self._kv_gradient, self._output,
-            self._output_gradient,
-        )  # fmt: skip
+        return {
+            "forward": [(routing.fwd_q, self._q), kv],
+            "q_gradient": [(routing.rev_q, self._q)],
+            "kv_gradient": [kv],
+            "output": [(routing.rev_q, self._out)],
+            "output_gradient": [(routing.fwd_q, self._out)],
+        }
 
     def _moved(
-        self, plan: PlanHandle, tensor: torch.Tensor, rows: int, of_dispatch: int = 0
+        self, name: str, tensor: torch.Tensor, rows: int, of_dispatch: int = 0
     ) -> torch.Tensor:
         """A copy of what arrives, with zeros below where the caller has more rows."""
+        given, plan = (adjacent_rows(tensor),), self._plans[name]
         (view,) = self.dispatcher._dispatch(
-            "return_outputs", _of_out, plan, (_adjacent(tensor),), of_dispatch
+            "return_outputs", lambda _: "out", plan, given, of_dispatch
         )
         return _padded(view, rows) if rows > view.shape[0] else view.clone()
 
@@ -186,7 +179,8 @@ class _QkvDispatch(torch.autograd.Function):
     def forward(ctx: Any, step: AttentionStep, *tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
         ctx.step = step
         ctx.rows = [tensor.shape[0] for tensor in tensors]
-        views = step.dispatcher._dispatch("dispatch_qkv", of_qkv, step._forward, tensors, 0)
+        plan = step._plans["forward"]
+        views = step.dispatcher._dispatch("dispatch_qkv", of_qkv, plan, tensors, 0)
         ctx.number = step.dispatcher.last_dispatch
         # Without elements, it ties return_outputs to this call: where attention computes nothing
         # from no rows, backward would else leave this call out, for which other ranks wait.
@@ -204,10 +198,10 @@ class _QkvDispatch(torch.autograd.Function):
         dq: Optional[torch.Tensor] = None
         dkv: list[Optional[torch.Tensor]] = [None] * len(kv)
         if ctx.needs_input_grad[1]:
-            dq = step._moved(step._q_gradient, q, q_rows, ctx.number)
+            dq = step._moved("q_gradient", q, q_rows, ctx.number)
         if any(ctx.needs_input_grad[2:]):
             sums = step.dispatcher.kv_gradient(
-                step._kv_gradient, *map(_adjacent, kv), of_dispatch=ctx.number
+                step._plans["kv_gradient"], *map(adjacent_rows, kv), of_dispatch=ctx.number
             )
             dkv = [_padded(s, rows) for s, rows in zip(sums, kv_rows)]
         return (None, dq, *dkv)
@@ -219,7 +213,7 @@ class _OutputReturn(torch.autograd.Function):
         ctx: Any, step: AttentionStep, out: torch.Tensor, token: Optional[torch.Tensor]
     ) -> torch.Tensor:
         ctx.step, ctx.rows = step, out.shape[0]
-        home = step._moved(step._output, out, 0)
+        home = step._moved("output", out, 0)
         ctx.number = step.dispatcher.last_dispatch
         save_mark(ctx, home)
         return home
@@ -230,7 +224,7 @@ class _OutputReturn(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
         read_mark(ctx, _AGAIN.format("return_outputs"))
         step = ctx.step
-        there = step._moved(step._output_gradient, gradient, ctx.rows, ctx.number)
+        there = step._moved("output_gradient", gradient, ctx.rows, ctx.number)
         token = there.new_zeros(0, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         return None, there if ctx.needs_input_grad[1] else None, token
 
@@ -261,8 +255,7 @@ def recomputed_attention(
         instance(step, AttentionStep, f"{who}: {name}", "an AttentionStep")
     for i, tensor in enumerate((q, *kv)):
         require_moved(tensor, f"{who}: {of_qkv(i)}")
-    out: torch.Tensor = _Recomputed.apply(attend, forward, backward, q, *kv)
-    return out
+    return _Recomputed.apply(attend, forward, backward, q, *kv)
 
 
 class _Recomputed(torch.autograd.Function):
@@ -289,23 +282,9 @@ class _Recomputed(torch.autograd.Function):
         return (None, None, None, *(next(found) if n else None for n in needed))
 
 
-def _of_out(_: int) -> str:
-    return "out"
-
-
-def _adjacent(tensor: torch.Tensor) -> torch.Tensor:
-    """Gradients come with any strides, also 0 along a row."""
-    if tensor.is_contiguous():
-        return tensor
-    if tensor.ndim > 0 and tensor.shape[0] > 0 and tensor[0].is_contiguous():
-        return tensor
-    return tensor.contiguous()
-
-
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """The tensor with zeros below, where the caller's has more rows than the plan."""
-    if tensor.shape[0] >= rows:
+    missing = rows - tensor.shape[0]
+    if missing <= 0:
         return tensor
-    padded = tensor.new_zeros(rows, *tensor.shape[1:])
-    padded[: tensor.shape[0]] = tensor
-    return padded
+    return torch.nn.functional.pad(tensor, (*(0, 0) * (tensor.ndim - 1), 0, missing))

@@ -300,10 +300,7 @@ def gen_seq_lens(
             routing.gen_seq_lens(world_size, num_seqs, total_len)
         uniforms = torch.rand((world_size, num_seqs))
     draws = None if uniforms is None else host_array(uniforms, "gen_seq_lens: uniforms")
-    result: torch.Tensor = tensor(
-        routing.gen_seq_lens(world_size, num_seqs, total_len, seed, draws)
-    )
-    return result
+    return tensor(routing.gen_seq_lens(world_size, num_seqs, total_len, seed, draws))
 
 
 @outside_graphs
@@ -324,8 +321,7 @@ def create_raw_qkv_dispatch(
         asked = flag(return_mlp_no_shard_seq_lens, f"{who}: return_mlp_no_shard_seq_lens")
         tables, seq_lens = _drawn(who, *sizes)
         raw = RawQkvDispatch._make((*tables, (seq_lens,) if asked else ()))
-    result: RawQkvDispatch = tensors(raw)
-    return result
+    return tensors(raw)
 
 
 @outside_graphs

@@ -15,7 +15,7 @@ from ..world import World
 from ._tensors import (
     dtype_name,
     require_moved,
-    require_tensor,
+    require_rows,
     say_no_gradients,
     shown_memory,
     stream_of,
@@ -61,9 +61,7 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
             dtype = self._dtype(value.dtype, f"{name}: dtype")
             format_ = TensorFormat(dtype, row_shape(value.row_shape, name))
         else:
-            tensor = require_tensor(value, name)
-            if tensor.ndim == 0:
-                raise InvalidArgument(f"{name} has no axes, expected [rows, ...]")
+            tensor = require_rows(value, name)
             format_ = TensorFormat(tensor.dtype, tuple(tensor.shape[1:]))
         return format_, _library_name(format_.dtype, name)
 

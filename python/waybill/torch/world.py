@@ -17,7 +17,7 @@ from .. import world
 from .._arrays import choice, int64
 from .._errors import shown
 from .._graphs import outside_graphs
-from .._process_group import store_of_ranks
+from .._process_group import device_of, group_of, nodes_of_group, store_of_ranks
 from ..errors import InvalidArgument
 from ..world import World, agree, num_gpus, seconds_of
 
@@ -227,8 +227,6 @@ def group_of_layer(group: Any) -> Any:
     """A weak reference: a layer does not keep its group; None for a World."""
     if isinstance(group, World):
         return None
-    from .._process_group import group_of
-
     return weakref.ref(group_of(group, "EPAll2AllLayer", "ep_group"))
 
 
@@ -236,8 +234,6 @@ def shared_world(
     group: Any, device: Any, ranks_per_node: Optional[int], who: str, name: str = "group"
 ) -> World:
     """The world that all layers of the group share; the first one makes it, which is collective."""
-    from .._process_group import device_of, group_of, nodes_of_group  # as in world_of
-
     group = group_of(group, who, name)
     named = device_of(group, device)
     shared = _shared.setdefault(group, _SharedWorlds())

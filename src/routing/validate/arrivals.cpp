@@ -2,7 +2,7 @@
 #include <array>
 #include <utility>
 
-#include "send_table.h"
+#include "checks.h"
 
 namespace waybill::validation {
 namespace {

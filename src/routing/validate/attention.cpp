@@ -1,7 +1,6 @@
 #include <algorithm>
 
-#include "plan_index.h"
-#include "send_table.h"
+#include "checks.h"
 
 namespace waybill::validation {
 namespace {
@@ -10,60 +9,10 @@ constexpr const char* attention_table = "attention";
 using Values = std::span<const std::int64_t>;
 using Flat = UninitializedVector<std::int64_t>;
 
-/// The rows of its rank's KV buffer that each query reads: first and number, by shard. [N]
-std::pair<Flat, Flat> find_contexts(const PlanIndex& index) {
-  Flat row(index.plan->shard_len.size());
-  Flat len(row.size());
-  for (std::int32_t r = 0; r < index.plan->world_size; ++r) {
-    walk_kv(index, r, [&](const KvStep& step) {
-      const std::int32_t shard = index.shard(step.query);
-      row[shard] = step.kv_row;
-      len[shard] = step.kv_len;
-    });
-  }
-  return {std::move(row), std::move(len)};
-}
-
-/// Whether the layout is as it must be, by one walk in the global order. Sizes are right.
-bool matches(const SparseAttnLayout& attention, const PlanIndex& index) {
-  const QkvPlan& plan = *index.plan;
-  if (attention.rank_offsets != index.rank_offsets) return false;
-  const auto [context_row, context_len] = find_contexts(index);
-  struct Progress {
-    std::int64_t entry;
-    std::int64_t rows = 0;
-    std::int64_t max_q = 0;
-    std::int64_t max_kv = 0;
-  };
-  std::vector<Progress> ranks;
-  ranks.reserve(plan.world_size);
-  for (std::int32_t r = 0; r < plan.world_size; ++r) ranks.push_back({index.rank_offsets[r]});
-  bool same = true;
-  for (std::size_t s = 0; s < plan.shard_len.size(); ++s) {
-    Progress& rank = ranks[plan.q_dst[s]];
-    const std::size_t entry = rank.entry++;
-    const std::int64_t len = plan.shard_len[s];
-    same &= attention.shard[entry] == static_cast<std::int32_t>(s);
-    same &= attention.q_begin[entry] == rank.rows;
-    same &= attention.q_len[entry] == len;
-    same &= attention.kv_begin[entry] == context_row[s];
-    same &= attention.kv_len[entry] == context_len[s];
-    rank.rows += len;
-    rank.max_q = std::max(rank.max_q, len);
-    rank.max_kv = std::max(rank.max_kv, context_len[s]);
-  }
-  for (std::size_t r = 0; r < ranks.size(); ++r) {
-    same &= attention.max_seqlen_q[r] == ranks[r].max_q;
-    same &= attention.max_seqlen_kv[r] == ranks[r].max_kv;
-  }
-  return same;
-}
-
 /// The layout as it must be: the received query shards of each rank in the global order.
 SparseAttnLayout expect(const PlanIndex& index) {
   const QkvPlan& plan = *index.plan;
   const std::size_t n = plan.shard_len.size();
-  const auto [context_row, context_len] = find_contexts(index);
   SparseAttnLayout result{.rank_offsets = index.rank_offsets,
                           .shard = UninitializedVector<std::int32_t>(n),
                           .q_begin = Flat(n),
@@ -74,17 +23,24 @@ SparseAttnLayout expect(const PlanIndex& index) {
                           .max_seqlen_kv = std::vector<std::int64_t>(plan.world_size)};
   std::vector<std::int64_t> next(index.rank_offsets.begin(), index.rank_offsets.end() - 1);
   std::vector<std::int64_t> filled(plan.world_size);
+  UninitializedVector<std::int32_t> entry_of(n);  // [N] by shard
   for (std::size_t s = 0; s < n; ++s) {
     const std::size_t r = plan.q_dst[s];
     const std::size_t entry = next[r]++;
+    entry_of[s] = static_cast<std::int32_t>(entry);
     result.shard[entry] = static_cast<std::int32_t>(s);
     result.q_begin[entry] = filled[r];
     result.q_len[entry] = plan.shard_len[s];
-    result.kv_begin[entry] = context_row[s];
-    result.kv_len[entry] = context_len[s];
     result.max_seqlen_q[r] = std::max(result.max_seqlen_q[r], plan.shard_len[s]);
-    result.max_seqlen_kv[r] = std::max(result.max_seqlen_kv[r], context_len[s]);
     filled[r] += plan.shard_len[s];
+  }
+  for (std::int32_t r = 0; r < plan.world_size; ++r) {
+    walk_kv(index, r, [&](const KvStep& step) {
+      const std::int32_t entry = entry_of[index.shard(step.query)];
+      result.kv_begin[entry] = step.kv_row;
+      result.kv_len[entry] = step.kv_len;
+      result.max_seqlen_kv[r] = std::max(result.max_seqlen_kv[r], step.kv_len);
+    });
   }
   return result;
 }
@@ -171,8 +127,6 @@ void check_attention(const SparseAttnLayout& attention, const PlanIndex& index,
                      Findings& findings) {
   const std::int32_t world = index.plan->world_size;
   if (!check_sizes(attention, world, index.plan->num_shards(), findings)) return;
-  if (matches(attention, index)) [[likely]]
-    return;
   const SparseAttnLayout expected = expect(index);
   if (attention.rank_offsets != expected.rank_offsets) {
     for (std::int32_t r = 0; r <= world; ++r) {

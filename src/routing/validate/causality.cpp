@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "plan_index.h"
+#include "checks.h"
 
 namespace waybill::validation {
 namespace {

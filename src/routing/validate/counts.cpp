@@ -1,4 +1,4 @@
-#include "send_table.h"
+#include "checks.h"
 
 namespace waybill::validation {
 namespace {
@@ -77,15 +77,12 @@ void check_num_seqs(const Metadata& m, const SendTable& table, bool counts_copie
   }
 }
 
-bool no_mask(const char* name, const char* field, bool present, Findings& findings) {
-  if (!present) return true;
-  findings.add(FindingKind::mask, name, field, {}, "an array", "none: no shard has copies");
-  return false;
-}
-
-bool has_mask(const char* name, const char* field, bool present, Findings& findings) {
-  if (present) return true;
-  findings.add(FindingKind::mask, name, field, {}, "none", "an array, as forward has copies");
+/// A finding unless the array is there exactly when it is wanted. True: it is there, as it should.
+bool check_presence(const char* name, const char* field, const std::optional<IndexArray>& array,
+                    bool wanted, Findings& findings) {
+  if (array.has_value() == wanted) return wanted;
+  findings.add(FindingKind::mask, name, field, {}, wanted ? "none" : "an array",
+               wanted ? "an array, as forward has copies" : "none: no shard has copies");
   return false;
 }
 
@@ -103,14 +100,10 @@ void check_masks(const Metadata& fwd, const Metadata& rev, const SendTable& forw
                  const char* reverse_name, Findings& findings) {
   const char* mask = "seq_recv_mask";
   const char* lens = "recv_seq_lens";
-  no_mask(forward.name, mask, fwd.seq_recv_mask.has_value(), findings);
-  no_mask(forward.name, lens, fwd.recv_seq_lens.has_value(), findings);
-  if (!fwd.has_copies()) {
-    no_mask(reverse_name, mask, rev.seq_recv_mask.has_value(), findings);
-    no_mask(reverse_name, lens, rev.recv_seq_lens.has_value(), findings);
-    return;
-  }
-  if (has_mask(reverse_name, mask, rev.seq_recv_mask.has_value(), findings) &&
+  check_presence(forward.name, mask, fwd.seq_recv_mask, false, findings);
+  check_presence(forward.name, lens, fwd.recv_seq_lens, false, findings);
+  const bool wanted = fwd.has_copies();
+  if (check_presence(reverse_name, mask, rev.seq_recv_mask, wanted, findings) &&
       check_shape(reverse_name, mask, *rev.seq_recv_mask, fwd.dst_rank.shape(), findings)) {
     const IndexReader bits(*rev.seq_recv_mask);
     const IndexReader dst(fwd.dst_rank);
@@ -121,7 +114,7 @@ void check_masks(const Metadata& fwd, const Metadata& rev, const SendTable& forw
       findings.add(FindingKind::mask, reverse_name, mask, place, bits[i], dst[i] >= 0 ? 1 : 0);
     }
   }
-  if (has_mask(reverse_name, lens, rev.recv_seq_lens.has_value(), findings) &&
+  if (check_presence(reverse_name, lens, rev.recv_seq_lens, wanted, findings) &&
       check_shape(reverse_name, lens, *rev.recv_seq_lens, fwd.seq_len.shape(), findings)) {
     const IndexReader got(*rev.recv_seq_lens);
     for (std::int64_t entry = 0; entry < forward.num_entries() && !findings.full(); ++entry) {

@@ -1,5 +1,4 @@
-#include "plan_index.h"
-#include "send_table.h"
+#include "checks.h"
 #include "waybill/core/topology.h"
 
 namespace waybill::validation {
@@ -39,10 +38,12 @@ bool check_sizes(const QkvPlan& plan, Findings& findings) {
          ok;
 }
 
+/// To the end also when no more findings are taken: the result says whether the plan can be
+/// indexed.
 bool check_shards(const QkvPlan& plan, Findings& findings) {
   bool ok = true;
   std::int64_t total = 0;
-  for (std::int32_t r = 0; r < plan.world_size && !findings.full(); ++r) {
+  for (std::int32_t r = 0; r < plan.world_size; ++r) {
     for (std::int64_t s = plan.rank_shard_offsets[r]; s < plan.rank_shard_offsets[r + 1]; ++s) {
       const Place place{.rank = r, .shard = s};
       const std::int64_t len = plan.shard_len[s];
@@ -73,7 +74,7 @@ bool check_documents(const QkvPlan& plan, Findings& findings) {
   const std::int64_t num_shards = plan.num_shards();
   std::vector<std::uint8_t> held(num_shards);
   bool ok = true;
-  for (std::int64_t place = 0; place < num_shards && !findings.full(); ++place) {
+  for (std::int64_t place = 0; place < num_shards; ++place) {
     const std::int64_t shard = plan.doc_shards[place];
     if (shard < 0 || shard >= num_shards) {
       findings.add(FindingKind::document, plan_table, "doc_shards", {},
@@ -102,7 +103,7 @@ bool check_windows(const QkvPlan& plan, Findings& findings) {
     return false;
   }
   bool ok = true;
-  for (std::int64_t d = 0; d < plan.num_documents() && !findings.full(); ++d) {
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     const std::int64_t first = plan.doc_shard_offsets[d];
     std::int64_t before = 0;
     for (std::int64_t p = 0; p < plan.doc_shard_offsets[d + 1] - first; ++p) {
@@ -188,16 +189,13 @@ void check_plan_capacity(const PlanIndex& index, const ValidateOptions& options,
     std::int64_t q_rows = 0;
     const std::int64_t kv_rows = walk_kv(
         index, r, [&](const KvStep& step) { q_rows += index.rows(step.query, step.query); });
-    if (options.q_capacity >= 0 && q_rows > options.q_capacity) {
-      findings.add(FindingKind::capacity, plan_table, "q_dst", {.rank = r},
-                   concat(q_rows, " Q rows"),
-                   concat("at most ", options.q_capacity, ", the capacity"));
-    }
-    if (options.kv_capacity >= 0 && kv_rows > options.kv_capacity) {
-      findings.add(FindingKind::capacity, plan_table, "q_dst", {.rank = r},
-                   concat(kv_rows, " KV rows"),
-                   concat("at most ", options.kv_capacity, ", the capacity"));
-    }
+    const auto check = [&](std::int64_t rows, const char* what, std::int64_t capacity) {
+      if (capacity < 0 || rows <= capacity) return;
+      findings.add(FindingKind::capacity, plan_table, "q_dst", {.rank = r}, concat(rows, what),
+                   concat("at most ", capacity, ", the capacity"));
+    };
+    check(q_rows, " Q rows", options.q_capacity);
+    check(kv_rows, " KV rows", options.kv_capacity);
   }
 }
 
@@ -280,3 +278,9 @@ void check_queries(const SendTable& table, const Arrivals& arrivals, const PlanI
 }
 
 }  // namespace waybill::validation
+
+void waybill::QkvPlan::check(const char* who) const {
+  validation::Findings findings(1);
+  if (validation::check_plan(*this, findings)) return;
+  throw_invalid(who, ": ", to_string(std::move(findings).take().front()));
+}

@@ -1,44 +1,26 @@
-#include "send_table.h"
-
 #include <algorithm>
 #include <type_traits>
 
+#include "checks.h"
 #include "waybill/core/dtype.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/topology.h"
 
 namespace waybill::validation {
-namespace {
-
-template <class T>
-std::vector<std::int64_t> widen(const IndexArray& array) {
-  const auto* first = static_cast<const T*>(array.data());
-  std::vector<std::int64_t> values(array.size());
-  std::transform(first, first + array.size(), values.begin(), [](T value) {
-    return std::in_range<std::int64_t>(value) ? static_cast<std::int64_t>(value) : INT64_MAX;
-  });
-  return values;
-}
-
-}  // namespace
 
 IndexReader::IndexReader(const IndexArray& array) {
-  switch (array.dtype()) {
-    case DType::int64:
-      values_ = array.i64();
-      return;
-    case DType::int32:
-      converted_ = widen<std::int32_t>(array);
-      break;
-    case DType::uint32:
-      converted_ = widen<std::uint32_t>(array);
-      break;
-    case DType::uint64:
-      converted_ = widen<std::uint64_t>(array);
-      break;
-    default:
-      converted_ = widen<std::uint8_t>(array);  // bool: one byte each
-      break;
+  if (array.dtype() == DType::int64) {
+    values_ = array.i64();
+    return;
+  }
+  if (array.dtype() == DType::uint64) {
+    const auto* first = static_cast<const std::uint64_t*>(array.data());
+    converted_.resize(array.size());
+    std::transform(first, first + array.size(), converted_.begin(), [](std::uint64_t value) {
+      return static_cast<std::int64_t>(std::min<std::uint64_t>(value, INT64_MAX));
+    });
+  } else {
+    converted_ = array.to_vector();
   }
   values_ = converted_;
 }

@@ -1,57 +1,22 @@
 #include "waybill/routing/validate.h"
 
+#include <array>
 #include <optional>
 #include <ostream>
 #include <utility>
 
-#include "findings.h"
-#include "plan_index.h"
-#include "send_table.h"
+#include "checks.h"
 
 namespace waybill {
 
 std::string_view to_string(FindingKind kind) {
-  switch (kind) {
-    case FindingKind::shape:
-      return "shape";
-    case FindingKind::padding:
-      return "padding";
-    case FindingKind::rank_range:
-      return "rank_range";
-    case FindingKind::negative:
-      return "negative";
-    case FindingKind::bounds:
-      return "bounds";
-    case FindingKind::capacity:
-      return "capacity";
-    case FindingKind::overlap:
-      return "overlap";
-    case FindingKind::coverage:
-      return "coverage";
-    case FindingKind::undispatched:
-      return "undispatched";
-    case FindingKind::order:
-      return "order";
-    case FindingKind::count:
-      return "count";
-    case FindingKind::transpose:
-      return "transpose";
-    case FindingKind::identity:
-      return "identity";
-    case FindingKind::plan:
-      return "plan";
-    case FindingKind::document:
-      return "document";
-    case FindingKind::causality:
-      return "causality";
-    case FindingKind::attention:
-      return "attention";
-    case FindingKind::mask:
-      return "mask";
-    case FindingKind::normalization:
-      return "normalization";
-  }
-  return "unknown";
+  constexpr std::array<std::string_view, 19> names = {
+      "shape",    "padding",      "rank_range", "negative", "bounds",       "capacity", "overlap",
+      "coverage", "undispatched", "order",      "count",    "transpose",    "identity", "plan",
+      "document", "causality",    "attention",  "mask",     "normalization"};
+  static_assert(names.size() == static_cast<std::size_t>(FindingKind::normalization) + 1);
+  const auto idx = static_cast<std::size_t>(kind);
+  return idx < names.size() ? names[idx] : "unknown";
 }
 
 std::string to_string(const Finding& finding) {

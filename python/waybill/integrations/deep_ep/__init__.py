@@ -15,7 +15,8 @@ from typing import Any, Dict
 from ...errors import InvalidArgument
 from .arguments import Config, set_max_tokens, topk_idx_t
 from .buffer import Buffer
-from .elastic import ElasticBuffer, EPHandle
+from .elastic import ElasticBuffer
+from .elastic_rows import EPHandle
 from .events import EventHandle, EventOverlap
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, List, Optional, Tuple
+from typing import Any, List, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -12,81 +12,163 @@ from ...errors import InvalidArgument, Unsupported
 from ...torch._tensors import require_known_ids
 from ...world import World
 
-_COUNTS = (torch.int32, torch.int64)
+COUNTS = (torch.int32, torch.int64)
 
 
-def payload_of(
-    x: Any, who: str, rank: int, device: torch.device
-) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """Rows, and their scales where they are float8."""
-    x, scales = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
-    place = f"{who}: x of rank {rank}"
-    if not isinstance(x, torch.Tensor) or x.ndim != 2:
-        shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-        raise InvalidArgument(f"{place} is {shape}, expected a tensor [num_tokens, hidden]")
-    expected = torch.bfloat16 if scales is None else torch.float8_e4m3fn
-    if x.dtype != expected:
-        scaled = "without" if scales is None else "with"
-        raise InvalidArgument(f"{place} has dtype {x.dtype}, expected {expected} {scaled} scales")
-    if x.shape[1] < 1:
-        raise InvalidArgument(f"{place} has no columns, expected [num_tokens, hidden]")
-    check_memory(x, f"{who}: x", rank, device)
-    if scales is not None:
-        shape = (x.shape[0], x.shape[1] // 128)
-        if x.shape[1] % 128 != 0:
-            raise InvalidArgument(f"{place} has {x.shape[1]} columns, expected a multiple of 128")
-        if not isinstance(scales, torch.Tensor) or scales.dtype != torch.float32:
-            got = getattr(scales, "dtype", type(scales).__name__)
-            raise InvalidArgument(f"{place}: scales are {got}, expected torch.float32")
-        if tuple(scales.shape) != shape:
-            raise InvalidArgument(f"{place}: scales {tuple(scales.shape)}, expected {shape}")
-        check_memory(scales, f"{who}: scales", rank, device)
-    return x, scales
+class Call(NamedTuple):
+    """A call on one rank. Its methods look at the arguments, and raise errors that name it."""
+
+    who: str
+    rank: int
+    device: torch.device  #: where the buffer is
+
+    def payload(self, x: Any) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+        """Rows, and their scales where they are float8."""
+        x, scales = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
+        place = f"{self.who}: x of rank {self.rank}"
+        if not isinstance(x, torch.Tensor) or x.ndim != 2:
+            shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise InvalidArgument(f"{place} is {shape}, expected a tensor [num_tokens, hidden]")
+        expected = torch.bfloat16 if scales is None else torch.float8_e4m3fn
+        if x.dtype != expected:
+            scaled = "without" if scales is None else "with"
+            raise InvalidArgument(
+                f"{place} has dtype {x.dtype}, expected {expected} {scaled} scales"
+            )
+        if x.shape[1] < 1:
+            raise InvalidArgument(f"{place} has no columns, expected [num_tokens, hidden]")
+        self._memory("x", x)
+        if scales is not None:
+            if x.shape[1] % 128 != 0:
+                raise InvalidArgument(
+                    f"{place} has {x.shape[1]} columns, expected a multiple of 128"
+                )
+            self.table("scales", scales, (x.shape[0], x.shape[1] // 128), torch.float32)
+        return x, scales
+
+    def table(
+        self, name: str, value: Any, shape: Tuple[Any, ...], *dtypes: torch.dtype
+    ) -> torch.Tensor:
+        """A tensor of that shape and one of the dtypes, where the buffer is."""
+        named = f"{self.who}: {name} of rank {self.rank}"
+        instance(value, torch.Tensor, named, f"a tensor {shape}")
+        if tuple(value.shape) != shape or value.dtype not in dtypes:
+            raise InvalidArgument(
+                f"{named} is {tuple(value.shape)} of {value.dtype}, expected {shape} of"
+                f" {' or '.join(map(str, dtypes))}"
+            )
+        self._memory(name, value)
+        return value
+
+    def _memory(self, name: str, value: torch.Tensor) -> None:
+        """Raises where the tensor lies elsewhere than the buffer, or has no strides."""
+        if value.device != self.device or value.layout is not torch.strided:
+            raise InvalidArgument(
+                f"{self.who}: {name} of rank {self.rank} lies on {value.device} ({value.layout}),"
+                f" expected {self.device}, with strides"
+            )
+
+    def ids(
+        self, topk_idx: Any, num_experts: int, num_tokens: Optional[int] = None
+    ) -> torch.Tensor:
+        """[num_tokens, num_topk], int64 or int32. In host memory each is -1 or an expert's."""
+        name = f"{self.who}: topk_idx of rank {self.rank}"
+        if not isinstance(topk_idx, torch.Tensor) or topk_idx.ndim != 2 or topk_idx.shape[1] < 1:
+            shape = tuple(topk_idx.shape) if isinstance(topk_idx, torch.Tensor) else type(topk_idx)
+            raise InvalidArgument(f"{name} is {shape}, expected a tensor [num_tokens, num_topk]")
+        if topk_idx.dtype not in COUNTS:
+            raise InvalidArgument(f"{name} has dtype {topk_idx.dtype}, expected int64 or int32")
+        rows = topk_idx.shape[0] if num_tokens is None else num_tokens
+        self.table("topk_idx", topk_idx, (rows, topk_idx.shape[1]), topk_idx.dtype)
+        if self.device.type == "cpu":
+            require_known_ids(topk_idx, num_experts, -1, f"{self.who}: topk_idx", self.rank)
+        return topk_idx
+
+    def not_too_many(self, topk_idx: torch.Tensor, num_experts: int, most: int) -> None:
+        """Raises where tokens have chosen an expert twice, and so more often than rows have places.
+        The host looks, for ranks in host memory alone.
+        """
+        if self.device.type != "cpu":
+            return
+        flat = topk_idx.reshape(-1).to(torch.int64)
+        counts = torch.bincount(flat[flat >= 0], minlength=num_experts)
+        expert = int(counts.argmax())
+        if int(counts[expert]) > most:
+            raise InvalidArgument(
+                f"{self.who}: topk_idx of rank {self.rank} has expert {expert}"
+                f" {int(counts[expert])} times, expected at most {most}, as there are places for: a"
+                " token's choices are different"
+            )
+
+    def weights(self, value: Any, num_rows: int, topk: Optional[int] = None) -> None:
+        """Weights of topk slots, if there are some; None: of any number of slots."""
+        if value is None:
+            return
+        columns: Any = topk
+        if topk is None:
+            known = isinstance(value, torch.Tensor) and value.ndim == 2 and value.shape[1] > 0
+            columns = value.shape[1] if known else "num_topk"
+        self.table("topk_weights", value, (num_rows, columns), torch.float32)
+
+    def rows_and_biases(
+        self, x: Any, bias: Any, shape: Tuple[int, int], num_tokens: int
+    ) -> List[torch.Tensor]:
+        """Looks at the rows of a combine; returns the biases: none, one or two."""
+        self.table("x", x, shape, torch.bfloat16)
+        if bias is None:
+            return []
+        biases = list(bias) if isinstance(bias, (list, tuple)) else [bias]
+        if len(biases) > 2:
+            raise InvalidArgument(
+                f"{self.who}: bias of rank {self.rank} has {len(biases)} tensors, expected at most"
+                " two"
+            )
+        return [self.table("bias", one, (num_tokens, shape[1]), torch.bfloat16) for one in biases]
+
+    def stats(self, stats: Any, num_local: int) -> None:
+        """Counts of this rank's experts, to which others are added."""
+        if stats is not None:
+            self.table("cumulative_local_expert_recv_stats", stats, (num_local,), *COUNTS)
+
+    def experts(self, num_experts: int, num_ranks: int) -> int:
+        """The number of experts, as many on each rank."""
+        if num_experts < 1 or num_experts % num_ranks != 0:
+            raise InvalidArgument(
+                f"{self.who}: num_experts = {num_experts} on rank {self.rank}, expected a multiple"
+                f" of {num_ranks} ranks"
+            )
+        return num_experts
+
+    def same_tokens(self, x: torch.Tensor, num_tokens: int) -> None:
+        """Rows for a routing that is used again."""
+        if x.shape[0] != num_tokens:
+            raise InvalidArgument(
+                f"{self.who}: x of rank {self.rank} has {x.shape[0]} tokens, expected {num_tokens},"
+                " as in the dispatch of the handle"
+            )
+
+    def own_handle(self, is_own: bool, giver: str = "dispatch") -> None:
+        """Refuses handles of others."""
+        if not is_own:
+            raise InvalidArgument(
+                f"{self.who}: handle of rank {self.rank} is of another buffer, or none, expected"
+                f" one that {giver} of this buffer gave"
+            )
 
 
-def check_table(
-    value: Any, name: str, shape: Tuple[Any, ...], dtypes: Tuple[torch.dtype, ...], rank: int,
-    device: torch.device,
-) -> torch.Tensor:  # fmt: skip
-    """A tensor of that shape and one of the dtypes, where the buffer is."""
-    instance(value, torch.Tensor, f"{name} of rank {rank}", f"a tensor {shape}")
-    if tuple(value.shape) != shape or value.dtype not in dtypes:
-        raise InvalidArgument(
-            f"{name} of rank {rank} is {tuple(value.shape)} of {value.dtype}, expected {shape} of"
-            f" {' or '.join(map(str, dtypes))}"
-        )
-    check_memory(value, name, rank, device)
-    return value
-
-
-def check_memory(value: torch.Tensor, name: str, rank: int, device: torch.device) -> None:
-    """Raises where the tensor lies elsewhere than the buffer, or has no strides."""
-    if value.device != device or value.layout is not torch.strided:
-        raise InvalidArgument(
-            f"{name} of rank {rank} lies on {value.device} ({value.layout}), expected {device},"
-            " with strides"
-        )
-
-
-def weights_shape(weights: Any, rows: int) -> Tuple[Any, ...]:
-    """The shape that weights must have, of any number of topk slots."""
-    known = isinstance(weights, torch.Tensor) and weights.ndim == 2 and weights.shape[1] > 0
-    return rows, weights.shape[1] if known else "num_topk"
-
-
-def check_network(who: str, num_qps: Any, nvlink: Any, mnnvl: Any, fabric: Any) -> None:
+def check_network(num_qps: Any, nvlink: Any, mnnvl: Any, fabric: Any) -> None:
     """Options of DeepEP's way between GPUs: on one host there are no queue pairs, and NVLink is
     what there is.
     """
-    at_least(num_qps, 1, f"{who}: num_qps_per_rank")
-    flag(mnnvl, f"{who}: allow_mnnvl")
-    if not flag(nvlink, f"{who}: allow_nvlink_for_low_latency_mode"):
+    at_least(num_qps, 1, "Buffer: num_qps_per_rank")
+    flag(mnnvl, "Buffer: allow_mnnvl")
+    if not flag(nvlink, "Buffer: allow_nvlink_for_low_latency_mode"):
         raise Unsupported(
-            f"{who}: allow_nvlink_for_low_latency_mode = False, expected True: ranks of one host"
+            "Buffer: allow_nvlink_for_low_latency_mode = False, expected True: ranks of one host"
             " have no other way"
         )
-    if flag(fabric, f"{who}: use_fabric"):
-        raise Unsupported(f"{who}: use_fabric = True, expected False: memory is of one host")
+    if flag(fabric, "Buffer: use_fabric"):
+        raise Unsupported("Buffer: use_fabric = True, expected False: memory is of one host")
 
 
 def check_timeout(value: Any, name: str, world: World) -> None:
@@ -101,27 +183,8 @@ def check_timeout(value: Any, name: str, world: World) -> None:
         )
 
 
-def biases_of(bias: Any, who: str, rank: int) -> List[Any]:
-    """None, one or two."""
-    if bias is None:
-        return []
-    biases = list(bias) if isinstance(bias, (list, tuple)) else [bias]
-    if len(biases) > 2:
-        raise InvalidArgument(
-            f"{who}: bias of rank {rank} has {len(biases)} tensors, expected at most two"
-        )
-    return biases
-
-
-def check_stats(stats: Any, num_local: int, who: str, rank: int, device: torch.device) -> None:
-    """Counts of this rank's experts, to which others are added."""
-    if stats is not None:
-        name = f"{who}: cumulative_local_expert_recv_stats"
-        check_table(stats, name, (num_local,), _COUNTS, rank, device)
-
-
 #: Two windows that dispatches receive in by turns, and two that combines read.
-_WINDOWS = 4
+WINDOWS = 4
 _VARIABLE = "WAYBILL_DEEP_EP_MAX_TOKENS"
 _DEFAULT_TOKENS = 4096
 _set: list[int] = []
@@ -173,17 +236,11 @@ class Config:
         """Bytes for ``max_tokens()`` tokens of each rank, if all of them come to one rank."""
         who = "get_nvl_buffer_size_hint"
         ranks = at_least(num_ranks, 1, f"{who}: num_ranks")
-        return _WINDOWS * ranks * max_tokens() * at_least(hidden_bytes, 1, f"{who}: hidden_bytes")
+        return WINDOWS * ranks * max_tokens() * at_least(hidden_bytes, 1, f"{who}: hidden_bytes")
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """0: ranks of one host need none."""
-        del hidden_bytes, num_ranks
         return 0
-
-
-def rows_that_fit(num_bytes: int, hidden: int) -> int:
-    """Rows of bfloat16 in each of the windows."""
-    return min(num_bytes // (_WINDOWS * 2 * hidden), 2**31 - 1)
 
 
 def ll_bytes(
@@ -198,7 +255,7 @@ def ll_bytes(
         raise InvalidArgument(
             f"{who}: num_experts = {experts}, expected a multiple of num_ranks = {ranks}"
         )
-    return _WINDOWS * 2 * at_least(hidden, 1, f"{who}: hidden") * tokens * experts
+    return WINDOWS * 2 * at_least(hidden, 1, f"{who}: hidden") * tokens * experts
 
 
 def elastic_bytes(num_ranks: int, num_tokens: Any, hidden: Any) -> int:
@@ -206,39 +263,10 @@ def elastic_bytes(num_ranks: int, num_tokens: Any, hidden: Any) -> int:
     who = "ElasticBuffer"
     tokens = at_least(num_tokens, 1, f"{who}: num_max_tokens_per_rank")
     columns = at_least(hidden, 1, f"{who}: hidden")
-    return _WINDOWS * 2 * columns * num_ranks * tokens
+    return WINDOWS * 2 * columns * num_ranks * tokens
 
 
 topk_idx_t = torch.int64  #: dtype of expert ids; int32 is taken too
-
-
-def checked_ids(topk_idx: Any, who: str, rank: int, device: torch.device) -> torch.Tensor:
-    """[num_tokens, num_topk], int64 or int32."""
-    name = f"{who}: topk_idx of rank {rank}"
-    if not isinstance(topk_idx, torch.Tensor) or topk_idx.ndim != 2 or topk_idx.shape[1] < 1:
-        shape = tuple(topk_idx.shape) if isinstance(topk_idx, torch.Tensor) else type(topk_idx)
-        raise InvalidArgument(f"{name} is {shape}, expected a tensor [num_tokens, num_topk]")
-    if topk_idx.dtype not in (torch.int64, torch.int32):
-        raise InvalidArgument(f"{name} has dtype {topk_idx.dtype}, expected int64 or int32")
-    check_memory(topk_idx, f"{who}: topk_idx", rank, device)
-    return topk_idx
-
-
-def first_wrong(topk_idx: torch.Tensor, num_experts: int, who: str, rank: int) -> None:
-    """Raises for an id that is neither -1 nor an expert. The host looks: it waits for a device."""
-    require_known_ids(topk_idx, num_experts, -1, f"{who}: topk_idx", rank)
-
-
-def too_many(topk_idx: torch.Tensor, num_experts: int, most: int, who: str, rank: int) -> None:
-    """Raises where tokens have chosen an expert twice, and so more often than rows have places."""
-    flat = topk_idx.reshape(-1).to(torch.int64)
-    counts = torch.bincount(flat[flat >= 0], minlength=num_experts)
-    expert = int(counts.argmax())
-    if int(counts[expert]) > most:
-        raise InvalidArgument(
-            f"{who}: topk_idx of rank {rank} has expert {expert} {int(counts[expert])} times,"
-            f" expected at most {most}, as there are places for: a token's choices are different"
-        )
 
 
 def counts_of(

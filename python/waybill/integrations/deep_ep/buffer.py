@@ -13,28 +13,15 @@ from ..._lifetime import OfThisProcess
 from ...errors import InvalidArgument, Unsupported
 from ...torch.world import world_of
 from ...world import agreed_world
-from .arguments import (
-    Config,
-    biases_of,
-    check_network,
-    check_stats,
-    check_table,
-    checked_ids,
-    counts_of,
-    first_wrong,
-    ll_bytes,
-    weights_shape,
-)
+from .arguments import COUNTS, Config, check_network, counts_of, ll_bytes
 from .events import EventHandle, EventOverlap
 from .handles import DispatchHandle, Layers, LowLatencyHandle, Received
 from .intranode import Intranode
-from .low_latency import Format, LowLatency, refuse_masks, refuse_waits
+from .low_latency import LowLatency, refuse_masks, refuse_waits
 
 _Rows = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
+_Pair = _Rows
 _Hook = Optional[Callable[[], None]]
-
-
-_Pair = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
 _Event = Optional[EventOverlap]
 
 
@@ -80,11 +67,7 @@ class Buffer(OfThisProcess):
             if flag(enable_shrink, "Buffer: enable_shrink"):
                 refuse_masks("Buffer: enable_shrink = True")
             check_network(
-                "Buffer",
-                num_qps_per_rank,
-                allow_nvlink_for_low_latency_mode,
-                allow_mnnvl,
-                use_fabric,
+                num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
             )
             self.num_nvl_bytes = at_least(num_nvl_bytes, 0, "Buffer: num_nvl_bytes")
             self.num_rdma_bytes = at_least(num_rdma_bytes, 0, "Buffer: num_rdma_bytes")
@@ -99,21 +82,15 @@ class Buffer(OfThisProcess):
         world = agreed_world(lambda: world_of(group, None, None, "Buffer"), "Buffer", check)
         self.rank, self.group_size = world.rank, world.world_size
         self.enable_shrink = False
-        self._layers: Optional[Layers] = Layers(world, "Buffer")
+        self._layers = Layers(world, "Buffer")
         self._queue = self._layers.queue
-        self._many = Intranode(world, self._layers, self.num_nvl_bytes)
-        self._few = LowLatency(world, self._layers, self.num_rdma_bytes)
+        self._many = Intranode(self._layers, self.num_nvl_bytes)
+        self._few = LowLatency(self._layers, self.num_rdma_bytes)
 
     @outside_graphs
     def destroy(self) -> None:
         """Collective: gives all symmetric memory back."""
-        if not self.explicitly_destroy:
-            raise InvalidArgument(
-                "Buffer.destroy: the buffer was made with explicitly_destroy = False, expected True"
-            )
-        layers, self._layers = self._layers, None
-        if layers is not None:
-            layers.finalize()
+        self._layers.destroy(self.explicitly_destroy)
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -144,13 +121,11 @@ class Buffer(OfThisProcess):
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         """Settings of a dispatch."""
-        del num_ranks
         return Config(Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
         """Settings of a combine."""
-        del num_ranks
         return Config(Buffer.num_sms)
 
     def get_comm_stream(self) -> Any:
@@ -172,16 +147,9 @@ class Buffer(OfThisProcess):
 
         :param topk_idx: [tokens, topk] int64 or int32; -1 is no expert
         """
-        who = "Buffer.get_dispatch_layout"
-        experts = int64(num_experts, f"{who}: num_experts")
-        if experts < 1 or experts % self.group_size != 0:
-            raise InvalidArgument(
-                f"{who}: num_experts = {experts} on rank {self.rank}, expected a multiple of"
-                f" {self.group_size} ranks"
-            )
-        ids = checked_ids(topk_idx, who, self.rank, self._queue.device)
-        if self._queue.device.type == "cpu":
-            first_wrong(ids, experts, who, self.rank)
+        call = self._layers.call("get_dispatch_layout")
+        experts = int64(num_experts, f"{call.who}: num_experts")
+        ids = call.ids(topk_idx, call.experts(experts, self.group_size))
         (tokens, choices, inside), event = self._queue.run(
             lambda: counts_of(ids, experts, self.group_size), [ids], previous_event,
             async_finish, allocate_on_comm_stream,
@@ -216,48 +184,39 @@ class Buffer(OfThisProcess):
         :param num_worst_tokens: rows of the results, the same on all ranks; the host waits for
             nothing, the list is empty, and rows after those that came have ids -1
         """
-        del num_tokens_per_rdma_rank
-        who = "Buffer.dispatch"
-        self._alive(who)
-        rows, scales = self._many.checked(x, who)
+        call = self._layers.call("dispatch")
+        rows, scales = call.payload(x)
+        self._many.check_room(rows, call)
         sms = self._sms(config)
+        streams = (previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
-            self._check_again(handle, rows, topk_idx, topk_weights)
+            call.own_handle(self._is_own(handle))
+            if topk_idx is not None or topk_weights is not None:
+                raise InvalidArgument(
+                    f"{call.who}: topk_idx or topk_weights of rank {self.rank} with a handle,"
+                    " expected one or the other"
+                )
+            call.same_tokens(rows, handle.ids.shape[0])
             (out, out_scales), event = self._queue.run(
-                lambda: self._many.again(rows, scales, handle, sms), [rows, scales],
-                previous_event, async_finish, allocate_on_comm_stream,
-            )  # fmt: skip
+                lambda: self._many.again(rows, scales, handle, sms), [rows, scales], *streams
+            )
             return out if out_scales is None else (out, out_scales), None, None, None, None, event
         if num_tokens_per_rank is not None:
-            name, shape = f"{who}: num_tokens_per_rank", (self.group_size,)
-            kinds = (torch.int32, torch.int64)
-            check_table(num_tokens_per_rank, name, shape, kinds, self.rank, self._queue.device)
+            call.table("num_tokens_per_rank", num_tokens_per_rank, (self.group_size,), *COUNTS)
         alignment, worst = self._check_room(rows, expert_alignment, num_worst_tokens)
-        route = self._many.route(
-            rows.shape[0], is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, who
+        self._many.check_route(
+            rows.shape[0], is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, call
         )
+        assert is_token_in_rank is not None and num_tokens_per_expert is not None  # now looked at
         got, event = self._queue.run(
-            lambda: self._many.dispatch(rows, scales, route, alignment, worst, sms),
-            [rows, scales, *route], previous_event, async_finish,
-            allocate_on_comm_stream,
+            lambda: self._many.dispatch(
+                rows, scales, self._many.handle(is_token_in_rank), num_tokens_per_expert, topk_idx,
+                topk_weights, alignment, worst, sms,
+            ),
+            [rows, scales, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights],
+            *streams,
         )  # fmt: skip
         return got.rows, got.topk_idx, got.topk_weights, got.counts, got.handle, event
-
-    def _check_again(
-        self, handle: Any, rows: torch.Tensor, topk_idx: Any, topk_weights: Any
-    ) -> None:
-        who = "Buffer.dispatch"
-        self._check_handle(handle, who)
-        if topk_idx is not None or topk_weights is not None:
-            raise InvalidArgument(
-                f"{who}: topk_idx or topk_weights of rank {self.rank} with a handle, expected one"
-                " or the other"
-            )
-        if rows.shape[0] != handle.ids.shape[0]:
-            raise InvalidArgument(
-                f"{who}: x of rank {self.rank} has {rows.shape[0]} tokens, expected"
-                f" {handle.ids.shape[0]}, as in the dispatch of the handle"
-            )
 
     def _check_room(
         self, rows: torch.Tensor, expert_alignment: Any, num_worst_tokens: Any
@@ -293,19 +252,11 @@ class Buffer(OfThisProcess):
         :param topk_weights: [rows, topk] float32
         :param bias: one or two [tokens, hidden]
         """
-        who = "Buffer.combine"
-        self._alive(who)
-        self._check_handle(handle, who)
-        kinds = (torch.bfloat16,)
-        hidden = next(key.hidden for key in handle.layouts if key.kind != "floats")
-        place = (self.rank, self._queue.device)
-        check_table(x, f"{who}: x", (handle.rows_out, hidden), kinds, *place)
-        biases = biases_of(bias, who, self.rank)
-        for one in biases:
-            check_table(one, f"{who}: bias", (handle.ids.shape[0], hidden), kinds, *place)
-        if topk_weights is not None:
-            shape, kinds = weights_shape(topk_weights, handle.rows_out), (torch.float32,)
-            check_table(topk_weights, f"{who}: topk_weights", shape, kinds, *place)
+        call = self._layers.call("combine")
+        call.own_handle(self._is_own(handle))
+        shape = (handle.rows_out, handle.key.hidden)
+        biases = call.rows_and_biases(x, bias, shape, handle.ids.shape[0])
+        call.weights(topk_weights, handle.rows_out)
         sms = self._sms(config)
         (sums, weights), event = self._queue.run(
             lambda: self._many.combine(x, handle, topk_weights, biases, sms),
@@ -339,25 +290,33 @@ class Buffer(OfThisProcess):
         :param round_scale: scales are powers of two; with use_ue8m0 their exponents, four an int32
         :param return_recv_hook: the rows are there when the hook was called
         """
-        who = "Buffer.low_latency_dispatch"
-        self._alive(who)
+        call = self._layers.call("low_latency_dispatch")
+        who = call.who
         if not self.low_latency_mode:
             raise InvalidArgument(
                 f"{who}: the buffer was made with low_latency_mode = False, expected True"
             )
         refuse_waits(dispatch_wait_recv_cost_stats, "dispatch_wait_recv_cost_stats", who)
-        form = Format(
-            flag(use_fp8, f"{who}: use_fp8"), flag(round_scale, f"{who}: round_scale"),
-            flag(use_ue8m0, f"{who}: use_ue8m0"),
-        )  # fmt: skip
+        use_fp8, round_scale = (
+            flag(use_fp8, f"{who}: use_fp8"),
+            flag(round_scale, f"{who}: round_scale"),
+        )
+        use_ue8m0 = flag(use_ue8m0, f"{who}: use_ue8m0")
+        if use_ue8m0 and not (use_fp8 and round_scale):
+            raise InvalidArgument(
+                f"{who}: use_ue8m0 = True with use_fp8 = {use_fp8}, round_scale = {round_scale},"
+                " expected both"
+            )
+        kind = "plain" if not use_fp8 else "scaled" if round_scale else "quantized"
+        multiple = 512 if use_ue8m0 else 128 if use_fp8 else 1
         most = int64(num_max_dispatch_tokens_per_rank, f"{who}: num_max_dispatch_tokens_per_rank")
         experts = int64(num_experts, f"{who}: num_experts")
-        key = self._few.checked(x, topk_idx, most, experts, form, who)
-        stats, device = cumulative_local_expert_recv_stats, self._queue.device
-        check_stats(stats, experts // self._few.num_ranks, who, self.rank, device)
+        key = self._few.checked(x, topk_idx, most, experts, kind, multiple, call)
+        stats = cumulative_local_expert_recv_stats
+        call.stats(stats, experts // self.group_size)
 
         def body() -> Received:
-            got = self._few.dispatch(x, topk_idx, key, form, self.num_sms)
+            got = self._few.dispatch(x, topk_idx, key, use_ue8m0, self.num_sms)
             if stats is not None:
                 stats.add_(got.counts)
             return got
@@ -390,12 +349,11 @@ class Buffer(OfThisProcess):
         :param zero_copy: the rows are those of ``get_next_low_latency_combine_buffer(handle)``
         :param out: where the sums are written
         """
-        del use_logfmt
-        who = "Buffer.low_latency_combine"
-        self._alive(who)
+        call = self._layers.call("low_latency_combine")
+        who = call.who
         refuse_waits(combine_wait_recv_cost_stats, "combine_wait_recv_cost_stats", who)
         zero_copy = flag(zero_copy, f"{who}: zero_copy")
-        self._few.check_combine(x, topk_idx, topk_weights, handle, zero_copy, out, who)
+        self._few.check_combine(x, topk_idx, topk_weights, handle, zero_copy, out, call)
         rows = None if zero_copy else x
         sums, event, hook = self._run(
             lambda: self._few.combine(rows, topk_weights, handle, out, self.num_sms),
@@ -406,25 +364,21 @@ class Buffer(OfThisProcess):
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """[experts, slots, hidden] bfloat16 that a combine with ``zero_copy`` reads."""
-        who = "Buffer.get_next_low_latency_combine_buffer"
-        self._alive(who)
-        return self._few.combine_buffer(self._few.own_handle(handle, who))
+        call = self._layers.call("get_next_low_latency_combine_buffer")
+        return self._few.combine_buffer(self._few.own_handle(handle, call))
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
         """Nothing has to be zero before a call: does nothing."""
-        self._alive("Buffer.clean_low_latency_buffer")
-        del num_max_dispatch_tokens_per_rank, hidden, num_experts
+        self._layers.call("clean_low_latency_buffer")
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> NoReturn:
         """Unsupported."""
-        del rank_to_mask, mask
         refuse_masks("Buffer.low_latency_update_mask_buffer")
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> NoReturn:
         """Unsupported."""
-        del mask_status
         refuse_masks("Buffer.low_latency_query_mask_buffer")
 
     def low_latency_clean_mask_buffer(self) -> NoReturn:
@@ -447,10 +401,6 @@ class Buffer(OfThisProcess):
             return got, EventOverlap(), event.current_stream_wait
         return got, event, None
 
-    def _alive(self, who: str) -> None:
-        if self._layers is None:
-            raise InvalidArgument(f"{who}: the buffer of rank {self.rank} was destroyed")
-
     def _sms(self, config: Optional[Config]) -> int:
         if config is None:
             return self.num_sms
@@ -469,9 +419,5 @@ class Buffer(OfThisProcess):
         """Symmetric memory has no face of its own."""
         raise Unsupported("Buffer.get_local_buffer_tensor: the windows have a layout of their own")
 
-    def _check_handle(self, handle: Any, who: str) -> None:
-        if not isinstance(handle, DispatchHandle) or handle._owner is not self._many:
-            raise InvalidArgument(
-                f"{who}: handle of rank {self.rank} is of another buffer, or none, expected one"
-                " that dispatch of this buffer gave"
-            )
+    def _is_own(self, handle: Any) -> bool:
+        return isinstance(handle, DispatchHandle) and handle._owner is self._many

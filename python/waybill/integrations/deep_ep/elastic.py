@@ -12,24 +12,12 @@ from ..._lifetime import OfThisProcess
 from ...errors import InvalidArgument, Unsupported
 from ...torch.world import world_of
 from ...world import World, agree_on
-from .arguments import (
-    biases_of,
-    check_stats,
-    check_table,
-    check_timeout,
-    checked_ids,
-    elastic_bytes,
-    first_wrong,
-    payload_of,
-)
-from .buffer import Buffer
-from .elastic_rows import Compact, EPHandle, Expanded, Order
+from .arguments import Call, check_timeout, elastic_bytes
+from .buffer import Buffer, _Rows
+from .elastic_rows import Compact, EPHandle, Expanded
 from .events import EventHandle, EventOverlap, handle_of
 from .handles import Layers, Received
 
-__all__ = ["EPHandle", "ElasticBuffer"]
-
-_Rows = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]
 _NOT_EXPERTS = (
     "all_gather", "agrs_get_inplace_tensor", "agrs_new_session", "agrs_set_config",
     "create_agrs_session", "destroy_agrs_session", "engram_fetch", "engram_write",
@@ -124,21 +112,14 @@ class ElasticBuffer(OfThisProcess):
         self.num_rdma_ranks, self.num_nvlink_ranks = 1, world.world_size
         self.num_allocated_qps = 0
         self._world = world
-        self._layers: Optional[Layers] = Layers(world, who)
+        self._layers = Layers(world, who)
         self._queue = self._layers.queue
-        self._parts: Dict[Order, Any] = {}
+        self._parts: Dict[Tuple[bool, int, int, int], Any] = {}
 
     @outside_graphs
     def destroy(self) -> None:
         """Collective: gives all symmetric memory back."""
-        if not self.explicitly_destroy:
-            raise InvalidArgument(
-                "ElasticBuffer.destroy: the buffer was made with explicitly_destroy = False,"
-                " expected True"
-            )
-        layers, self._layers = self._layers, None
-        if layers is not None:
-            layers.finalize()
+        self._layers.destroy(self.explicitly_destroy)
 
     @staticmethod
     def get_buffer_size_hint(
@@ -153,7 +134,6 @@ class ElasticBuffer(OfThisProcess):
         """Bytes for calls of these sizes, where all tokens may come to one rank. Expanded rows take
         as many more as a token has topk slots.
         """
-        del num_topk, use_fp8_dispatch, allow_hybrid_mode, allow_multiple_reduction
         size = getattr(group, "world_size", None) or getattr(group, "size", None)
         if size is None:
             raise InvalidArgument(
@@ -182,12 +162,10 @@ class ElasticBuffer(OfThisProcess):
 
     def get_theoretical_num_sms(self, num_experts: Any, num_topk: Any, *_: Any, **__: Any) -> int:
         """``Buffer.num_sms``."""
-        del num_experts, num_topk
         return Buffer.num_sms
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """0: nothing goes over a network."""
-        del num_sms
         return 0
 
     @outside_graphs
@@ -195,7 +173,6 @@ class ElasticBuffer(OfThisProcess):
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
         """Collective: returns when all ranks have called and the work of their streams is done."""
-        del use_comm_stream, with_cpu_sync, sequential
         if self._queue.device.type == "cuda":
             torch.cuda.synchronize(self._queue.device)
         self._world.barrier()
@@ -232,30 +209,33 @@ class ElasticBuffer(OfThisProcess):
         :param do_cpu_sync: results of the size that comes, for which the host waits; False: of the
             worst case, and counts on the device alone
         """
-        del num_qps, allocate_on_comm_stream, do_zero_padding, use_tma_aligned_col_major_sf
-        who = "ElasticBuffer.dispatch"
-        self._alive(who)
-        device = self._queue.device
-        rows, scales = payload_of(x, who, self.rank_idx, device)
+        call = self._layers.call("dispatch")
+        who = call.who
+        rows, scales = call.payload(x)
         waits = flag(async_with_compute_stream, f"{who}: async_with_compute_stream")
         if do_cpu_sync is not None:
             do_cpu_sync = flag(do_cpu_sync, f"{who}: do_cpu_sync")
         stats = cumulative_local_expert_recv_stats
         if handle is not None:
-            self._check_handle(handle, rows, topk_idx, do_cpu_sync)
-            self._check_weights(topk_weights, handle.topk_idx.shape, who)
-            handle.part.check(rows, handle.topk_idx, who)
+            call.own_handle(self._is_own(handle))
+            if topk_idx is not None or do_cpu_sync:
+                raise InvalidArgument(
+                    f"{who}: topk_idx, or do_cpu_sync = True, of rank {self.rank_idx} with a handle"
+                )
+            call.same_tokens(rows, handle.topk_idx.shape[0])
+            call.weights(topk_weights, *handle.topk_idx.shape)
+            handle.part.check(rows, handle.topk_idx, call)
             self._wait(previous_event_before_epilogue, who)
             got, event = self._queue.run(
                 lambda: handle.part.again(rows, scales, handle, topk_weights),
                 [rows, scales, topk_weights, handle.topk_idx], previous_event, waits,
             )  # fmt: skip
             return got.rows, got.topk_idx, got.topk_weights, handle, event
-        order = self._order(num_experts, num_max_tokens_per_rank, expert_alignment, do_expand, who)
-        ids = self._check_ids(rows, topk_idx, topk_weights, order, who)
-        part = self._part(order)
-        part.check(rows, ids, who)
-        check_stats(stats, order.num_experts // self.num_ranks, who, self.rank_idx, device)
+        part = self._part(num_experts, num_max_tokens_per_rank, expert_alignment, do_expand, call)
+        ids = call.ids(topk_idx, part.num_experts, rows.shape[0])
+        call.weights(topk_weights, *ids.shape)
+        part.check(rows, ids, call)
+        call.stats(stats, part.num_experts // self.num_ranks)
         copies = flag(do_handle_copy, f"{who}: do_handle_copy")
         sms = int64(num_sms, f"{who}: num_sms") or Buffer.num_sms
         exact = do_cpu_sync is None or do_cpu_sync
@@ -292,12 +272,10 @@ class ElasticBuffer(OfThisProcess):
 
         :param topk_weights: of compact rows [rows, topk]; of expanded ones Unsupported
         """
-        del num_sms, num_qps, allocate_on_comm_stream
-        who = "ElasticBuffer.combine"
-        self._alive(who)
-        self._own(handle, who)
-        biases = biases_of(bias, who, self.rank_idx)
-        handle.part.check_combine(x, handle, topk_weights, biases, who)
+        call = self._layers.call("combine")
+        who = call.who
+        call.own_handle(self._is_own(handle))
+        biases = handle.part.check_combine(x, handle, topk_weights, bias, call)
         waits = flag(async_with_compute_stream, f"{who}: async_with_compute_stream")
         self._wait(previous_event_before_epilogue, who)
         (sums, weights), event = self._queue.run(
@@ -315,78 +293,31 @@ class ElasticBuffer(OfThisProcess):
 
         return refuse
 
-    def _order(
-        self, num_experts: Any, max_tokens: Any, alignment: Any, do_expand: bool, who: str
-    ) -> Order:
-        if max_tokens is None:
-            max_tokens = self.num_max_tokens_per_rank
-        order = Order(
-            flag(do_expand, f"{who}: do_expand"),
-            int64(0 if num_experts is None else num_experts, f"{who}: num_experts"),
-            int64(max_tokens, f"{who}: num_max_tokens_per_rank"),
-            int64(1 if alignment is None else alignment, f"{who}: expert_alignment"),
-        )
-        if order.num_experts < 1 or order.num_experts % self.num_ranks != 0:
+    def _part(
+        self, num_experts: Any, max_tokens: Any, alignment: Any, do_expand: Any, call: Call
+    ) -> Any:
+        """The part that serves calls which ask for rows in this order."""
+        who, room = call.who, self.num_max_tokens_per_rank if max_tokens is None else max_tokens
+        expands = flag(do_expand, f"{who}: do_expand")
+        experts = int64(0 if num_experts is None else num_experts, f"{who}: num_experts")
+        most = int64(room, f"{who}: num_max_tokens_per_rank")
+        step = int64(1 if alignment is None else alignment, f"{who}: expert_alignment")
+        call.experts(experts, self.num_ranks)
+        if most < 1 or step < 1:
             raise InvalidArgument(
-                f"{who}: num_experts = {order.num_experts} on rank {self.rank_idx}, expected a"
-                f" multiple of {self.num_ranks} ranks"
+                f"{who}: num_max_tokens_per_rank = {most}, expert_alignment = {step} on rank"
+                f" {self.rank_idx}, expected >= 1"
             )
-        if order.max_tokens < 1 or order.alignment < 1:
-            raise InvalidArgument(
-                f"{who}: num_max_tokens_per_rank = {order.max_tokens}, expert_alignment ="
-                f" {order.alignment} on rank {self.rank_idx}, expected >= 1"
-            )
-        return order
+        key = (expands, experts, most, step)
+        if key not in self._parts:
+            kind = Expanded if expands else Compact
+            self._parts[key] = kind(self._layers, self.num_bytes, experts, most, step)
+        return self._parts[key]
 
-    def _part(self, order: Order) -> Any:
-        if order not in self._parts:
-            assert self._layers is not None
-            kind = Expanded if order.do_expand else Compact
-            self._parts[order] = kind(self._world, self._layers, self.num_bytes, order)
-        return self._parts[order]
-
-    def _check_ids(
-        self, rows: torch.Tensor, topk_idx: Any, topk_weights: Any, order: Order, who: str
-    ) -> torch.Tensor:
-        device = self._queue.device
-        ids = checked_ids(topk_idx, who, self.rank_idx, device)
-        shape = (rows.shape[0], ids.shape[1])
-        check_table(ids, f"{who}: topk_idx", shape, (ids.dtype,), self.rank_idx, device)
-        self._check_weights(topk_weights, shape, who)
-        if device.type == "cpu":
-            first_wrong(ids, order.num_experts, who, self.rank_idx)
-        return ids
-
-    def _check_weights(self, weights: Any, shape: Tuple[int, ...], who: str) -> None:
-        if weights is not None:
-            name, kinds = f"{who}: topk_weights", (torch.float32,)
-            check_table(weights, name, tuple(shape), kinds, self.rank_idx, self._queue.device)
-
-    def _check_handle(self, handle: Any, rows: torch.Tensor, topk_idx: Any, sync: Any) -> None:
-        who = "ElasticBuffer.dispatch"
-        self._own(handle, who)
-        if topk_idx is not None or sync:
-            raise InvalidArgument(
-                f"{who}: topk_idx, or do_cpu_sync = True, of rank {self.rank_idx} with a handle"
-            )
-        if rows.shape[0] != handle.topk_idx.shape[0]:
-            raise InvalidArgument(
-                f"{who}: x of rank {self.rank_idx} has {rows.shape[0]} tokens, expected"
-                f" {handle.topk_idx.shape[0]}, as in the dispatch of the handle"
-            )
-
-    def _own(self, handle: Any, who: str) -> None:
-        if not isinstance(handle, EPHandle) or handle.part not in self._parts.values():
-            raise InvalidArgument(
-                f"{who}: handle of rank {self.rank_idx} is of another buffer, or none, expected one"
-                " that dispatch of this buffer gave"
-            )
+    def _is_own(self, handle: Any) -> bool:
+        return isinstance(handle, EPHandle) and handle.part in self._parts.values()
 
     def _wait(self, event: Optional[EventHandle], who: str) -> None:
         handle = handle_of(event, f"{who}: previous_event_before_epilogue")
         if handle is not None:
             handle.stream_wait(self._queue.stream)
-
-    def _alive(self, who: str) -> None:
-        if self._layers is None:
-            raise InvalidArgument(f"{who}: the buffer of rank {self.rank_idx} was destroyed")

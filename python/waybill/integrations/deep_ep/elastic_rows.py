@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 
 from ..._lifetime import OfThisProcess
 from ...errors import InvalidArgument, Unsupported
-from ...world import World
-from .arguments import check_table, counts_of, too_many
+from .arguments import Call, counts_of
 from .events import Queue
-from .handles import DispatchHandle, LayerKey, Layers, Received, reads_handle
-from .intranode import Intranode, Route
-
-__all__ = ["Compact", "EPHandle", "Expanded", "Order"]
-
-
-class Order(NamedTuple):
-    """The order of rows that a dispatch is asked for."""
-
-    do_expand: bool
-    num_experts: int
-    max_tokens: int
-    alignment: int
+from .handles import LayerKey, Layers, Received, reads_handle
+from .intranode import Intranode, local_counts
 
 
 class EPHandle(OfThisProcess):
@@ -31,12 +19,13 @@ class EPHandle(OfThisProcess):
 
     _why_not_copied = "what one rank's buffer knows of a dispatch: each dispatch gives one"
 
+    _layout: Any  #: that the rows came by
+
     def __init__(self, part: Any, inner: Any, topk_idx: torch.Tensor, num_sms: int) -> None:
         self.part, self.inner = part, inner
-        order: Order = part.order
-        self.do_expand, self.num_experts = order.do_expand, order.num_experts
-        self.expert_alignment = order.alignment
-        self.num_max_tokens_per_rank = order.max_tokens
+        self.do_expand, self.num_experts = part.do_expand, part.num_experts
+        self.expert_alignment = part.alignment
+        self.num_max_tokens_per_rank = part.max_tokens
         self.num_sms, self.topk_idx = num_sms, topk_idx
         self.rows_out = 0  #: rows of the results
         self.num_recv_tokens_per_expert_list: List[int] = []  #: rounded up; empty: not waited for
@@ -46,8 +35,7 @@ class EPHandle(OfThisProcess):
     @property
     def queue(self) -> Queue:
         """The queue of its buffer."""
-        queue: Queue = self.part.queue
-        return queue
+        return self.part.queue
 
     @property
     def num_recv_tokens(self) -> int:
@@ -72,8 +60,7 @@ class EPHandle(OfThisProcess):
     @reads_handle
     def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
         """[local experts] int32: topk slots of each expert."""
-        counts: torch.Tensor = self.part.choices_of(self)
-        return counts
+        return self.part.choices_of(self)
 
     @property
     @reads_handle
@@ -106,14 +93,14 @@ class EPHandle(OfThisProcess):
     def dst_buffer_slot_idx(self) -> torch.Tensor:
         """[tokens, ...] int32: the row of each token, or topk slot, where it went; -1."""
         tokens = self.topk_idx.shape[0]
-        table: torch.Tensor = self.part.layout_of(self).token_dst_scatter_idx
+        table: torch.Tensor = self._layout.token_dst_scatter_idx
         return table[0, :tokens].clone()
 
     def _source(self) -> torch.Tensor:
-        tags = self.part.layout_of(self).recv_tags
+        tags = self._layout.recv_tags
         live = tags[:, 0] >= 0
         if self.do_expand:
-            number = self.part.layout_of(self).recv_expert_offsets[-1]
+            number = self._layout.recv_expert_offsets[-1]
         else:
             number = self.psum_num_recv_tokens_per_scaleup_rank[-1]
         rows = torch.arange(tags.shape[0], dtype=torch.int32, device=tags.device)
@@ -133,27 +120,32 @@ class EPHandle(OfThisProcess):
 class Compact:
     """A row for each token that has an expert here, by source rank and token."""
 
-    def __init__(self, world: World, layers: Layers, num_bytes: int, order: Order) -> None:
-        self.order = order
-        self._ranks, self.queue = world.world_size, layers.queue
-        self._rows = Intranode(world, layers, num_bytes, order.max_tokens)
+    do_expand = False
 
-    def check(self, x: torch.Tensor, ids: torch.Tensor, who: str) -> None:
+    def __init__(
+        self, layers: Layers, num_bytes: int, num_experts: int, max_tokens: int, alignment: int
+    ) -> None:
+        self.num_experts, self.max_tokens, self.alignment = num_experts, max_tokens, alignment
+        self._ranks, self.queue = layers.num_ranks, layers.queue
+        self._rows = Intranode(layers, num_bytes, max_tokens)
+
+    def check(self, x: torch.Tensor, ids: torch.Tensor, call: Call) -> None:
         """Raises where the windows have no room."""
-        del ids
-        self._rows.check_room(x, who)
+        self._rows.check_room(x, call)
 
     def dispatch(
         self, x: torch.Tensor, scales: Optional[torch.Tensor], ids: torch.Tensor,
         weights: Optional[torch.Tensor], exact: bool, num_sms: int,
     ) -> Received:  # fmt: skip
         """Collective."""
-        _, choices, inside = counts_of(ids, self.order.num_experts, self._ranks)
-        worst = 0 if exact else self._ranks * self.order.max_tokens
-        route = Route(inside, choices, ids, weights, self._by_last_choice(ids, inside))
-        got = self._rows.dispatch(x, scales, route, self.order.alignment, worst, num_sms)
-        handle = EPHandle(self, (got.handle, route), ids, num_sms)
-        handle.rows_out = got.handle.rows_out
+        _, choices, inside = counts_of(ids, self.num_experts, self._ranks)
+        worst = 0 if exact else self._ranks * self.max_tokens
+        inner = self._rows.handle(inside, self._by_last_choice(ids, inside))
+        got = self._rows.dispatch(
+            x, scales, inner, choices, ids, weights, self.alignment, worst, num_sms
+        )
+        handle = EPHandle(self, inner, ids, num_sms)
+        handle._layout, handle.rows_out = inner.layout(), inner.rows_out
         handle.num_recv_tokens_per_expert_list = got.counts or []
         assert got.topk_idx is not None
         handle.found = got.topk_idx.clone()  # the caller may change the other
@@ -163,102 +155,91 @@ class Compact:
         self, x: torch.Tensor, scales: Optional[torch.Tensor], handle: EPHandle, weights: Any
     ) -> Received:
         """Collective: other rows, and perhaps weights, by the same routing."""
-        inner, route = handle.inner
-        out, out_scales = self._rows.again(x, scales, inner, handle.num_sms)
-        found = None if handle.found is None else handle.found.clone()
+        out, out_scales = self._rows.again(x, scales, handle.inner, handle.num_sms)
         if weights is None:
+            found = None if handle.found is None else handle.found.clone()
             return Received(out, out_scales, found, None, None, handle)
-        route = route._replace(topk_weights=weights)
-        ids, arrived = self._rows.choices_again(route, inner, handle.num_sms)
+        ids, arrived = self._rows.choices(
+            handle.topk_idx, weights, handle.inner, self.num_experts, handle.num_sms
+        )
         return Received(out, out_scales, ids, arrived, None, handle)
 
     def check_combine(
-        self, x: Any, handle: EPHandle, weights: Any, biases: Sequence[Any], who: str
-    ) -> None:
-        """All arguments of a combine."""
-        place = (self._rows.rank, self._rows.device)
-        _check_rows(x, handle, biases, *place, who)
-        if weights is not None:
-            shape = (handle.rows_out, handle.topk_idx.shape[1])
-            check_table(weights, f"{who}: topk_weights", shape, (torch.float32,), *place)
+        self, x: Any, handle: EPHandle, weights: Any, bias: Any, call: Call
+    ) -> List[torch.Tensor]:
+        """Looks at all arguments of a combine; returns the biases."""
+        tokens, topk = handle.topk_idx.shape
+        shape = (handle.rows_out, handle.inner.key.hidden)
+        biases = call.rows_and_biases(x, bias, shape, tokens)
+        call.weights(weights, handle.rows_out, topk)
+        return biases
 
     def combine(
-        self, x: torch.Tensor, handle: EPHandle, weights: Any, biases: Sequence[torch.Tensor]
+        self, x: torch.Tensor, handle: EPHandle, weights: Any, biases: List[torch.Tensor]
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """Collective."""
-        return self._rows.combine(x, handle.inner[0], weights, biases, handle.num_sms)
+        return self._rows.combine(x, handle.inner, weights, biases, handle.num_sms)
 
     def _by_last_choice(self, ids: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
         """[tokens, ranks] the ranks of each token in the order in which DeepEP sums them: by the
         last topk slot that is there.
         """
         ranks = torch.arange(self._ranks, dtype=torch.int32, device=ids.device)
-        home = ids // (self.order.num_experts // self._ranks)
+        home = ids // (self.num_experts // self._ranks)
         places = torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device)
         here = (home[:, None, :] == ranks[:, None]) & (ids >= 0)[:, None, :]
         last = torch.where(here, places, -1).amax(-1)
         order = last.argsort(dim=1, stable=True)
         return torch.where(inside.gather(1, order), order.int(), -1)
 
-    def layout_of(self, handle: EPHandle) -> Any:
-        """The layout of the layer that moved the rows."""
-        inner: DispatchHandle = handle.inner[0]
-        return inner.layout()
-
     def tokens_from(self, handle: EPHandle) -> torch.Tensor:
         """[ranks]"""
-        inner: DispatchHandle = handle.inner[0]
-        return inner.counts()[:, self._rows.rank]
+        return handle.inner.counts()[:, self._rows.rank]
 
     def choices_of(self, handle: EPHandle) -> torch.Tensor:
         """[local experts] int32"""
-        local = self.order.num_experts // self._ranks
         assert handle.found is not None
-        flat = handle.found.reshape(-1).to(torch.int64)
-        counts = torch.zeros(local + 1, dtype=torch.int32, device=flat.device)
-        ones = torch.ones_like(flat, dtype=torch.int32)
-        return counts.scatter_add_(0, torch.where(flat < 0, local, flat), ones)[:local]
+        return local_counts(handle.found, self.num_experts // self._ranks)
 
 
 class Expanded:
     """A row for each topk slot, by expert, source rank, token, topk slot; padded with zeros."""
 
-    def __init__(self, world: World, layers: Layers, num_bytes: int, order: Order) -> None:
-        self.order = order
-        self.rank, self._ranks = world.rank, world.world_size
-        self._device = torch.device(world.device)
-        self._layers, self.queue = layers, layers.queue
+    do_expand = True
+
+    def __init__(
+        self, layers: Layers, num_bytes: int, num_experts: int, max_tokens: int, alignment: int
+    ) -> None:
         del num_bytes  # they count a row for each token
+        self.num_experts, self.max_tokens, self.alignment = num_experts, max_tokens, alignment
+        self._ranks, self.queue = layers.num_ranks, layers.queue
+        self._layers = layers
 
-    def _key(self, kind: str, hidden: int, topk: int) -> LayerKey:
-        order = self.order
-        local = order.num_experts // self._ranks
-        rows = self._ranks * order.max_tokens * min(topk, local) + local * (order.alignment - 1)
-        return LayerKey(
-            kind, hidden, order.max_tokens, order.num_experts, topk, rows, order.alignment,
-            max_per_expert=order.max_tokens,
-        )  # fmt: skip
-
-    def check(self, x: torch.Tensor, ids: torch.Tensor, who: str) -> None:
+    def check(self, x: torch.Tensor, ids: torch.Tensor, call: Call) -> None:
         """Raises where the windows have no room."""
-        if x.shape[0] > self.order.max_tokens:
+        if x.shape[0] > self.max_tokens:
             raise InvalidArgument(
-                f"{who}: x of rank {self.rank} has {x.shape[0]} tokens, expected at most"
-                f" num_max_tokens_per_rank = {self.order.max_tokens}"
+                f"{call.who}: x of rank {call.rank} has {x.shape[0]} tokens, expected at most"
+                f" num_max_tokens_per_rank = {self.max_tokens}"
             )
-        if self._device.type == "cpu":
-            too_many(ids, self.order.num_experts, self.order.max_tokens, who, self.rank)
+        call.not_too_many(ids, self.num_experts, self.max_tokens)
 
     def dispatch(
         self, x: torch.Tensor, scales: Optional[torch.Tensor], ids: torch.Tensor,
         weights: Optional[torch.Tensor], exact: bool, num_sms: int,
     ) -> Received:  # fmt: skip
         """Collective."""
-        key = self._key("plain" if scales is None else "scaled", x.shape[1], ids.shape[1])
+        topk, local = ids.shape[1], self.num_experts // self._ranks
+        fixed_rows = self._ranks * self.max_tokens * min(topk, local) + local * (self.alignment - 1)
+        key = LayerKey(
+            "plain" if scales is None else "scaled", x.shape[1], self.max_tokens, self.num_experts,
+            topk, fixed_rows, self.alignment, max_per_expert=self.max_tokens,
+        )  # fmt: skip
         layer = self._layers.get(key, num_sms)
         layout: Any
         rows, arrived, layout = layer.dispatch(x, ids, weights, scales=scales)
-        handle = EPHandle(self, (key, layout), ids, num_sms)
+        handle = EPHandle(self, key, ids, num_sms)
+        handle._layout = layout
         handle.rows_out = layout._handle.num_recv_rows() if exact else key.fixed_rows
         got = self._taken(rows, arrived, layout.recv_scales, handle)
         if exact:
@@ -271,12 +252,12 @@ class Expanded:
         self, x: torch.Tensor, scales: Optional[torch.Tensor], handle: EPHandle, weights: Any
     ) -> Received:
         """Collective: other rows, and perhaps weights, by the same routing."""
-        key, layout = handle.inner
+        key, layout = handle.inner, handle._layout
         layer = self._layers.get(key, handle.num_sms)
         if (key.kind == "scaled") != (scales is not None):
             raise InvalidArgument(
-                f"ElasticBuffer.dispatch: x of rank {self.rank} is of another dtype than in the"
-                " dispatch of the handle, expected the same for expanded rows"
+                f"ElasticBuffer.dispatch: x of rank {self._layers.rank} is of another dtype than in"
+                " the dispatch of the handle, expected the same for expanded rows"
             )
         rows, arrived, made = layer.dispatch(
             x, handle.topk_idx, weights, scales=scales, layout_desc=layout
@@ -284,26 +265,24 @@ class Expanded:
         return self._taken(rows, arrived, made.recv_scales, handle)
 
     def check_combine(
-        self, x: Any, handle: EPHandle, weights: Any, biases: Sequence[Any], who: str
-    ) -> None:
-        """All arguments of a combine."""
+        self, x: Any, handle: EPHandle, weights: Any, bias: Any, call: Call
+    ) -> List[torch.Tensor]:
+        """Looks at all arguments of a combine; returns the biases."""
         if weights is not None:
-            raise Unsupported(f"{who}: topk_weights of expanded rows, expected None")
-        place = (self.rank, self._device)
-        _check_rows(x, handle, biases, *place, who, handle.inner[0].hidden)
+            raise Unsupported(f"{call.who}: topk_weights of expanded rows, expected None")
+        shape = (handle.rows_out, handle.inner.hidden)
+        return call.rows_and_biases(x, bias, shape, handle.topk_idx.shape[0])
 
     def combine(
-        self, x: torch.Tensor, handle: EPHandle, weights: Any, biases: Sequence[torch.Tensor]
+        self, x: torch.Tensor, handle: EPHandle, weights: Any, biases: List[torch.Tensor]
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """Collective."""
-        del weights
-        key, layout = handle.inner
-        layer = self._layers.get(key, handle.num_sms)
-        return layer.combine(x, layout, biases=biases), None
+        layer = self._layers.get(handle.inner, handle.num_sms)
+        return layer.combine(x, handle._layout, biases=biases), None
 
     def tokens_from(self, handle: EPHandle) -> torch.Tensor:
         """[ranks]: rows that are the first of their token here."""
-        layout = handle.inner[1]
+        layout = handle._layout
         tags = layout.recv_tags
         place = torch.arange(tags.shape[0], dtype=torch.int32, device=tags.device)
         first = (tags[:, 3] == place) & (place < layout.recv_expert_offsets[-1])
@@ -312,29 +291,12 @@ class Expanded:
         ones = torch.ones_like(source, dtype=torch.int32)
         return counts.scatter_add_(0, source, ones)[: self._ranks]
 
-    def layout_of(self, handle: EPHandle) -> Any:
-        """The layout of the layer that moved the rows."""
-        return handle.inner[1]
-
     def choices_of(self, handle: EPHandle) -> torch.Tensor:
         """[local experts] int32"""
-        counts: torch.Tensor = handle.inner[1].recv_expert_counts.clone()
-        return counts
+        return handle._layout.recv_expert_counts.clone()
 
     def _taken(self, rows: torch.Tensor, weights: Any, scales: Any, handle: EPHandle) -> Received:
         taken = [
             None if one is None else one[: handle.rows_out].clone() for one in (scales, weights)
         ]
         return Received(rows[: handle.rows_out].clone(), taken[0], None, taken[1], None, handle)
-
-
-def _check_rows(
-    x: Any, handle: EPHandle, biases: Sequence[Any], rank: int, device: torch.device, who: str,
-    hidden: Optional[int] = None,
-) -> None:  # fmt: skip
-    if hidden is None:
-        hidden = next(key.hidden for key in handle.inner[0].layouts if key.kind != "floats")
-    kinds = (torch.bfloat16,)
-    check_table(x, f"{who}: x", (handle.rows_out, hidden), kinds, rank, device)
-    for one in biases:
-        check_table(one, f"{who}: bias", (handle.topk_idx.shape[0], hidden), kinds, rank, device)

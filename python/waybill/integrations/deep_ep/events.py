@@ -11,8 +11,6 @@ from ..._arrays import flag
 from ..._errors import shown
 from ...errors import InvalidArgument
 
-__all__ = ["EventHandle", "EventOverlap", "Queue", "handle_of"]
-
 _T = TypeVar("_T")
 
 

@@ -13,6 +13,7 @@ from ..._lifetime import OfThisProcess
 from ...errors import InvalidArgument, Unsupported
 from ...torch.moe import EPAll2AllLayer
 from ...world import World
+from .arguments import Call
 from .events import Queue
 
 _MOST_RANKS = 32  # topk slots of a token in a layer
@@ -45,14 +46,22 @@ class Layers:
             raise Unsupported(
                 f"{who}: the group has {world.world_size} ranks, expected at most {_MOST_RANKS}"
             )
-        self.world = world
-        self.queue = Queue(torch.device(world.device), who)
-        self._who = who
+        self.world, self.rank, self.num_ranks = world, world.rank, world.world_size
+        self.device = torch.device(world.device)
+        self.queue = Queue(self.device, who)
+        self._who, self._is_open = who, True
         self._made: Dict[LayerKey, EPAll2AllLayer] = {}
+
+    def call(self, name: str) -> Call:
+        """A call of the buffer, whose layers are still there."""
+        call = Call(f"{self._who}.{name}", self.rank, self.device)
+        if not self._is_open:
+            raise InvalidArgument(f"{call.who}: the buffer of rank {self.rank} was destroyed")
+        return call
 
     def of_ranks(self, kind: str, hidden: int, max_tokens: int) -> LayerKey:
         """A layer whose experts are the ranks, with room for all tokens of all ranks."""
-        ranks = self.world.world_size
+        ranks = self.num_ranks
         return LayerKey(kind, hidden, max_tokens, ranks, ranks, ranks * max_tokens)
 
     def get(self, key: LayerKey, num_sms: int) -> EPAll2AllLayer:
@@ -80,8 +89,14 @@ class Layers:
             )
             raise
 
-    def finalize(self) -> None:
-        """Collective: gives the symmetric memory of all of them back."""
+    def destroy(self, explicitly: bool) -> None:
+        """Collective: gives the symmetric memory of all of them back. Twice does nothing."""
+        if not explicitly:
+            raise InvalidArgument(
+                f"{self._who}.destroy: the buffer was made with explicitly_destroy = False,"
+                " expected True"
+            )
+        self._is_open = False
         for layer in self._made.values():
             layer.finalize()
         self._made.clear()
@@ -124,8 +139,7 @@ class _Handle(OfThisProcess, Sequence[Any]):
     @property
     def queue(self) -> Queue:
         """The queue of its buffer."""
-        queue: Queue = self._owner.queue
-        return queue
+        return self._owner.queue
 
     @reads_handle
     def __getitem__(self, index: Any) -> Any:
@@ -160,15 +174,19 @@ class DispatchHandle(_Handle):
     send_head [tokens, ranks] (the token's place among those for a rank, -1).
     """
 
-    def __init__(
-        self, owner: Any, is_token_in_rank: torch.Tensor, ids: torch.Tensor, num_rows: Optional[int]
-    ) -> None:
+    num_rows: Optional[int] = None  #: that arrived; None: only the device knows
+
+    def __init__(self, owner: Any, is_token_in_rank: torch.Tensor, ids: torch.Tensor) -> None:
         self.is_token_in_rank = is_token_in_rank
         self.ids = ids  #: [tokens, ranks]: the rank, or -1
-        self.num_rows = num_rows  #: that arrived; None: only the device knows
         self.rows_out = 0  #: rows of the tensors that the caller got
         self.layouts: Dict[LayerKey, Any] = {}  #: the layouts of layers that have seen this routing
         super().__init__(owner)
+
+    @property
+    def key(self) -> LayerKey:
+        """The layer that moved the rows."""
+        return next(key for key in self.layouts if key.kind != "floats")
 
     def layout(self) -> Any:
         """The layout of any of the layers."""

@@ -3,107 +3,69 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 
 from ..._errors import shown
 from ...errors import Disagreement, InvalidArgument
-from ...world import World
-from .arguments import check_table, checked_ids, counts_of, first_wrong, payload_of, rows_that_fit
+from ...torch._tensors import require_known_ids
+from .arguments import COUNTS, WINDOWS, Call, counts_of
 from .handles import DispatchHandle, LayerKey, Layers, Received
-
-__all__ = ["Intranode", "Route"]
-
-
-class Route(NamedTuple):
-    """Where tokens go, as the caller says it, checked."""
-
-    is_token_in_rank: torch.Tensor
-    num_tokens_per_expert: torch.Tensor
-    topk_idx: Optional[torch.Tensor]
-    topk_weights: Optional[torch.Tensor]
-    ranks: Optional[torch.Tensor] = None  #: [tokens, ranks] in the order of sums, -1; None: 0..
-
-    def said(self, num_worst_tokens: Optional[int]) -> str:
-        """Arguments that all ranks must give alike, as arriving rows are read by them."""
-        topk = None if self.topk_idx is None else self.topk_idx.shape[1]
-        worst = "" if num_worst_tokens is None else f", num_worst_tokens = {num_worst_tokens}"
-        return (
-            f"num_experts = {self.num_tokens_per_expert.numel()}, num_topk = {topk}, topk_weights ="
-            f" {'given' if self.topk_weights is not None else None}{worst}"
-        )
 
 
 class Intranode:
     """The part of a buffer whose windows ``num_nvl_bytes`` counts."""
 
-    def __init__(
-        self, world: World, layers: Layers, num_nvl_bytes: int, limit: Optional[int] = None
-    ) -> None:
-        self.rank, self.num_ranks = world.rank, world.world_size
-        self.device = torch.device(world.device)
+    def __init__(self, layers: Layers, num_nvl_bytes: int, limit: Optional[int] = None) -> None:
+        self.rank, self.num_ranks, self.device = layers.rank, layers.num_ranks, layers.device
         self._layers, self._bytes, self._limit = layers, num_nvl_bytes, limit
         self.queue = layers.queue
 
     def max_tokens(self, hidden: int) -> int:
         """Tokens that a rank may dispatch: as many from each rank fit into the windows."""
-        most = rows_that_fit(self._bytes, hidden) // self.num_ranks
+        most = min(self._bytes // (WINDOWS * 2 * hidden), 2**31 - 1) // self.num_ranks
         return most if self._limit is None else min(most, self._limit)
 
-    def checked(self, x: Any, who: str) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-        """Rows and scales that the windows hold."""
-        rows, scales = payload_of(x, who, self.rank, self.device)
-        self.check_room(rows, who)
-        return rows, scales
-
-    def check_room(self, rows: torch.Tensor, who: str) -> None:
+    def check_room(self, rows: torch.Tensor, call: Call) -> None:
         """Raises where the windows do not hold so many tokens."""
         most = self.max_tokens(rows.shape[1])
         if not 0 < most >= rows.shape[0]:
             raise InvalidArgument(
-                f"{who}: x of rank {self.rank} has {rows.shape[0]} tokens of {rows.shape[1]},"
+                f"{call.who}: x of rank {self.rank} has {rows.shape[0]} tokens of {rows.shape[1]},"
                 f" expected at most {most}: num_nvl_bytes = {self._bytes} hold that many of each"
                 " rank. Call set_max_tokens, or set WAYBILL_DEEP_EP_MAX_TOKENS, before the bytes"
                 " are asked for, on all ranks"
             )
 
-    def route(
+    def check_route(
         self, num_tokens: int, is_token_in_rank: Any, num_tokens_per_expert: Any, topk_idx: Any,
-        topk_weights: Any, who: str,
-    ) -> Route:  # fmt: skip
+        topk_weights: Any, call: Call,
+    ) -> None:  # fmt: skip
         """The arguments of a dispatch that has no handle."""
-        rank, device, counts = self.rank, self.device, (torch.int32, torch.int64)
+        place = f"{call.who}: num_tokens_per_expert of rank {self.rank}"
         shape = (num_tokens, self.num_ranks)
-        check_table(
-            is_token_in_rank, f"{who}: is_token_in_rank", shape, (torch.bool,), rank, device
-        )
+        call.table("is_token_in_rank", is_token_in_rank, shape, torch.bool)
         if not isinstance(num_tokens_per_expert, torch.Tensor) or num_tokens_per_expert.ndim != 1:
             raise InvalidArgument(
-                f"{who}: num_tokens_per_expert of rank {rank} is {shown(num_tokens_per_expert)},"
-                " expected that of get_dispatch_layout"
+                f"{place} is {shown(num_tokens_per_expert)}, expected that of get_dispatch_layout"
             )
         experts = num_tokens_per_expert.numel()
-        name = f"{who}: num_tokens_per_expert"
-        check_table(num_tokens_per_expert, name, (experts,), counts, rank, device)
+        call.table("num_tokens_per_expert", num_tokens_per_expert, (experts,), *COUNTS)
         if experts == 0 or experts % self.num_ranks != 0:
             raise InvalidArgument(
-                f"{who}: num_tokens_per_expert of rank {rank} has {experts} entries, expected a"
-                f" multiple of {self.num_ranks} ranks"
+                f"{place} has {experts} entries, expected a multiple of {self.num_ranks} ranks"
             )
-        if topk_idx is None and topk_weights is not None:
-            raise InvalidArgument(f"{who}: topk_weights of rank {rank} without topk_idx")
-        if topk_idx is not None:
-            ids = checked_ids(topk_idx, who, rank, device)
-            shape = (num_tokens, ids.shape[1])
-            check_table(ids, f"{who}: topk_idx", shape, (ids.dtype,), rank, device)
+        if topk_idx is None:
             if topk_weights is not None:
-                kinds = (torch.float32,)
-                check_table(topk_weights, f"{who}: topk_weights", shape, kinds, rank, device)
-            if self.device.type == "cpu":
-                first_wrong(ids, experts, who, rank)
-                self._check_layout(ids, is_token_in_rank, experts, who)
-        return Route(is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
+                raise InvalidArgument(
+                    f"{call.who}: topk_weights of rank {self.rank} without topk_idx"
+                )
+            return
+        ids = call.ids(topk_idx, experts, num_tokens)
+        call.weights(topk_weights, num_tokens, ids.shape[1])
+        if self.device.type == "cpu":
+            self._check_layout(ids, is_token_in_rank, experts, call.who)
 
     def _check_layout(
         self, ids: torch.Tensor, is_token_in_rank: torch.Tensor, experts: int, who: str
@@ -119,58 +81,74 @@ class Intranode:
             )
 
     def dispatch(
-        self, x: torch.Tensor, scales: Optional[torch.Tensor], route: Route, alignment: int,
-        num_worst_tokens: int, num_sms: int,
+        self, x: torch.Tensor, scales: Optional[torch.Tensor], handle: DispatchHandle,
+        num_tokens_per_expert: torch.Tensor, topk_idx: Optional[torch.Tensor],
+        topk_weights: Optional[torch.Tensor], alignment: int, num_worst_tokens: int, num_sms: int,
     ) -> Received:  # fmt: skip
         """Collective. With ``num_worst_tokens`` the host waits for nothing."""
-        ids = route.ranks
-        if ids is None:
-            ranks = torch.arange(self.num_ranks, dtype=torch.int32, device=self.device)
-            ids = torch.where(route.is_token_in_rank, ranks, -1)
-        handle = DispatchHandle(self, route.is_token_in_rank.clone(), ids, None)
-        agreed = route.said(None if self._limit is not None else num_worst_tokens)
+        experts = num_tokens_per_expert.numel()
+        num_local = experts // self.num_ranks
+        # All ranks must give these alike, as arriving rows are read by them.
+        agreed = (
+            f"num_experts = {experts},"
+            f" num_topk = {None if topk_idx is None else topk_idx.shape[1]},"
+            f" topk_weights = {None if topk_weights is None else 'given'}"
+        )
+        if self._limit is None:
+            agreed += f", num_worst_tokens = {num_worst_tokens}"
         rows, recv_scales = self._send(x, scales, handle, num_sms, agreed)
-        choices = self._send_choices(route, handle, num_sms)
-        layout = handle.layout()
-        experts = route.num_tokens_per_expert.numel()
+        choices = self._send_choices(topk_idx, topk_weights, handle, num_sms)
         if num_worst_tokens > 0:
             handle.rows_out = num_worst_tokens
         else:
-            handle.num_rows = handle.rows_out = layout._handle.num_recv_rows()
-        out, out_scales = _rows(rows, handle.rows_out), _rows_if(recv_scales, handle.rows_out)
-        found, weights = self._local_choices(choices, route, handle, experts // self.num_ranks)
+            handle.num_rows = handle.rows_out = handle.layout()._handle.num_recv_rows()
+        out, out_scales = _rows(rows, handle.rows_out), _rows(recv_scales, handle.rows_out)
+        found, weights = self._local_choices(choices, topk_idx, topk_weights, handle, num_local)
         if num_worst_tokens > 0:
             return Received(out, out_scales, found, weights, [], handle)
         if found is None:
-            counts = self._exchange_counts(route.num_tokens_per_expert, num_sms)
+            counts = self._exchange_counts(num_tokens_per_expert, num_sms)
         else:
-            counts = _count(found, experts // self.num_ranks)
-            if self.device.type != "cpu" and route.topk_idx is not None:  # the host has waited
-                first_wrong(route.topk_idx, experts, "Buffer.dispatch", self.rank)
+            counts = _on_host(local_counts(found, num_local))
+            if self.device.type != "cpu" and topk_idx is not None:  # the host has waited
+                require_known_ids(topk_idx, experts, -1, "Buffer.dispatch: topk_idx", self.rank)
         aligned = [-(-count // alignment) * alignment for count in counts]
         return Received(out, out_scales, found, weights, aligned, handle)
+
+    def handle(
+        self, is_token_in_rank: torch.Tensor, ids: Optional[torch.Tensor] = None
+    ) -> DispatchHandle:
+        """The handle of a dispatch.
+
+        :param ids: [tokens, ranks] the ranks of each token in the order of sums, -1; None: 0..
+        """
+        if ids is None:
+            ranks = torch.arange(self.num_ranks, dtype=torch.int32, device=self.device)
+            ids = torch.where(is_token_in_rank, ranks, -1)
+        return DispatchHandle(self, is_token_in_rank.clone(), ids)
 
     def again(
         self, x: torch.Tensor, scales: Optional[torch.Tensor], handle: DispatchHandle, num_sms: int
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """Collective: other rows by the routing of a dispatch."""
         rows, recv_scales = self._send(x, scales, handle, num_sms)
-        return _rows(rows, handle.rows_out), _rows_if(recv_scales, handle.rows_out)
+        return _rows(rows, handle.rows_out), _rows(recv_scales, handle.rows_out)
 
-    def choices_again(
-        self, route: Route, handle: DispatchHandle, num_sms: int
-    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+    def choices(
+        self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: DispatchHandle,
+        num_experts: int, num_sms: int,
+    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:  # fmt: skip
         """Collective: ids and weights by the routing of a dispatch."""
-        num_local = route.num_tokens_per_expert.numel() // self.num_ranks
-        choices = self._send_choices(route, handle, num_sms)
-        return self._local_choices(choices, route, handle, num_local)
+        given = (topk_idx, topk_weights, handle)
+        sent = self._send_choices(*given, num_sms)
+        return self._local_choices(sent, *given, num_experts // self.num_ranks)
 
     def combine(
         self, x: torch.Tensor, handle: DispatchHandle, topk_weights: Optional[torch.Tensor],
         biases: Sequence[torch.Tensor], num_sms: int,
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:  # fmt: skip
         """Collective: sums of the rows of each token, and of their weights."""
-        key = next(key for key in handle.layouts if key.kind != "floats")
+        key = handle.key
         rows = x[: key.fixed_rows]
         sums = self._layers.get(key, num_sms).combine(rows, handle.layouts[key], biases=biases)
         if topk_weights is None:
@@ -212,39 +190,39 @@ class Intranode:
         return self._layers.of_ranks("floats", -(-columns // 4) * 4, max_tokens)
 
     def _send_choices(
-        self, route: Route, handle: DispatchHandle, num_sms: int
-    ) -> Optional[torch.Tensor]:
+        self, topk_idx: Optional[torch.Tensor], topk_weights: Optional[torch.Tensor],
+        handle: DispatchHandle, num_sms: int,
+    ) -> Optional[torch.Tensor]:  # fmt: skip
         """[rows, ids and then weights]: float32 holds each number of an expert exactly."""
-        if route.topk_idx is None:
+        if topk_idx is None:
             return None
-        topk = route.topk_idx.shape[1]
-        payload = next(iter(handle.layouts))
-        key = self._floats_key(2 * topk, payload.max_tokens)
-        tokens = route.topk_idx.shape[0]
+        tokens, topk = topk_idx.shape
+        key = self._floats_key(2 * topk, handle.key.max_tokens)
         packed = torch.zeros(tokens, key.hidden, dtype=torch.float32, device=self.device)
-        packed[:, :topk] = route.topk_idx
-        if route.topk_weights is not None:
-            packed[:, topk : 2 * topk] = route.topk_weights
+        packed[:, :topk] = topk_idx
+        if topk_weights is not None:
+            packed[:, topk : 2 * topk] = topk_weights
         layer, layout = self._layers.get(key, num_sms), handle.layouts.get(key)
         rows, _, made = layer.dispatch(packed, handle.ids, layout_desc=layout)
         handle.layouts.setdefault(key, made)
         return rows
 
     def _local_choices(
-        self, choices: Optional[torch.Tensor], route: Route, handle: DispatchHandle, num_local: int
-    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
+        self, choices: Optional[torch.Tensor], topk_idx: Optional[torch.Tensor],
+        topk_weights: Optional[torch.Tensor], handle: DispatchHandle, num_local: int,
+    ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:  # fmt: skip
         """Ids among this rank's experts, -1 elsewhere, and their weights, 0 elsewhere."""
-        if choices is None or route.topk_idx is None:
+        if choices is None or topk_idx is None:
             return None, None
-        topk = route.topk_idx.shape[1]
+        topk = topk_idx.shape[1]
         rows = _rows(choices, handle.rows_out)
-        ids = rows[:, :topk].to(route.topk_idx.dtype) - self.rank * num_local
+        ids = rows[:, :topk].to(topk_idx.dtype) - self.rank * num_local
         here = (ids >= 0) & (ids < num_local)
         if handle.num_rows is None:  # rows after those that came are of other dispatches
             places = torch.arange(handle.rows_out, dtype=torch.int32, device=self.device)
             here &= (places < handle.prefix()[-1, self.rank])[:, None]
         ids = torch.where(here, ids, -1)
-        if route.topk_weights is None:
+        if topk_weights is None:
             return ids, None
         return ids, rows[:, topk : 2 * topk].masked_fill(~here, 0.0)
 
@@ -259,29 +237,25 @@ class Intranode:
         return _on_host(rows[:, :local].to(torch.int64).sum(0))
 
 
-def _rows(view: torch.Tensor, number: int) -> torch.Tensor:
-    """A copy of the first rows; what the view has not is not written."""
-    if number <= view.shape[0]:
-        return view[:number].clone()
+def _rows(view: Any, number: int) -> Any:
+    """A copy of the first rows; what the view has not is not written. None stays None."""
+    if view is None or number <= view.shape[0]:
+        return None if view is None else view[:number].clone()
     out = view.new_empty(number, view.shape[1])
     out[: view.shape[0]] = view
     return out
 
 
-def _rows_if(view: Optional[torch.Tensor], number: int) -> Optional[torch.Tensor]:
-    return None if view is None else _rows(view, number)
-
-
-def _count(ids: torch.Tensor, num_local: int) -> List[int]:
-    places = torch.where(ids < 0, num_local, ids).reshape(-1).to(torch.int64)
-    counts = torch.zeros(num_local + 1, dtype=torch.int64, device=ids.device)
-    counts.scatter_add_(0, places, torch.ones_like(places))
-    return _on_host(counts[:num_local])
+def local_counts(ids: torch.Tensor, num_local: int) -> torch.Tensor:
+    """[local experts] int32: how often the ids have each; -1 is none."""
+    flat = ids.reshape(-1).to(torch.int64)
+    counts = torch.zeros(num_local + 1, dtype=torch.int32, device=ids.device)
+    ones = torch.ones_like(flat, dtype=torch.int32)
+    return counts.scatter_add_(0, torch.where(flat < 0, num_local, flat), ones)[:num_local]
 
 
 def _on_host(numbers: torch.Tensor) -> List[int]:
     """Nothing copies to pageable memory after a kernel that waits for ranks."""
     if numbers.is_cuda:
         torch.cuda.current_stream(numbers.device).synchronize()
-    found: List[int] = numbers.tolist()
-    return found
+    return numbers.tolist()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn, Optional, Tuple
+from typing import Any, NoReturn, Optional, Tuple
 
 import torch
 
 from ...errors import InvalidArgument, Unsupported
-from ...world import World
-from .arguments import check_table, checked_ids, first_wrong, ll_bytes, too_many
+from .arguments import COUNTS, Call, ll_bytes
 from .handles import LayerKey, Layers, LowLatencyHandle, Received
 
 _GROUP, _LARGEST = 128, 448.0
@@ -39,74 +38,57 @@ def packed_exponents(scales: torch.Tensor) -> torch.Tensor:
     return exponents.to(torch.uint8).view(torch.int32)
 
 
-class Format(NamedTuple):
-    """The format of the rows that a dispatch gives."""
-
-    use_fp8: bool
-    round_scale: bool
-    use_ue8m0: bool
-
-    def kind(self) -> str:
-        """The kind of payload."""
-        return "plain" if not self.use_fp8 else "scaled" if self.round_scale else "quantized"
-
-
 class LowLatency:
     """The part of a buffer whose windows ``num_rdma_bytes`` counts."""
 
-    def __init__(self, world: World, layers: Layers, num_rdma_bytes: int) -> None:
-        self.rank, self.num_ranks = world.rank, world.world_size
-        self.device = torch.device(world.device)
+    def __init__(self, layers: Layers, num_rdma_bytes: int) -> None:
+        self.rank, self.num_ranks, self.device = layers.rank, layers.num_ranks, layers.device
         self._layers, self._bytes = layers, num_rdma_bytes
         self.queue = layers.queue
 
     def checked(
-        self, x: Any, topk_idx: Any, num_max_tokens: int, num_experts: int, form: Format, who: str
-    ) -> LayerKey:
-        """The layer for these arguments, all of which are looked at."""
-        rank, device = self.rank, self.device
-        columns = x.shape[1:] if isinstance(x, torch.Tensor) and x.ndim == 2 else ("hidden",)
-        tokens = "num_tokens" if columns == ("hidden",) else x.shape[0]
-        rows = check_table(x, f"{who}: x", (tokens, *columns), (torch.bfloat16,), rank, device)
-        needed = ll_bytes(num_max_tokens, rows.shape[1], self.num_ranks, num_experts, who)
-        if rows.shape[0] > num_max_tokens:
+        self, x: Any, topk_idx: Any, num_max_tokens: int, num_experts: int, kind: str,
+        multiple: int, call: Call,
+    ) -> LayerKey:  # fmt: skip
+        """The layer for these arguments, all of which are looked at.
+
+        :param kind: of payload
+        :param multiple: of it are the columns
+        """
+        who, place = call.who, f"{call.who}: x of rank {self.rank}"
+        is_table = isinstance(x, torch.Tensor) and x.ndim == 2
+        rows = call.table(
+            "x", x, tuple(x.shape) if is_table else ("num_tokens", "hidden"), torch.bfloat16
+        )
+        tokens, hidden = rows.shape
+        needed = ll_bytes(num_max_tokens, hidden, self.num_ranks, num_experts, who)
+        if tokens > num_max_tokens:
             raise InvalidArgument(
-                f"{who}: x of rank {rank} has {rows.shape[0]} tokens, expected at most"
-                f" num_max_dispatch_tokens_per_rank = {num_max_tokens}"
+                f"{place} has {tokens} tokens, expected at most num_max_dispatch_tokens_per_rank ="
+                f" {num_max_tokens}"
             )
         if needed > self._bytes:
             raise InvalidArgument(
                 f"{who}: num_rdma_bytes = {self._bytes} of the buffer, expected at least {needed}"
-                f" for {num_max_tokens} tokens of {rows.shape[1]} and {num_experts} experts:"
+                f" for {num_max_tokens} tokens of {hidden} and {num_experts} experts:"
                 " get_low_latency_rdma_size_hint says it"
             )
-        unit = 512 if form.use_ue8m0 else 128
-        if form.use_fp8 and rows.shape[1] % unit != 0:
+        if hidden % multiple != 0:
             raise InvalidArgument(
-                f"{who}: x of rank {rank} has {rows.shape[1]} columns, expected a multiple of"
-                f" {unit}"
+                f"{place} has {hidden} columns, expected a multiple of {multiple}"
             )
-        if form.use_ue8m0 and not (form.use_fp8 and form.round_scale):
-            raise InvalidArgument(
-                f"{who}: use_ue8m0 = True with use_fp8 = {form.use_fp8}, round_scale ="
-                f" {form.round_scale}, expected both"
-            )
-        ids = checked_ids(topk_idx, who, rank, device)
-        shape = (rows.shape[0], ids.shape[1])
-        check_table(ids, f"{who}: topk_idx", shape, (ids.dtype,), rank, device)
-        if device.type == "cpu":
-            first_wrong(ids, num_experts, who, rank)
-            too_many(ids, num_experts, num_max_tokens, who, rank)
+        ids = call.ids(topk_idx, num_experts, tokens)
+        call.not_too_many(ids, num_experts, num_max_tokens)
         per_token = min(ids.shape[1], num_experts // self.num_ranks)
         return LayerKey(
-            form.kind(), rows.shape[1], num_max_tokens, num_experts, ids.shape[1],
+            kind, hidden, num_max_tokens, num_experts, ids.shape[1],
             self.num_ranks * num_max_tokens * per_token, max_per_expert=num_max_tokens,
         )  # fmt: skip
 
     def dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, key: LayerKey, form: Format, num_sms: int
+        self, x: torch.Tensor, topk_idx: torch.Tensor, key: LayerKey, packs: bool, num_sms: int
     ) -> Received:
-        """Collective. The host waits for nothing."""
+        """Collective. The host waits for nothing. ``packs``: scales become their exponents."""
         rows, scales = (x, None) if key.kind != "scaled" else rows_as_float8(x)
         # Combine brings the weights, which take this place.
         later = torch.zeros(topk_idx.shape, dtype=torch.float32, device=self.device)
@@ -119,9 +101,9 @@ class LowLatency:
             handle.ids = topk_idx.clone()
         out = _spread(arrived, handle)
         recv_scales = None
-        if form.use_fp8:
+        if key.kind != "plain":
             recv_scales = _columns_first(_spread(layout.recv_scales, handle))
-            if form.use_ue8m0:
+            if packs:
                 recv_scales = _columns_first(packed_exponents(recv_scales))
         counts = layout.recv_expert_counts.clone()
         return Received(out, recv_scales, None, None, counts, handle)
@@ -163,41 +145,37 @@ class LowLatency:
             )  # fmt: skip
         return handle.buffer
 
-    def own_handle(self, handle: Any, who: str) -> LowLatencyHandle:
+    def own_handle(self, handle: Any, call: Call) -> LowLatencyHandle:
         """The handle, if it is of this buffer."""
-        if not isinstance(handle, LowLatencyHandle) or handle._owner is not self:
-            raise InvalidArgument(
-                f"{who}: handle of rank {self.rank} is of another buffer, or none, expected one"
-                " that low_latency_dispatch of this buffer gave"
-            )
+        is_own = isinstance(handle, LowLatencyHandle) and handle._owner is self
+        call.own_handle(is_own, "low_latency_dispatch")
         return handle
 
     def check_combine(
         self, x: Any, topk_idx: Any, topk_weights: Any, handle: Any, zero_copy: bool, out: Any,
-        who: str,
+        call: Call,
     ) -> None:  # fmt: skip
         """All arguments of a combine."""
-        handle, place = self.own_handle(handle, who), (self.rank, self.device)
-        hidden, bf16 = handle.key.hidden, (torch.bfloat16,)
-        shape = (handle.num_local, handle.num_slots, hidden)
+        handle = self.own_handle(handle, call)
+        hidden = handle.key.hidden
         if not zero_copy:
-            check_table(x, f"{who}: x", shape, bf16, *place)
+            call.table("x", x, (handle.num_local, handle.num_slots, hidden), torch.bfloat16)
         elif handle.buffer is None:
             raise InvalidArgument(
-                f"{who}: zero_copy = True on rank {self.rank}, but nobody asked for"
+                f"{call.who}: zero_copy = True on rank {self.rank}, but nobody asked for"
                 " get_next_low_latency_combine_buffer(handle)"
             )
         tokens = handle.layout.num_dispatch_token_cur_rank
         choices = (tokens, handle.key.topk)
-        ids = (torch.int64, torch.int32)
-        check_table(topk_idx, f"{who}: topk_idx", choices, ids, *place)
-        check_table(topk_weights, f"{who}: topk_weights", choices, (torch.float32,), *place)
+        call.table("topk_idx", topk_idx, choices, *COUNTS)
+        call.table("topk_weights", topk_weights, choices, torch.float32)
         if handle.ids is not None and not torch.equal(handle.ids, topk_idx.to(handle.ids.dtype)):
             raise InvalidArgument(
-                f"{who}: topk_idx of rank {self.rank} is another than in the dispatch of the handle"
+                f"{call.who}: topk_idx of rank {self.rank} is another than in the dispatch of the"
+                " handle"
             )
         if out is not None:
-            check_table(out, f"{who}: out", (tokens, hidden), bf16, *place)
+            call.table("out", out, (tokens, hidden), torch.bfloat16)
 
 
 def _spread(rows: torch.Tensor, handle: LowLatencyHandle) -> torch.Tensor:

@@ -209,21 +209,25 @@ class FixedStep(RankStep):
     """A rank's tables for any plan within the capacities."""
 
     _moves: FixedMoves
+    uploads_ahead = False  # they go on the stream of the calls
 
     def __init__(
         self, plan: BatchPlan, dispatcher: SequenceDispatcher, kernel: AttentionKernel,
         side: SideStream, capacities: Capacities,
     ) -> None:  # fmt: skip
         check_fits(plan, capacities)
-        self._begin(plan, dispatcher, kernel, side, None)  # uploads go on the stream of the calls
-        fits, device = capacities, self.device
-        self.rows, self.capacities = fits.max_rows, fits
+        self.capacities = capacities
+        super().__init__(plan, dispatcher, kernel, side)
+
+    def _make_tables(self, plan: BatchPlan) -> None:
+        fits, device = self.capacities, self.device
+        self.rows = fits.max_rows
         self.q_rows: Any = FixedRows(self.rows, fits.max_q_rows, device)
         self.kv_rows: Any = FixedRows(self.rows, self.rows, device)
         self.moves = True  # in some plan, perhaps: also one rank sends itself rows
         self._home = FixedSequences(fits.max_rows, fits.max_rows, fits, device)
         self._came = FixedSequences(fits.max_q_rows, fits.max_kv_rows, fits, device)
-        self._moves = FixedMoves(plan.routing(), dispatcher, self.shape, fits)
+        self._moves = FixedMoves(plan.routing(), self.dispatcher, self.shape, fits)
         self.replace(plan)
 
     def replace(self, plan: BatchPlan) -> None:

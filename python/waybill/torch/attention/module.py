@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections import OrderedDict
@@ -17,9 +16,9 @@ from ..._errors import said_by
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
 from ...costs import AttentionCosts
-from ...errors import Error, InvalidArgument, TransportError, Unsupported
-from ...world import World, agree
-from .._tensors import casts_to, first_order, require_moved, without_autocast
+from ...errors import InvalidArgument, TransportError, Unsupported
+from ...world import World, agree_on
+from .._tensors import casts_to, require_moved
 from ..kernels import Kernel as _Kernel
 from ..kernels import Sequences, choose_kernel
 from ..sequence_dispatcher import SequenceDispatcher
@@ -28,48 +27,7 @@ from .fixed import Capacities, FixedPlan, FixedStep, check_fits, checked_capacit
 from .moves import PieceExchange, SideStream
 from .operations import PlanTicket, attend, ticket_of
 from .plan import BatchPlan, BatchPlanner, InPlaceRule, RankPieces
-from .step import Project, Projector, RankStep, Saved, StepMemory, latent_of
-
-
-class Attention(torch.autograd.Function):
-    """Attention with the tables of a RankStep, for autograd.
-
-    Tensors alone are saved, the same number on all ranks: a checkpoint that computes the forward
-    again, and its calls, does so on all of them at the same place. Where latent rows travel, k and
-    v are of the rows that stay, and ``latent`` are the rows and the weights, so that each weight
-    has one gradient, of all rows.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, step: RankStep, keep: bool, want_lse: bool, project: Optional[Projector],
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *latent: torch.Tensor,
-    ) -> Any:  # fmt: skip
-        out, lse, saved, ctx.number = step.forward(
-            q, k, v, keep, want_lse, latent_of(project, latent)
-        )
-        ctx.step, ctx.generation, ctx.project = step, step.generation, project
-        if keep:
-            ctx.save_for_backward(q, k, v, out, *saved, *latent)
-        if lse is not None:
-            ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    @outside_graphs
-    @first_order
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
-        q, k, v, out, *rest = ctx.saved_tensors  # first: a checkpoint makes its calls here
-        saved, latent = Saved(*rest[:6]), latent_of(ctx.project, rest[6:])
-        needs = ctx.needs_input_grad[4:]
-        ctx.step.check_generation(ctx.generation)
-        with without_autocast(grad.device.type):  # as forward was
-            found = ctx.step.backward(
-                grad, q, k, v, out, saved, ctx.number, (needs[0], any(needs[1:])), latent
-            )
-        found += (None,) * (len(needs) - len(found))
-        return (None, None, None, None, *(t if n else None for t, n in zip(found, needs)))
-
+from .step import Project, RankStep, StepMemory, keeps
 
 _WHO = "ContextParallelAttention"
 _numbers = itertools.count(1)  # numbers of modules
@@ -110,6 +68,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
     """
 
     _why_not_copied = "windows that other ranks write to: make one on each rank"
+    planner: BatchPlanner
 
     @outside_graphs
     def __init__(
@@ -142,12 +101,21 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             seconds = 60.0 if timeout_s is None else timeout_s
             self.world = World._of_group(_WHO, group, device, False, None, seconds)
         self.device = torch.device(self.world.device)
-        planner = functools.partial(
-            BatchPlanner, self.world.world_size, heads, kv_heads, head_dim, v_head_dim, dtype=dtype,
-            mask=mask, window=window, scale=scale, in_place=in_place, block_tokens=block_tokens,
-            imbalance_target=imbalance_target, costs=costs, latent_dim=latent_dim, who=_WHO,
-        )  # fmt: skip
-        self._choose(planner, kernel, overlap, num_sms)
+
+        def check() -> dict[str, Any]:
+            self.planner = BatchPlanner(
+                self.world.world_size, heads, kv_heads, head_dim, v_head_dim, dtype=dtype,
+                mask=mask, window=window, scale=scale, in_place=in_place,
+                block_tokens=block_tokens, imbalance_target=imbalance_target, costs=costs,
+                latent_dim=latent_dim, who=_WHO,
+            )  # fmt: skip
+            self.kernel = choose_kernel(kernel, self.device, _WHO)
+            self.kernel.check(self.planner.shape, self.device, _WHO)
+            flag(overlap, f"{_WHO}: overlap")
+            at_least(num_sms, 0, f"{_WHO}: num_sms", 2**31)
+            return self.planner.facts()
+
+        agree_on(self.world, _WHO, check)
         self._dispatcher = SequenceDispatcher(self.world, num_sms=num_sms, relay="never")
         self._side = SideStream(self.device, bool(overlap))
         # Compiled programs read these.
@@ -158,21 +126,6 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         self._exchange: Optional[PieceExchange] = None
         self._steps: weakref.WeakKeyDictionary[BatchPlan, RankStep] = weakref.WeakKeyDictionary()
         self._tickets: OrderedDict[int, RankStep] = OrderedDict()
-
-    def _choose(self, planner: Any, kernel: _Kernel, overlap: Any, num_sms: Any) -> None:
-        """The planner and the kernel; the same planner on all ranks, which hear what is wrong."""
-        facts: dict[str, Any] = {}
-        wrong: Optional[Error] = None
-        try:
-            self.planner: BatchPlanner = planner()
-            self.kernel = choose_kernel(kernel, self.device, _WHO)
-            self.kernel.check(self.planner.shape, self.device, _WHO)
-            flag(overlap, f"{_WHO}: overlap")
-            at_least(num_sms, 0, f"{_WHO}: num_sms", 2**31)
-            facts = self.planner.facts()
-        except Error as error:
-            wrong = error
-        agree(self.world, _WHO, facts, wrong)
 
     def gather(self, held: RankPieces) -> list[Any]:
         """Collective, tiny: what all ranks hold, from what this one does, in the order of its rows.
@@ -208,16 +161,18 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         captured in a CUDA graph replays the plan that is there.
         """
         who = f"{_WHO}.fixed_plan"
-        wrong: Optional[Error] = None
-        try:
+        fits = capacities
+
+        def check() -> dict[str, Any]:
+            nonlocal fits
             self._check_open()
             fits = checked_capacities(capacities, who)
             self._check_planner(plan)
             self._check_fixed(who)
             check_fits(plan, fits)
-        except Error as error:
-            wrong = error
-        agree(self.world, who, {} if wrong else fits._asdict(), wrong)
+            return fits._asdict()
+
+        agree_on(self.world, who, check)
         with said_by(who):
             if self._fixed_dispatcher is None:
                 # A graph holds copies by copy engine for ever.
@@ -343,7 +298,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         for name, tensor in (("q", q), ("k", k), ("v", v), ("token", token)):
             if name != "token" or tensor is not None:
                 self._check_tensor(tensor, name)
-        self._keeps(q, k, v)
+        keeps(self.kernel, self.device, q, k, v)
         if self._casts():
             q, k, v = (t.to(self._dtype) for t in (q, k, v))
         given = q.new_empty(0, dtype=torch.float32) if token is None else token
@@ -370,12 +325,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         self, plan: Union[BatchPlan, FixedPlan], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         return_lse: bool,
     ) -> Any:  # fmt: skip
-        step = self._step(plan)
-        q, k, v = step.checked(q, k, v, self._casts)
-        keep = self._keeps(q, k, v)
-        with without_autocast(self._kind):
-            out, lse = Attention.apply(step, keep, return_lse, None, q, k, v)
-        return (out, lse) if return_lse else out
+        return self._step(plan).attend(q, (k, v), self._casts, return_lse)
 
     @outside_graphs
     def latent(
@@ -393,13 +343,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
                 autocast the function computes under the same everywhere.
         """
         return_lse = flag(return_lse, f"{_WHO}: return_lse")
-        step = self._step(plan)
-        rows, projector, k, v = step.checked_latent(rows, project, weights, self._casts)
-        q, k, v = step.checked(q, k, v, self._casts, latent=True)
-        keep = self._keeps(q, rows, *weights)
-        with without_autocast(self._kind):
-            out, lse = Attention.apply(step, keep, return_lse, projector, q, k, v, rows, *weights)
-        return (out, lse) if return_lse else out
+        return self._step(plan).attend(q, (rows, *weights), self._casts, return_lse, project)
 
     @said_by(f"{_WHO}.close")
     def close(self) -> None:
@@ -418,13 +362,6 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
     def __deepcopy__(self, memo: Any) -> ContextParallelAttention:
         """A model that is copied shares it: it has no parameters."""
         return self
-
-    def _keeps(self, *inputs: torch.Tensor) -> bool:
-        """Whether a backward pass may come, which the kernel must have."""
-        keep = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-        if keep:
-            self.kernel.check_training(self.device, _WHO)
-        return keep
 
     def _casts(self) -> bool:
         """Whether autocast is on, to the module's dtype."""

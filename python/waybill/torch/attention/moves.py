@@ -153,16 +153,6 @@ def calls_of(
     return calls, sequences[-1] if len(arrived) else None, table
 
 
-def formats_of(shape: AttentionShape) -> Tuple[TensorFormat, ...]:
-    """The formats of q, k, v and the output."""
-    return (
-        TensorFormat(shape.dtype, (shape.heads, shape.head_dim)),
-        TensorFormat(shape.dtype, (shape.kv_heads, shape.head_dim)),
-        TensorFormat(shape.dtype, (shape.kv_heads, shape.v_head_dim)),
-        TensorFormat(shape.dtype, (shape.heads, shape.v_head_dim)),
-    )
-
-
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of a small table of the host, which does not wait for the device."""
     if device.type == "cpu":
@@ -284,27 +274,27 @@ class Moves:
         self, routing: Any, dispatcher: SequenceDispatcher, shape: AttentionShape, latent_dim: int
     ) -> None:
         self._routing, self._dispatcher = routing, dispatcher
-        self._q, *self._kv, self._out = formats_of(shape)
+        sizes = (shape.head_dim, shape.v_head_dim)
+        self._q, self._out = (TensorFormat(shape.dtype, (shape.heads, size)) for size in sizes)
+        self._kv = [TensorFormat(shape.dtype, (shape.kv_heads, size)) for size in sizes]
         if latent_dim:
             self._kv = [TensorFormat(shape.dtype, (latent_dim,))]
         self._lse = TensorFormat(torch.float32, (shape.heads,))
         self._plans: dict[str, PlanHandle] = {}
 
     def there(
-        self, q: torch.Tensor, *kv: torch.Tensor
+        self, name: str, *tensors: torch.Tensor, number: int = 0
     ) -> Tuple[Callable[[], Tuple[torch.Tensor, ...]], int]:
-        """(what makes views of what came of q, k and v, or of q and the latent rows, the number of
-        the dispatch).
+        """(what makes views of what came of q, k and v, or of q and the latent rows ("qkv"), or of
+        the output's gradient ("grad"): after other work is queued; the number of the dispatch).
         """
-        shown = self._send(self._plan("qkv"), (q, *kv))
-        return shown, self._dispatcher.last_dispatch
+        plan = self._plan(name)
+        views = self._dispatcher._send(WHO, _name, plan, tensors, number)
+        return lambda: self._dispatcher._shown(plan, views), self._dispatcher.last_dispatch
 
     def home(self, name: str, *tensors: torch.Tensor, number: int = 0) -> Tuple[torch.Tensor, ...]:
         """Views of the output ("out", "out and lse"), or of the gradient of Q ("dq"), at home."""
         return self._dispatcher._dispatch(WHO, _name, self._plan(name), tensors, number)
-
-    def grad_there(self, grad: torch.Tensor, number: int) -> Callable[[], Tuple[torch.Tensor, ...]]:
-        return self._send(self._plan("grad"), (grad,), number)
 
     def sums(self, number: int, *gradients: torch.Tensor) -> Tuple[torch.Tensor, ...]:
         """Sums of the copies of own rows of K and V. Those of 16-bit rows are in float32, to be
@@ -327,39 +317,27 @@ class Moves:
         """
         with upload:
             for name in ("qkv", "out", *_BACKWARD):
-                self._find(name)
+                self._plan(name, reserves=False)
         self._dispatcher.reserve(*self._plans.values())
 
     def prepare_backward(self) -> None:
         """A backward pass makes no tables, for which windows might have to grow."""
         if all(name in self._plans for name in _BACKWARD):
             return
-        self._dispatcher.reserve(*(self._find(name) for name in _BACKWARD))
+        self._dispatcher.reserve(*(self._plan(name, reserves=False) for name in _BACKWARD))
 
-    def _send(
-        self, plan: PlanHandle, tensors: Sequence[torch.Tensor], of_dispatch: int = 0
-    ) -> Callable[[], Tuple[torch.Tensor, ...]]:
-        """Views are made when they are asked for, after other work is queued."""
-        views = self._dispatcher._send(WHO, _name, plan, tensors, of_dispatch)
-        return lambda: self._dispatcher._shown(plan, views)
-
-    def _plan(self, name: str) -> PlanHandle:
-        ready = self._plans.get(name)
-        if ready is None:
-            ready = self._find(name)
-            self._dispatcher.reserve(ready)
-        return ready
-
-    def _find(self, name: str) -> PlanHandle:
+    def _plan(self, name: str, reserves: bool = True) -> PlanHandle:
         """Made once. (functools.cached_property of Python 3.11 has one lock for all objects, which
         ranks that are threads would wait for each other with.)
         """
-        if name not in self._plans:
+        ready = self._plans.get(name)
+        if ready is None:
             same = name == "dq" and self._q == self._out
-            self._plans[name] = (
-                self._find("out") if same else self._plan_of(name, self._parts(name))
-            )
-        return self._plans[name]
+            ready = self._plan("out", False) if same else self._plan_of(name, self._parts(name))
+            self._plans[name] = ready
+            if reserves:
+                self._dispatcher.reserve(ready)
+        return ready
 
     def _plan_of(self, name: str, parts: Sequence[Tuple[Any, ...]]) -> PlanHandle:
         if name == "sums":

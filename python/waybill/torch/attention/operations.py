@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Tuple
 import torch
 
 from ...errors import InvalidArgument, Unsupported
-from .._tensors import first_order, has_operations, operation, without_autocast
+from .._tensors import adjacent_rows, first_order, has_operations, operation
 from .step import RankStep, Saved
 
 _KEPT = 256  # tickets; with more in flight than that, backward would not find its plan
@@ -25,6 +25,7 @@ _KEPT = 256  # tickets; with more in flight than that, backward would not find i
 _Q_SPARE, _KV_SPARE = 2**24, 2**23
 _LEAST = 2  # rows of what is kept for backward, for the same reason
 
+_pad = torch.nn.functional.pad
 _steps: weakref.WeakValueDictionary[int, RankStep] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
@@ -84,22 +85,13 @@ def _step_of(number: torch.Tensor, owner: int = 0) -> RankStep:
     " Tensor v, int owner, bool needs_lse, bool want_lse) -> (" + ", ".join(["Tensor"] * 10) + ")",
 )
 def attend(
-    number: torch.Tensor,
-    q_rows: torch.Tensor,
-    kv_rows: torch.Tensor,
-    token: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    owner: int,
-    needs_lse: bool,
-    want_lse: bool,
-) -> Tuple[torch.Tensor, ...]:
+    number: torch.Tensor, q_rows: torch.Tensor, kv_rows: torch.Tensor, token: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, owner: int, needs_lse: bool, want_lse: bool,
+) -> Tuple[torch.Tensor, ...]:  # fmt: skip
     """(output, token, log-sum-exp or nothing, number of the dispatch, what backward needs)."""
     step = _step_of(number, owner)
     q, k, v = step.checked(q, k, v, lambda: False)
-    with without_autocast(step.device.type):
-        out, lse, saved, dispatch = step.forward(q, k, v, True, want_lse)
+    out, lse, saved, dispatch = step.forward(q, k, v, True, want_lse)
     lse = q.new_empty(0, dtype=torch.float32) if lse is None else lse
     return (out, token.new_empty(0), lse, torch.tensor([dispatch]), *_kept(step, saved))
 
@@ -142,17 +134,11 @@ def _kept(step: RankStep, saved: Saved) -> Tuple[torch.Tensor, ...]:
         (saved.out, q_rows, shape.heads, shape.v_head_dim),
     ):
         if rows < _LEAST:
-            few, tensor = tensor, tensor.new_zeros(_LEAST, heads, size)
-            if rows:
-                tensor[:rows] = few[:rows]
+            tensor = _pad(tensor.reshape(rows, heads, size), (0, 0, 0, 0, 0, _LEAST - rows))
         kept.append(tensor)
-    lse = saved.lse
-    if not needs_lse:
-        lse = lse.new_empty(0)
-    elif q_rows < _LEAST:
-        few, lse = lse, lse.new_zeros(shape.heads, _LEAST)
-        if q_rows:
-            lse[:, :q_rows] = few
+    lse = saved.lse if needs_lse else saved.lse.new_empty(0)
+    if needs_lse and q_rows < _LEAST:
+        lse = _pad(lse.reshape(shape.heads, q_rows), (0, _LEAST - q_rows))
     return (*kept, lse)
 
 
@@ -170,23 +156,15 @@ def _as_saved(step: RankStep, kept: Sequence[torch.Tensor]) -> Saved:
     " Tensor[] saved, bool needs_q, bool needs_kv) -> (Tensor, Tensor, Tensor)",
 )
 def attend_backward(
-    number: torch.Tensor,
-    dispatch: torch.Tensor,
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    saved: Sequence[torch.Tensor],
-    needs_q: bool,
-    needs_kv: bool,
-) -> Tuple[torch.Tensor, ...]:
+    number: torch.Tensor, dispatch: torch.Tensor, grad: torch.Tensor, q: torch.Tensor,
+    k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, saved: Sequence[torch.Tensor],
+    needs_q: bool, needs_kv: bool,
+) -> Tuple[torch.Tensor, ...]:  # fmt: skip
     step = _step_of(number)
-    q, k, v = step.checked(q, k, v, lambda: False)
-    with without_autocast(step.device.type):  # as forward was
-        found = step.backward(
-            grad, q, k, v, out, _as_saved(step, saved), int(dispatch), (needs_q, needs_kv)
-        )
+    q, k, v = (adjacent_rows(t) for t in (q, k, v))  # as forward had them
+    found = step.backward(
+        grad, q, k, v, out, _as_saved(step, saved), int(dispatch), (needs_q, needs_kv)
+    )
     given = (torch.empty_like(t) if g is None else g for g, t in zip(found, (q, k, v)))
     return tuple(t.contiguous() for t in given)
 

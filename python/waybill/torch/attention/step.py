@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Optional, Tuple, TypeVar, cast
 
 import torch
 
 from ..._errors import said_by, shown
+from ..._graphs import outside_graphs
 from ...errors import Disagreement, InvalidArgument, TransportError
-from .._tensors import Autocast, profiled, require_moved
+from .._tensors import (
+    adjacent_rows,
+    autocast_now,
+    first_order,
+    profiled,
+    require_moved,
+    wants_gradients,
+    without_autocast,
+)
 from ..kernels import AttentionKernel, AttentionShape
-from ..kernels.seam import attention, gradients
+from ..kernels.seam import attention, gradients, mismatch
 from ..sequence_dispatcher import SequenceDispatcher
 from .moves import WHO, Moves, Rows, SideStream, Uploads, calls_of, first_difference
 from .plan import BatchPlan
@@ -21,17 +31,20 @@ Project = Callable[..., Tuple[torch.Tensor, torch.Tensor]]
 
 
 class Projector(NamedTuple):
-    """The caller's function, computed wherever rows are as it is around the call."""
+    """The caller's function from latent rows and weights to K and V, computed wherever rows are as
+    it is around the call.
+    """
 
     function: Project
     shape: AttentionShape
     casts: bool  #: to the module's dtype
-    autocast: Autocast
+    autocast: Callable[[], AbstractContextManager[Any]]
+    device: torch.device
     at: str
 
     def __call__(self, rows: torch.Tensor, *weights: torch.Tensor) -> Any:
         """K and V of rows that came."""
-        with self.autocast.again():
+        with self.autocast():
             given = self.function(rows, *weights)
         return self.fitting(given, rows.shape[0])
 
@@ -41,45 +54,26 @@ class Projector(NamedTuple):
         if not isinstance(given, (tuple, list)) or len(given) != 2:
             got = f"{len(given)} results" if isinstance(given, (tuple, list)) else shown(given)
             raise InvalidArgument(f"{who} returned {got} {self.at}, expected k and v")
-        fits = []
-        for name, tensor, size in zip(
-            ("k", "v"), given, (self.shape.head_dim, self.shape.v_head_dim)
-        ):
-            expected = (rows, self.shape.kv_heads, size)
-            if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != expected:
-                is_tensor = isinstance(tensor, torch.Tensor)
-                got = f"of shape {list(tensor.shape)}" if is_tensor else f"that is {shown(tensor)}"
-                raise InvalidArgument(
-                    f"{who} returned a {name} {got} {self.at}, expected {list(expected)}"
-                )
-            if self.casts:
-                tensor = tensor.to(self.shape.dtype)
-            if tensor.dtype != self.shape.dtype:
-                raise InvalidArgument(
-                    f"{who} returned a {name} of {tensor.dtype} {self.at}, expected"
-                    f" {self.shape.dtype}"
-                )
+        shape, fits = self.shape, []
+        for name, tensor, size in zip("kv", given, (shape.head_dim, shape.v_head_dim)):
+            if self.casts and isinstance(tensor, torch.Tensor):
+                tensor = tensor.to(shape.dtype)
+            wrong = mismatch(tensor, (rows, shape.kv_heads, size), self.device, shape.dtype)
+            if wrong is not None:
+                raise InvalidArgument(f"{who} {self.at}: its {name} {wrong}")
             fits.append(tensor)
         return fits[0], fits[1]
 
-
-class Latent(NamedTuple):
-    """One rank's latent rows, and how K and V come of them."""
-
-    rows: torch.Tensor
-    project: Projector
-    weights: Tuple[torch.Tensor, ...]
-
     def again(
-        self, came: torch.Tensor
+        self, came: torch.Tensor, *weights: torch.Tensor
     ) -> Tuple[torch.Tensor, torch.Tensor, Callable[..., Tuple[Any, ...]]]:
         """(K and V of rows that came, computed again for backward; a function that makes the
         gradients of the rows and of each weight from theirs, zeros where nothing depends on it).
         """
         with torch.enable_grad():
-            inputs = [t.detach() for t in (came, *self.weights)]
+            inputs = [t.detach() for t in (came, *weights)]
             inputs = [t.requires_grad_() if t.is_floating_point() else t for t in inputs]
-            k, v = self.project(*inputs)
+            k, v = self(*inputs)
 
         def gradients(dk: torch.Tensor, dv: torch.Tensor) -> Tuple[Any, ...]:
             pairs = [(t, g) for t, g in ((k, dk), (v, dv)) if t.requires_grad]
@@ -92,11 +86,6 @@ class Latent(NamedTuple):
             return tuple(next(rest) if t.requires_grad else None for t in inputs)
 
         return k.detach().contiguous(), v.detach().contiguous(), gradients
-
-
-def latent_of(project: Optional[Projector], given: Sequence[torch.Tensor]) -> Optional[Latent]:
-    """Latent rows and weights as they are given to autograd; None where K and V travel."""
-    return None if project is None else Latent(given[0], project, tuple(given[1:]))
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -125,24 +114,84 @@ class StepMemory(NamedTuple):
     windows: int  #: windows of the module, for all layers and plans
 
 
-def names_difference(call: _F) -> _F:
-    """A call of RankStep. Where ranks see that they disagree in it, in memory of the host, all of
-    them do, and go on to compare what they planned; a GPU has lost its calls then.
+def _call_of_all(what: str, common: str) -> Callable[[_F], _F]:
+    """A collective call of RankStep, without autocast: tensors are of the right dtype by then.
+
+    Where ranks see that they disagree in it, in memory of the host, all of them do, and go on to
+    compare what they planned; a GPU has lost its calls then.
+
+    :param common: what ranks must have in common, as errors say it
     """
 
-    @functools.wraps(call)
-    def call_and_name(self: Any, *args: Any, **options: Any) -> Any:
-        try:
-            return call(self, *args, **options)
-        except Disagreement as error:
-            if self.device.type == "cpu" and "ranks disagree in call " in str(error):
-                found = first_difference(self.dispatcher.world, self.pieces, self.planner.facts())
-                if found:
-                    hint = f"{WHO}.gather tells all ranks what each holds"
-                    error.args = (f"{error}: {found} ({hint})", *error.args[1:])
-            raise
+    def decorate(call: _F) -> _F:
+        @said_by(f"{WHO}: {what}", common)
+        @functools.wraps(call)
+        def call_and_name(self: Any, *args: Any, **options: Any) -> Any:
+            try:
+                with without_autocast(self.device.type):
+                    return call(self, *args, **options)
+            except Disagreement as error:
+                if self.device.type == "cpu" and "ranks disagree in call " in str(error):
+                    found = first_difference(
+                        self.dispatcher.world, self.pieces, self.planner.facts()
+                    )
+                    if found:
+                        hint = f"{WHO}.gather tells all ranks what each holds"
+                        error.args = (f"{error}: {found} ({hint})", *error.args[1:])
+                raise
 
-    return cast(_F, call_and_name)
+        return cast(_F, call_and_name)
+
+    return decorate
+
+
+class Attention(torch.autograd.Function):
+    """Attention with the tables of a RankStep, for autograd.
+
+    Tensors alone are saved, the same number on all ranks: a checkpoint that computes the forward
+    again, and its calls, does so on all of them at the same place. Where latent rows travel, k and
+    v are of the rows that stay, and ``latent`` are the rows and the weights, so that each weight
+    has one gradient, of all rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: RankStep, keep: bool, want_lse: bool, project: Optional[Projector],
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *latent: torch.Tensor,
+    ) -> Any:  # fmt: skip
+        out, lse, saved, ctx.number = step.forward(q, k, v, keep, want_lse, project, latent)
+        ctx.step, ctx.generation, ctx.project = step, step.generation, project
+        if keep:
+            ctx.save_for_backward(q, k, v, out, *saved, *latent)
+        if lse is not None:
+            ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @outside_graphs
+    @first_order
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+        q, k, v, out, *rest = ctx.saved_tensors  # first: a checkpoint makes its calls here
+        saved, latent = Saved(*rest[:6]), tuple(rest[6:])
+        needs = ctx.needs_input_grad[4:]
+        if ctx.generation != ctx.step.generation:
+            raise InvalidArgument(
+                f"{WHO}: backward of a FixedPlan whose plan was replaced since forward, expected"
+                " one FixedPlan for each microbatch in flight"
+            )
+        found = ctx.step.backward(
+            grad, q, k, v, out, saved, ctx.number, (needs[0], any(needs[1:])), ctx.project, latent
+        )
+        found += (None,) * (len(needs) - len(found))
+        return (None, None, None, None, *(t if n else None for t, n in zip(found, needs)))
+
+
+def keeps(kernel: AttentionKernel, device: torch.device, *inputs: torch.Tensor) -> bool:
+    """Whether a backward pass may come, which the kernel must have."""
+    keep = wants_gradients(*inputs)
+    if keep:
+        kernel.check_training(device, WHO)
+    return keep
 
 
 class RankStep:
@@ -154,43 +203,33 @@ class RankStep:
     generation = 0
     owner = 0  #: the number of the module to which it belongs
 
+    uploads_ahead = True  #: on a stream of their own
+
     def __init__(
         self, plan: BatchPlan, dispatcher: SequenceDispatcher, kernel: AttentionKernel,
         side: SideStream,
     ) -> None:  # fmt: skip
-        self._begin(plan, dispatcher, kernel, side, side.uploads)
-        rank, routing = dispatcher.world.rank, plan.routing()
-        in_place, dispatched, q_rows, kv_rows = routing.rank(rank)
-        self.rows = plan.home_tokens[rank]
-        with self.uploads.run():
-            self.home, self.arrived, table = calls_of(
-                in_place, dispatched, self.rows, kernel.takes_gaps, self.device
-            )
-            self.q_rows, self.kv_rows = Rows(q_rows, self.device), Rows(kv_rows, self.device)
-        self.uploads.keep((table, *self.q_rows.tables, *self.kv_rows.tables))
-        #: Whether any rank dispatches anything: else there is nothing collective.
-        self.moves = bool(len(routing.fwd_q.dst_rank))
-        self._moves = Moves(routing, dispatcher, self.shape, self.latent_dim)
-
-    def _begin(
-        self, plan: BatchPlan, dispatcher: SequenceDispatcher, kernel: AttentionKernel,
-        side: SideStream, uploads: Any,
-    ) -> None:  # fmt: skip
-        """Sets what another plan of the module leaves as it is."""
         self.dispatcher, self.kernel, self.side = dispatcher, kernel, side
         self.planner, self.pieces = plan.planner, plan._pieces
         self.shape, self.latent_dim = plan.planner.shape, plan.planner.latent_dim
         self.device = torch.device(dispatcher.world.device)
         self.at = f"on rank {dispatcher.world.rank}"  #: as errors say it
-        self.uploads = Uploads(self.device, uploads)
+        self.uploads = Uploads(self.device, side.uploads if self.uploads_ahead else None)
+        self._make_tables(plan)
 
-    def check_generation(self, generation: int) -> None:
-        """A backward pass needs the plan that its forward had."""
-        if generation != self.generation:
-            raise InvalidArgument(
-                f"{WHO}: backward of a FixedPlan whose plan was replaced since forward, expected"
-                " one FixedPlan for each microbatch in flight"
+    def _make_tables(self, plan: BatchPlan) -> None:
+        rank, routing = self.dispatcher.world.rank, plan.routing()
+        in_place, dispatched, q_rows, kv_rows = routing.rank(rank)
+        self.rows = plan.home_tokens[rank]
+        with self.uploads.run():
+            self.home, self.arrived, table = calls_of(
+                in_place, dispatched, self.rows, self.kernel.takes_gaps, self.device
             )
+            self.q_rows, self.kv_rows = Rows(q_rows, self.device), Rows(kv_rows, self.device)
+        self.uploads.keep((table, *self.q_rows.tables, *self.kv_rows.tables))
+        #: Whether any rank dispatches anything: else there is nothing collective.
+        self.moves = bool(len(routing.fwd_q.dst_rank))
+        self._moves = Moves(routing, self.dispatcher, self.shape, self.latent_dim)
 
     def check_open(self) -> None:
         """Backward of a call that was made before the module was closed comes too late. Where no
@@ -207,6 +246,23 @@ class RankStep:
         if self.moves:
             with self.side.only():
                 self._moves.prepare(self.uploads.run())
+
+    def attend(
+        self, q: torch.Tensor, kv: Sequence[torch.Tensor], casts: Callable[[], bool],
+        want_lse: bool, project: Optional[Project] = None,
+    ) -> Any:  # fmt: skip
+        """Collective, known to autograd: the output, and the log-sum-exp where it is wanted.
+
+        :param kv: K and V; with ``project`` latent rows and weights
+        """
+        made: Optional[Projector] = None
+        latent: Tuple[torch.Tensor, ...] = ()
+        if project is not None:
+            made, latent, kv = self._projected(project, kv[0], kv[1:], casts)
+        q, k, v = self.checked(q, kv[0], kv[1], casts, made is not None)
+        keep = keeps(self.kernel, self.device, q, *(latent or (k, v)))
+        out, lse = Attention.apply(self, keep, want_lse, made, q, k, v, *latent)
+        return (out, lse) if want_lse else out
 
     def checked(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, casts: Callable[[], bool],
@@ -228,11 +284,11 @@ class RankStep:
             self._checked("v", v, (*kv, shape.v_head_dim), casts),
         ]
 
-    def checked_latent(
-        self, rows: torch.Tensor, project: Project, weights: Sequence[torch.Tensor],
+    def _projected(
+        self, project: Project, rows: torch.Tensor, weights: Sequence[torch.Tensor],
         casts: Callable[[], bool],
-    ) -> Tuple[torch.Tensor, Projector, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """(latent rows, how they are projected, K and V of those that stay)."""
+    ) -> Tuple[Projector, Tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:  # fmt: skip
+        """(how latent rows are projected, these and the weights, K and V of those that stay)."""
         if not self.latent_dim:
             raise InvalidArgument(f"{WHO}: got latent rows, expected k and v: latent_dim is None")
         rows = self._checked("rows", rows, (self.rows, self.latent_dim), casts)
@@ -240,11 +296,10 @@ class RankStep:
             require_moved(weight, f"{WHO}: weights[{i}]")
         if not callable(project):
             raise InvalidArgument(f"{WHO}: project = {shown(project)}, expected a function")
-        autocast = Autocast.now(self.device.type)
-        projector = Projector(project, self.shape, casts(), autocast, self.at)
+        autocast = autocast_now(self.device.type)
+        made = Projector(project, self.shape, casts(), autocast, self.device, self.at)
         mine = rows if self.home else rows[:0]
-        k, v = projector.fitting(project(mine, *weights), mine.shape[0])
-        return rows, projector, k, v
+        return made, (rows, *weights), made.fitting(project(mine, *weights), mine.shape[0])
 
     def _checked(
         self, name: str, tensor: torch.Tensor, expected: Tuple[int, ...], casts: Callable[[], bool]
@@ -256,21 +311,11 @@ class RankStep:
                 f"{WHO}: {name} is a {type(tensor).__name__} {at}, expected this rank's part:"
                 f" {name}.to_local()"
             )
-        if tensor.device != self.device:
-            raise InvalidArgument(
-                f"{WHO}: {name} lies on {tensor.device}, expected {self.device} {at}"
-            )
-        if tuple(tensor.shape) != expected:
-            raise InvalidArgument(
-                f"{WHO}: {name} has shape {list(tensor.shape)}, expected {list(expected)}, as the"
-                f" plan has it {at}"
-            )
         if tensor.dtype != self.shape.dtype and casts():
             tensor = tensor.to(self.shape.dtype)
-        if tensor.dtype != self.shape.dtype:
-            raise InvalidArgument(
-                f"{WHO}: {name} has dtype {tensor.dtype}, expected {self.shape.dtype} {at}"
-            )
+        wrong = mismatch(tensor, expected, self.device, self.shape.dtype)
+        if wrong is not None:
+            raise InvalidArgument(f"{WHO}: {name} {wrong} {at}")
         return adjacent_rows(tensor)
 
     @property
@@ -294,17 +339,16 @@ class RankStep:
         sums = self.kv_rows.count * max(4, size) * (kv_row + v_row)
         return StepMemory(came + self.rows * lse, gradients + (sums if self.moves else 0), 0)
 
-    @said_by(f"{WHO}: forward", ORDER)
-    @names_difference
+    @_call_of_all("forward", ORDER)
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool, want_lse: bool,
-        latent: Optional[Latent] = None,
+        project: Optional[Projector] = None, latent: Sequence[torch.Tensor] = (),
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Saved, int]:  # fmt: skip
         """(output, log-sum-exp [rows, heads] where it is wanted, what backward needs, the number of
         the dispatch). With ``keep`` what came is copied from the window. Of latent rows, k and v
         are those that stay, and the latent ones travel.
         """
-        sent = (q, k, v) if latent is None else (q, latent.rows)
+        sent = (q, k, v) if project is None else (q, latent[0])
         number, there = 0, None
         back: Tuple[torch.Tensor, ...] = ()
         lse: Optional[torch.Tensor]
@@ -315,15 +359,18 @@ class RankStep:
         at_once = self.moves and (self._moves.is_ready or not self.side.overlaps)
         if at_once:
             with self.side.run(), profiled("dispatch", self.device):
-                views, number = self._moves.there(*sent)
+                views, number = self._moves.there("qkv", *sent)
         with profiled("forward in place", self.device):
             out, home_lse = self._attend_home(q, k, v, want_lse)
         if self.moves:
             with self.side.run(), profiled("forward of rows that travel", self.device):
                 if not at_once:
-                    views, number = self._moves.there(*sent)
-                there, lse = self._attend_there(views(), keep, want_lse, latent)
-                back = self._send_back(there.out, lse, want_lse)
+                    views, number = self._moves.there("qkv", *sent)
+                there, lse = self._attend_there(views(), keep, want_lse, project, latent)
+                if want_lse:
+                    back = self._moves.home("out and lse", there.out, lse.t().contiguous())
+                else:
+                    back = self._moves.home("out", there.out)
                 if keep:
                     self._moves.prepare_backward()
             self.side.join()
@@ -340,13 +387,14 @@ class RankStep:
         return out, lse, there._replace(home_lse=kept), number
 
     def _attend_there(
-        self, views: Sequence[torch.Tensor], keep: bool, want_lse: bool, latent: Optional[Latent]
-    ) -> Tuple[Saved, torch.Tensor]:
+        self, views: Sequence[torch.Tensor], keep: bool, want_lse: bool,
+        project: Optional[Projector], latent: Sequence[torch.Tensor],
+    ) -> Tuple[Saved, torch.Tensor]:  # fmt: skip
         shape = self.shape
         q, *kv = (view.clone() for view in views) if keep else views
-        k, v = kv if latent is None else (kv[0], q.new_empty(0))
-        if latent is not None and self.arrived is not None:
-            kv = [adjacent_rows(t) for t in latent.project(kv[0], *latent.weights)]
+        k, v = kv if project is None else (kv[0], q.new_empty(0))
+        if project is not None and self.arrived is not None:
+            kv = [adjacent_rows(t) for t in project(kv[0], *latent[1:])]
         if self.arrived is None:
             out = q.new_empty(0, shape.heads, shape.v_head_dim)
             lse = q.new_empty(shape.heads, 0, dtype=torch.float32)
@@ -358,13 +406,6 @@ class RankStep:
             lse = q.new_empty(0, dtype=torch.float32) if found is None else found
         kept = lse if self.kernel.needs_lse else lse.new_empty(0)
         return Saved(kept, q, k, v, out, kept), lse  # that of rows at home comes later
-
-    def _send_back(
-        self, out: torch.Tensor, lse: torch.Tensor, want_lse: bool
-    ) -> Tuple[torch.Tensor, ...]:
-        if not want_lse:
-            return self._moves.home("out", out)
-        return self._moves.home("out and lse", out, lse.t().contiguous())
 
     @property
     def _is_whole(self) -> bool:
@@ -403,12 +444,11 @@ class RankStep:
                 lses[:, call.q] = lse
         return out, lses
 
-    @said_by(f"{WHO}: backward", GRADIENTS)
-    @names_difference
+    @_call_of_all("backward", GRADIENTS)
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         out: torch.Tensor, saved: Saved, number: int, needs: Tuple[bool, bool],
-        latent: Optional[Latent] = None,
+        project: Optional[Projector] = None, latent: Sequence[torch.Tensor] = (),
     ) -> Tuple[Optional[torch.Tensor], ...]:  # fmt: skip
         """Gradients of q, k and v; then of latent rows and weights. ``needs``: of q, and of k or v;
         the same on all ranks.
@@ -420,12 +460,12 @@ class RankStep:
         self.side.fork(self.uploads)
         if self.moves:
             with self.side.run(), profiled("dispatch of gradients", self.device):
-                there = self._moves.grad_there(grad, number)
+                there, _ = self._moves.there("grad", grad, number=number)
         with profiled("backward in place", self.device):
             dq, dk, dv = self._gradients_home(grad, q, k, v, out, saved.home_lse)
         if self.moves:
             with self.side.run(), profiled("backward of rows that travel", self.device):
-                found, of_weights = self._gradients_there(there()[0], saved, latent)
+                found, of_weights = self._gradients_there(there()[0], saved, project, latent[1:])
                 if needs[1]:
                     sums = self._moves.sums(number, *found[1:])
                 # Last: its view holds until the dispatcher's next call.
@@ -435,25 +475,27 @@ class RankStep:
             self.side.join()
             if needs[0]:
                 self.q_rows.write(dq, back)
-        targets = [dk, dv] if latent is None else [self._begun(latent.rows)]
+        targets = [dk, dv] if project is None else [self._begun(latent[0])]
         for target, sum_ in zip(targets, sums):
             if self._all_travel:
                 target.copy_(sum_)
             else:
                 self.kv_rows.add(target, sum_)
-        of_kv = (dk, dv) if latent is None else (dk, dv, *targets, *of_weights)
+        of_kv = (dk, dv) if project is None else (dk, dv, *targets, *of_weights)
         return dq if needs[0] else None, *(t if needs[1] else None for t in of_kv)
 
     def _gradients_there(
-        self, grad: torch.Tensor, saved: Saved, latent: Optional[Latent]
-    ) -> Tuple[Tuple[torch.Tensor, ...], Tuple[Optional[torch.Tensor], ...]]:
+        self, grad: torch.Tensor, saved: Saved, project: Optional[Projector],
+        weights: Sequence[torch.Tensor],
+    ) -> Tuple[Tuple[torch.Tensor, ...], Tuple[Optional[torch.Tensor], ...]]:  # fmt: skip
         """(of q, k and v, or of q and the latent rows; of weights)."""
-        weights = () if latent is None else latent.weights
         if self.arrived is None:
-            kv = (saved.k, saved.v) if latent is None else (saved.k,)
+            kv = (saved.k, saved.v) if project is None else (saved.k,)
             zeros = (torch.zeros_like(w) if w.is_floating_point() else None for w in weights)
             return (saved.q, *kv), tuple(zeros)
-        k, v, again = (saved.k, saved.v, None) if latent is None else latent.again(saved.k)
+        k, v, again = saved.k, saved.v, None
+        if project is not None:
+            k, v, again = project.again(saved.k, *weights)
         found: Tuple[torch.Tensor, ...] = gradients(
             self.kernel, grad, saved.q, k, v, saved.out, saved.lse, self.arrived, self.shape,
             self.at,
@@ -480,15 +522,3 @@ class RankStep:
                 call.sequences, self.shape, self.at,
             )  # fmt: skip
         return dq, dk, dv
-
-
-def adjacent_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Slices of a common projection go as they are; rows must have adjacent elements, in memory."""
-    if tensor.is_neg():
-        return tensor.resolve_neg().contiguous()
-    size = 1
-    for extent, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:])):
-        if stride != size and extent != 1:
-            return tensor.contiguous()
-        size *= extent
-    return tensor

@@ -81,10 +81,7 @@ def weights_home(of: Any, brought: Any, gradient: torch.Tensor) -> torch.Tensor:
     else:
         slots = torch.arange(topk, dtype=torch.int32, device=layer.device)
         rows = torch.where(table == slots, gradient[:, None], zero)
-    home: torch.Tensor = layer._combine(
-        rows, brought, False, (), of_backward=True, of_companion=True
-    )
-    return home
+    return layer._combine(rows, brought, False, (), of_backward=True, of_companion=True)
 
 
 class Combine(torch.autograd.Function):
@@ -144,8 +141,7 @@ def tied_to_parameters(
     parameters = [] if used else [one for one in experts.parameters() if one.requires_grad]
     if not parameters:
         return outputs
-    tied: torch.Tensor = _Tied.apply(outputs, rows, weights, *parameters)
-    return tied
+    return _Tied.apply(outputs, rows, weights, *parameters)
 
 
 def _uses_a_leaf(outputs: torch.Tensor, *given: Optional[torch.Tensor]) -> bool:

@@ -8,10 +8,11 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from ..._arrays import at_least, choice, flag, int64
+from ..._arrays import at_least, choice, flag, instance, int64
 from ..._errors import said_by, shown
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
+from ..._process_group import group_of
 from ...errors import InvalidArgument, TransportError, WrongType
 from ...moe.config import EPConfig
 from ...world import World, agree_on
@@ -21,8 +22,9 @@ from .._tensors import (
     has_operations,
     holds,
     is_autocast,
+    refuse_tangent,
     require_known_ids,
-    require_moved,
+    require_moved_rows,
     require_rows,
     require_tensor,
     torch_dtype,
@@ -32,7 +34,6 @@ from . import operations as ops
 from .autograd import tied_to_parameters
 from .grouped import SwiGLUExperts, ends_within
 from .layer import EPAll2AllLayer
-from .operations import register_layer
 from .presets import PRESETS, preset_options
 
 
@@ -100,15 +101,20 @@ Make = Callable[..., EPAll2AllLayer]
 
 
 class LayerBox:
-    """A layer that modules share: when it is made anew, larger, all of them have the new one."""
+    """A layer that modules share: when it is made anew, larger, all of them have the new one.
 
-    def __init__(self, make: Optional[Make], layer: Optional[EPAll2AllLayer] = None) -> None:
-        self._make = make
+    :param layer: one that was given, and is not made
+    :param forget: called when nobody uses it any more
+    """
+
+    def __init__(
+        self, make: Optional[Make], layer: Optional[EPAll2AllLayer] = None,
+        forget: Optional[Callable[[], Any]] = None,
+    ) -> None:  # fmt: skip
+        self._make, self._forget = make, forget
         self.layer = layer if make is None else make()
         self.users = 0
-        self.number = register_layer(self)
-        self._boxes: Optional[Dict[Any, LayerBox]] = None
-        self._key: Any = None
+        self.number = ops.register_layer(self)
 
     def check_resize(self, fixed_rows: int) -> None:
         """Whether it can be made anew with so many rows."""
@@ -130,23 +136,10 @@ class LayerBox:
         self.users -= 1
         if self.users > 0:
             return
-        if self._boxes is not None:
-            self._boxes.pop(self._key, None)
+        if self._forget is not None:
+            self._forget()
         assert self.layer is not None
         self.layer.finalize()
-
-
-def shared_box(world: Any, key: Tuple[Any, ...], make: Make) -> LayerBox:
-    """The box of this world for these sizes. It stays until its users have released it, not until
-    they are collected, which may be at other times on other ranks.
-    """
-    boxes: Dict[Any, LayerBox] = world._expert_layers  # they go with it
-    name = repr(key)
-    box = boxes.get(name)
-    if box is None:
-        box = boxes[name] = LayerBox(make)
-        box._boxes, box._key = boxes, name
-    return box
 
 
 _WHO = "ExpertParallel"
@@ -231,13 +224,6 @@ def check_choices(
             raise WrongType(f"{_WHO}: {name} = {shown(value)}, expected a module or function")
 
 
-def require_layer(layer: Any) -> None:
-    """One that has a world, on which the others can be told."""
-    if not isinstance(layer, EPAll2AllLayer):
-        kind = type(layer).__name__
-        raise InvalidArgument(f"{_WHO}: layer is a {kind}, expected an EPAll2AllLayer")
-
-
 def check_layer(
     layer: Any, num_experts: int, topk: int, hidden: int, max_tokens: int, more: Dict[str, Any]
 ) -> None:
@@ -274,8 +260,6 @@ def _is_of(layer: EPAll2AllLayer, name: str, value: Any) -> bool:
     if name == "group":
         if isinstance(value, World):
             return value is layer.world
-        from ..._process_group import group_of  # not every torch has torch.distributed
-
         return group_of(value, _WHO, name) is layer.ep_group
     if name == "device":
         device = layer.world.device
@@ -296,18 +280,19 @@ def check_call(
         ("scores", scores, topk),
         ("ids", ids, topk),
     ):
-        require_moved(require_rows(value, f"{_WHO}: {name}"), f"{_WHO}: {name}")
+        require_moved_rows(value, f"{_WHO}: {name}")
         *rows, last = value.shape
         if last != columns or not (rows == [count] or rows == list(wanted)):
             raise _wrong(f"{name} has shape {list(value.shape)}", f"{[*wanted, columns]}", rank)
         if value.device != device:
             raise _wrong(f"{name} lies on {value.device}", f"{device}", rank)
-    if tokens.dtype != layer.dtype and not (tokens.is_floating_point() and is_autocast(device)):
+    casts = is_autocast(device.type)
+    if tokens.dtype != layer.dtype and not (tokens.is_floating_point() and casts):
         raise _wrong(f"tokens is {tokens.dtype}", f"{layer.dtype}, or autocast", rank)
     if not scores.is_floating_point():
         raise _wrong(f"scores is {scores.dtype}", "floats", rank)
     of_weights = layer.weight_dtype
-    if not holds(of_weights, scores.dtype) and not is_autocast(device):
+    if not holds(of_weights, scores.dtype) and not casts:
         wanted_dtype = f"{of_weights}, which is weight_dtype, or fewer digits; or autocast"
         raise _wrong(f"scores is {scores.dtype}", wanted_dtype, rank)
     if ids.dtype not in (torch.int32, torch.int64):
@@ -323,30 +308,20 @@ def _wrong(got: str, expected: str, rank: int) -> InvalidArgument:
     return InvalidArgument(f"{_WHO}: {got}, expected {expected}, on rank {rank}")
 
 
-def check_outputs(outputs: Any, rows: torch.Tensor, rank: int) -> torch.Tensor:
-    """The outputs that the experts made of rows."""
-    name = f"{_WHO}: what the experts of rank {rank} gave"
-    require_moved(outputs, name)
+def check_outputs(outputs: Any, rows: torch.Tensor, name: str) -> torch.Tensor:
+    """The outputs that experts made of rows: another shape would be spread over them."""
+    require_tensor(outputs, name)
     if outputs.shape != rows.shape or not outputs.is_floating_point():
         raise InvalidArgument(
             f"{name} is {tuple(outputs.shape)} of {outputs.dtype}, expected {tuple(rows.shape)} of"
             " floats, a row for each"
         )
-    if outputs.dtype != rows.dtype and not is_autocast(rows.device):
+    if outputs.dtype != rows.dtype and not is_autocast(rows.device.type):
         raise InvalidArgument(f"{name} is {outputs.dtype}, expected {rows.dtype}, or autocast")
-    return outputs  # type: ignore[no-any-return]
+    return outputs
 
 
-def check_shared(outputs: Any, tokens: torch.Tensor, rank: int) -> None:
-    """The outputs of shared experts for tokens: another shape would be spread over them."""
-    name = f"{_WHO}: what shared gave on rank {rank}"
-    require_tensor(outputs, name)
-    if outputs.shape != tokens.shape:
-        raise InvalidArgument(
-            f"{name} is {tuple(outputs.shape)}, expected {tuple(tokens.shape)}, a row for each"
-        )
-    if outputs.dtype != tokens.dtype and not is_autocast(tokens.device):
-        raise InvalidArgument(f"{name} is {outputs.dtype}, expected {tokens.dtype}, or autocast")
+_tied = outside_graphs(tied_to_parameters)
 
 
 class ExpertParallel(OfThisProcess, torch.nn.Module):
@@ -417,7 +392,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         super().__init__()
         who = "ExpertParallel"
         if layer is not None:
-            require_layer(layer)
+            instance(layer, EPAll2AllLayer, f"{who}: layer", "an EPAll2AllLayer")
         world = world_of(group, None, device, who) if layer is None else layer.world
         options: Dict[str, Any] = {}
         most = 0
@@ -493,7 +468,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         weights, chosen = flat_rows(scores), flat_rows(ids)
         added = None if self.shared is None else self._side.run(self.shared, x)
         if self.shared is not None:
-            check_shared(added, x, self.layer.rank)
+            check_outputs(added, x, f"{_WHO}: what shared gave on rank {self.layer.rank}")
         # Everything between here and home has the gradients of the mean.
         ranks = self.layer.world_size if self.gradients == "mean" else 1
         x = scaled_gradient(x, ranks)
@@ -576,14 +551,11 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         x = as_autocast(x, self.layer.dtype, self.layer.device)
         needs = [recorded and one.requires_grad for one in (x, weights)]
         rows, row_weights, ends, ticket, token = ops.dispatch(number, x, chosen, weights, *needs)
-        outputs = self.experts(rows, ends, *([row_weights] if inside else []))
-        check_outputs(outputs, rows, self.layer.rank)
-        outputs = tied_to_parameters(outputs.to(rows.dtype), self.experts, rows, row_weights)
+        outputs = self._outputs(rows, ends, row_weights, tied_to_parameters)
         will = any(needs) or (recorded and outputs.requires_grad)
-        sums: torch.Tensor = ops.combine(
+        return ops.combine(
             number, ticket, token, outputs, None if inside else row_weights, x.shape[0], will
         )
-        return sums
 
     def _parts(self, value: torch.Tensor) -> Tuple[torch.Tensor, ...]:
         """One for each chunk, the last ones perhaps without tokens."""
@@ -598,17 +570,18 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             return self.layer.dispatch(x, ids, weights, copy_out=self.layer.copy_out and kept)
 
     def _computed(self, rows: torch.Tensor, row_weights: torch.Tensor, layout: Any) -> Any:
-        """The outputs that the experts make of rows, and the descriptor."""
-        given = (rows, ends_within(layout.recv_expert_offsets, self.layer.fixed_rows))
-        outputs = self.experts(*given, *([row_weights] if self.weights == "experts" else []))
-        outputs = check_outputs(outputs, rows, self.layer.rank).to(self.layer.dtype)
-        return self._tied(outputs, rows, row_weights), layout
+        ends = ends_within(layout.recv_expert_offsets, self.layer.fixed_rows)
+        return self._outputs(rows, ends, row_weights, _tied), layout
 
-    @outside_graphs
-    def _tied(
-        self, outputs: torch.Tensor, rows: torch.Tensor, row_weights: torch.Tensor
+    def _outputs(
+        self, rows: torch.Tensor, ends: torch.Tensor, row_weights: torch.Tensor, tied: Any
     ) -> torch.Tensor:
-        return tied_to_parameters(outputs, self.experts, rows, row_weights)
+        """The outputs that the experts make of rows."""
+        weights = [row_weights] if self.weights == "experts" else []
+        name = f"{_WHO}: what the experts of rank {self.layer.rank} gave"
+        outputs = check_outputs(self.experts(rows, ends, *weights), rows, name)
+        refuse_tangent(outputs, name)
+        return tied(outputs.to(rows.dtype), self.experts, rows, row_weights)
 
     @outside_graphs
     def _combine(self, outputs: torch.Tensor, layout: Any) -> torch.Tensor:
@@ -634,5 +607,12 @@ def _box_of(
                 world.topology.ranks_per_node, world.world_size, dtype, **{**options, **changed},
             )  # fmt: skip
 
-    key = (*sizes, dtype, sorted(options.items()))
-    return shared_box(world, key, make) if shares else LayerBox(make)
+    if not shares:
+        return LayerBox(make)
+    # A box stays until its users have released it, not until they are collected, which may be at
+    # other times on other ranks.
+    boxes: Dict[str, LayerBox] = world._expert_layers
+    key = repr((*sizes, dtype, sorted(options.items())))
+    if key not in boxes:
+        boxes[key] = LayerBox(make, forget=lambda: boxes.pop(key, None))
+    return boxes[key]

@@ -104,7 +104,7 @@ class SwiGLUExperts(torch.nn.Module):
 
     def _check_dtype(self, rows: torch.Tensor) -> None:
         own = self.gate.dtype
-        if not holds(own, rows.dtype) and not is_autocast(rows.device):
+        if not holds(own, rows.dtype) and not is_autocast(rows.device.type):
             raise InvalidArgument(
                 f"SwiGLUExperts: parameters are {own}, expected {rows.dtype} as the rows, or more"
                 " digits; or autocast"

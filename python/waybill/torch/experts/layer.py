@@ -23,6 +23,7 @@ from .._tensors import (
     stream_of,
     torch_dtype,
     view_of,
+    wants_gradients,
 )
 from ..world import group_of_layer, world_of
 from .autograd import Combine, Dispatch
@@ -366,7 +367,12 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         require_moved(input, "combine: input")
         dtype = self.ep_config.token_dtype
         input = as_autocast(input, dtype, self.device)
-        biases = [as_autocast(bias, dtype, self.device) for bias in _checked_biases(biases)]
+        # Rows of a tensor would be taken for biases.
+        instance(biases, (list, tuple), "combine: biases", "a list of tensors")
+        biases = [
+            as_autocast(require_moved(bias, "combine: biases"), dtype, self.device)
+            for bias in biases
+        ]
         recorded = torch.is_grad_enabled()
         if self.payload != "plain":
             _refuse_gradients("combine", self.payload, input, *biases)
@@ -374,10 +380,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         needs, token = self._will_have_backward(input, layout)
         if needs or (recorded and any(bias.requires_grad for bias in biases)):
             weights = layout._weights if weighted else None
-            sums: torch.Tensor = Combine.apply(
-                self, layout, needs, weighted, input, weights, token, *biases
-            )
-            return sums
+            return Combine.apply(self, layout, needs, weighted, input, weights, token, *biases)
         return self._combine(input, layout, weighted, biases)
 
     def _will_have_backward(
@@ -441,7 +444,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         """Rows that ``fixed_rows`` should have been for a dispatch since the last call of this or
         of ``check_overflow``, the same on all ranks; 0: all did fit. On GPUs when they are done.
         """
-        return self._layer.take_overflow()  # type: ignore[no-any-return]
+        return self._layer.take_overflow()
 
     @outside_graphs
     def combine_input(self, rows: int) -> torch.Tensor:
@@ -499,7 +502,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
     @outside_graphs
     def output_rows(self) -> int:
         """Rows that the buffers have."""
-        return self._layer.output_rows  # type: ignore[no-any-return]
+        return self._layer.output_rows
 
     @outside_graphs
     def check_overflow(self) -> None:
@@ -538,21 +541,18 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         of_backward: bool = False,
     ) -> Tuple[Any, Any, Any, LayerLayout]:  # fmt: skip
         """(rows, weights, scales, descriptor): views of the window."""
-        who = "dispatch"
-        tokens_given, kept = given(tokens, f"{who}: input", self.device)
-        others = []
-        for value, name in (
-            (None if layout is not None else ids, "exp_indices"),
-            (weight, "weight"),
-            (scales, "scales"),
-            (positions, "full_scatter_indices"),
-        ):
-            others.append(
-                (None, None) if value is None else given(value, f"{who}: {name}", self.device)
+        tokens_given, kept = given(tokens, "dispatch: input", self.device)
+        others = [
+            given(value, name, self.device)
+            for value, name in (
+                (None if layout is not None else ids, "dispatch: exp_indices"),
+                (weight, "dispatch: weight"), (scales, "dispatch: scales"),
+                (positions, "dispatch: full_scatter_indices"),
             )
+        ]  # fmt: skip
         if layout is None and ids is None:
-            raise InvalidArgument(f"{who}: exp_indices is None, expected [num_tokens, topk]")
-        handle = None if layout is None else checked_layout(layout, f"{who}: layout_desc")._handle
+            raise InvalidArgument("dispatch: exp_indices is None, expected [num_tokens, topk]")
+        handle = None if layout is None else checked_layout(layout, "dispatch: layout_desc")._handle
         payload_dtype = self.dtype if self.payload == "plain" else torch.float8_e4m3fn
         bits, weights, scale_bits, made = self._layer.dispatch(
             tokens_given, *(view for view, _ in others), handle, stream_of(self.device),
@@ -602,29 +602,25 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
             view, _, _, _ = self._arrive(gradient, None, None, None, None, layout, of_backward=True)
             if weights is None:
                 return self._copied(view, layout), None
-            to_rows = torch.empty_like(view) if needs_rows else None
-            wide = self.weight_dtype == torch.float64
             of_weights = None
             if rows is not None:
+                view = view[: rows.shape[0]]
                 rows = rows[: view.shape[0]]
+                wide = self.weight_dtype == torch.float64
                 of_weights = torch.empty(
-                    rows.shape[0], dtype=torch.float64 if wide else torch.float32,
+                    view.shape[0], dtype=torch.float64 if wide else torch.float32,
                     device=self.device,
                 )  # fmt: skip
-                view = view[: rows.shape[0]]
-            tensors = [(weights[: view.shape[0]], "weights"), (rows, "rows")]
-            if to_rows is not None:
-                to_rows = to_rows[: view.shape[0]]
-            tensors += [(to_rows, "row gradients"), (of_weights, "weight gradients")]
-            held = [
-                (None, None) if tensor is None else given(tensor, name, self.device)
-                for tensor, name in tensors
-            ]
-            of_weights_given, of_rows, to_rows_given, to_weights_given = (one for one, _ in held)
-            self._layer.weigh_gradients(
-                given(view, "gradients", self.device)[0], of_weights_given, of_rows, layout._handle,
-                to_rows_given, to_weights_given, stream_of(self.device),
+            to_rows = torch.empty_like(view) if needs_rows else None
+            tensors = (
+                (view, "gradients"), (weights[: view.shape[0]], "weights"), (rows, "rows"),
+                (to_rows, "row gradients"), (of_weights, "weight gradients"),
             )  # fmt: skip
+            held = [given(tensor, name, self.device) for tensor, name in tensors]
+            views = [one for one, _ in held]
+            self._layer.weigh_gradients(
+                *views[:3], layout._handle, *views[3:], stream_of(self.device)
+            )
         return to_rows, of_weights
 
     def _combine(
@@ -633,12 +629,8 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
     ) -> Any:  # fmt: skip
         rows_given, kept = given(rows, "combine: input", self.device)
         bias_given = [given(bias, "combine: biases", self.device) for bias in biases]
-        output = torch.empty(
-            layout.num_dispatch_token_cur_rank,
-            self.ep_config.hidden,
-            dtype=self.ep_config.token_dtype,
-            device=self.device,
-        )
+        config, tokens = self.ep_config, layout.num_dispatch_token_cur_rank
+        output = torch.empty(tokens, config.hidden, dtype=config.token_dtype, device=self.device)
         output_given, _ = given(output, "combine: output", self.device)
         self._layer.combine(
             rows_given, layout._handle, output_given, bool(weighted),
@@ -649,18 +641,9 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         return output
 
 
-def _checked_biases(biases: Any) -> Sequence[torch.Tensor]:
-    instance(
-        biases, (list, tuple), "combine: biases", "a list of tensors"
-    )  # rows of a tensor would be taken for biases
-    return [require_moved(bias, "combine: biases") for bias in biases]
-
-
 def _refuse_gradients(who: str, payload: str, *values: Any) -> None:
     """A float8 payload has none; who asks for them shall not train without noticing."""
-    if torch.is_grad_enabled() and any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in values
-    ):
+    if wants_gradients(*values):
         raise InvalidArgument(
             f"{who}: got a tensor that requires gradients, and a layer of payload = {payload!r} has"
             ' none: use one of payload = "plain", or detach() it where none are meant'

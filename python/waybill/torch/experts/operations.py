@@ -163,17 +163,14 @@ def combine(
 ) -> torch.Tensor:  # fmt: skip
     """Sums [num_tokens, hidden], with the dispatch's weights if some are given."""
     moving, layout = _dispatch_of(ticket)
-    sums: torch.Tensor = moving._combine(
-        rows, layout, weights is not None, (), needs_gradients=needs
-    )
-    return sums
+    return moving._combine(rows, layout, weights is not None, (), needs_gradients=needs)
 
 
 @combine.register_fake
 def _(
     layer: int, ticket: Any, token: Any, rows: Any, weights: Any, num_tokens: Any, needs: bool
 ) -> torch.Tensor:
-    return rows.new_empty(num_tokens, rows.shape[1])  # type: ignore[no-any-return]
+    return rows.new_empty(num_tokens, rows.shape[1])
 
 
 @operation(

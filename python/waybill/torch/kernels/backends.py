@@ -174,7 +174,7 @@ class _PackageKernel(AttentionKernel):
             **{name: value for name, value in options.items() if name in known},
         )  # fmt: skip
         out, lse = result[0], result[1]
-        return out[..., : shape.v_head_dim], lse
+        return narrowed(out, shape.v_head_dim), lse
 
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -203,7 +203,7 @@ class _PackageKernel(AttentionKernel):
         if self._backward is None or missing or not {"dq", "dk", "dv", "softmax_lse"} <= set(known):
             return super().backward(grad, q, k, v, out, lse, sequences, shape)
         self._backward(**{name: value for name, value in given.items() if name in known})
-        return dq, dk, dv[..., : shape.v_head_dim]
+        return dq, dk, narrowed(dv, shape.v_head_dim)
 
 
 class FlashAttention2Kernel(_PackageKernel):

@@ -134,7 +134,7 @@ class AttentionKernel:
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         out: torch.Tensor, lse: Optional[torch.Tensor], sequences: Sequences, shape: AttentionShape,
     ) -> Gradients:  # fmt: skip
-        """Gradients of q, k and v, each a tensor of its own."""
+        """Gradients of q, k and v."""
         with _known_to_autograd(), torch.enable_grad():
             leaves = [t.detach().requires_grad_() for t in (q, k, v)]
             again, _ = self.forward(leaves[0], leaves[1], leaves[2], sequences, shape, False)
@@ -148,7 +148,7 @@ class AttentionKernel:
                 return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
             grad = grad.contiguous()
             found = torch.autograd.grad(again, leaves, grad, materialize_grads=True)
-        return _apart(grad, *found)
+        return found[0], found[1], found[2]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -186,18 +186,6 @@ class FunctionKernel(AttentionKernel):
         return f"FunctionKernel({self.function!r})"
 
 
-def _apart(given: torch.Tensor, *gradients: torch.Tensor) -> Gradients:
-    """Each in memory of its own: autograd may give one tensor for several, or expanded ones."""
-    taken, found = {given.untyped_storage().data_ptr()}, []
-    for gradient in gradients:
-        memory = gradient.untyped_storage().data_ptr()
-        if memory in taken or not gradient.is_contiguous():
-            gradient = gradient.clone(memory_format=torch.contiguous_format)
-        taken.add(memory)
-        found.append(gradient)
-    return found[0], found[1], found[2]
-
-
 def _known_to_autograd() -> contextlib.AbstractContextManager[Any]:
     """Inside an operation of torch.library autograd does not look: here it does again."""
     core: Any = torch._C
@@ -209,10 +197,7 @@ def _known_to_autograd() -> contextlib.AbstractContextManager[Any]:
         key = getattr(core.DispatchKey, name, None)
         if key is not None and excluded.has(key):
             excluded = excluded.remove(key)
-    guard: contextlib.AbstractContextManager[Any] = core._ForceDispatchKeyGuard(
-        core._dispatch_tls_local_include_set(), excluded
-    )
-    return guard
+    return core._ForceDispatchKeyGuard(core._dispatch_tls_local_include_set(), excluded)
 
 
 def refuse_wide_heads(shape: AttentionShape, most: int, kernel: str, who: str) -> None:
@@ -260,14 +245,14 @@ def attention(
         got = f"{len(given)} results" if isinstance(given, tuple) else shown(given)
         raise InvalidArgument(f"{_who(kernel, at)} returned {got}, expected (output, log-sum-exp)")
     rows = q.shape[0]
-    wrong = _wrong(given[0], (rows, shape.heads, shape.v_head_dim), q.device, shape.dtype)
+    wrong = mismatch(given[0], (rows, shape.heads, shape.v_head_dim), q.device, shape.dtype)
     if wrong is not None:
         raise InvalidArgument(f"{_who(kernel, at)}: its output {wrong}")
     (out,) = _own([q, k, v], given[:1])
     if not (want_lse or kernel.needs_lse):
         return out, None
     lse = given[1]
-    wrong = _wrong(lse, (shape.heads, rows), q.device, None)
+    wrong = mismatch(lse, (shape.heads, rows), q.device, None)
     if wrong is not None:
         raise InvalidArgument(f"{_who(kernel, at)}: its log-sum-exp {wrong}")
     return out, lse if lse.dtype == torch.float32 else lse.float()
@@ -286,7 +271,7 @@ def gradients(
             f"{_who(kernel, at)}: backward returned {got}, expected gradients of q, k and v"
         )
     for name, of, one in zip("qkv", (q, k, v), found):
-        wrong = _wrong(one, tuple(of.shape), of.device, of.dtype)
+        wrong = mismatch(one, tuple(of.shape), of.device, of.dtype)
         if wrong is not None:
             raise InvalidArgument(f"{_who(kernel, at)}: its gradient of {name} {wrong}")
     dq, dk, dv = _own([grad, q, k, v, out], found)
@@ -297,9 +282,10 @@ def _who(kernel: AttentionKernel, at: str) -> str:
     return f"ContextParallelAttention: kernel {kernel!r} {at}"
 
 
-def _wrong(
+def mismatch(
     value: Any, shape: Tuple[int, ...], device: torch.device, dtype: Optional[torch.dtype]
 ) -> Optional[str]:
+    """The words for what is wrong with a value, and what was expected; None where nothing is."""
     if not isinstance(value, torch.Tensor):
         return f"is {shown(value)}, expected a tensor {list(shape)}"
     if value.shape != shape:

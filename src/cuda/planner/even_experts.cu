@@ -1,0 +1,164 @@
+// Copies of hot experts, planned by one block: threads sum the counts, warps try limits and ways
+// side by side, the lowest that succeeds wins. The phases are in even_experts_phases.h.
+
+#include "even_experts.h"
+#include "even_experts_phases.h"
+
+namespace waybill::cuda {
+namespace {
+
+constexpr unsigned whole_warp = 0xFFFFFFFF;
+
+/// A warp's lanes: a number of each lane is a variable of its thread.
+struct DeviceWarp {
+  using Int = int;
+  using Unsigned = unsigned;
+  using Wide = unsigned long long;
+  using Mask = bool;
+
+  __device__ static int lane() { return static_cast<int>(threadIdx.x % warp_lanes); }
+  __device__ static int gather(const int* base, int idx, bool mask, int otherwise) {
+    return mask ? base[idx] : otherwise;
+  }
+  __device__ static void scatter(int* base, int idx, int value, bool mask) {
+    if (mask) base[idx] = value;
+  }
+  template <class Number>
+  __device__ static Number select(bool mask, Number yes, Number no) {
+    return mask ? yes : no;
+  }
+  __device__ static void add_one(int* base, int idx, bool mask) {
+    if (mask) atomicAdd(base + idx, 1);
+  }
+
+  __device__ static int reduce_min(int value) { return __reduce_min_sync(whole_warp, value); }
+  __device__ static unsigned reduce_min(unsigned value) {
+    return __reduce_min_sync(whole_warp, value);
+  }
+  __device__ static unsigned long long reduce_min(unsigned long long value) {
+    return ~reduce_max(~value);
+  }
+  __device__ static int reduce_max(int value) { return __reduce_max_sync(whole_warp, value); }
+  __device__ static unsigned reduce_max(unsigned value) {
+    return __reduce_max_sync(whole_warp, value);
+  }
+  __device__ static unsigned long long reduce_max(unsigned long long value) {
+    const auto own = static_cast<unsigned>(value >> 32U);
+    const unsigned high = __reduce_max_sync(whole_warp, own);
+    const unsigned low =
+        __reduce_max_sync(whole_warp, own == high ? static_cast<unsigned>(value) : 0U);
+    return static_cast<unsigned long long>(high) << 32U | low;
+  }
+  __device__ static int reduce_add(int value) { return __reduce_add_sync(whole_warp, value); }
+  __device__ static std::uint32_t ballot(bool mask) { return __ballot_sync(whole_warp, mask); }
+  __device__ static int lowest(std::uint32_t lanes) { return __ffs(static_cast<int>(lanes)) - 1; }
+  __device__ static int broadcast(int value, int lane) {
+    return __shfl_sync(whole_warp, value, lane);
+  }
+  __device__ static void sync() { __syncwarp(); }
+
+  __device__ static int read(const int* at) { return *static_cast<const volatile int*>(at); }
+  /// Another warp may change the number meanwhile: all lanes get the same.
+  __device__ static int look(const int* at) { return broadcast(read(at), 0); }
+  __device__ static std::int32_t load(const std::int32_t* at) { return __ldg(at); }
+  __device__ static int take_next(int* number) {
+    int next = 0;
+    if (lane() == 0) next = atomicAdd(number, 1);
+    return broadcast(next, 0);
+  }
+  __device__ static void block_max(int* at, int value) { atomicMax(at, value); }
+  __device__ static void block_min(int* at, int value) { atomicMin(at, value); }
+  __device__ static void block_add(int* at, int value) { atomicAdd(at, value); }
+};
+
+using Phases = EvenExpertsPhases<DeviceWarp>;
+
+/// Sums, order of ranks and bound. False: rows or present copies are wrong.
+__device__ bool count(Phases& phases, const EvenExpertsMemory& m, int warp, int warps) {
+  phases.clear();
+  __syncthreads();
+  phases.sum_some_ranks();
+  __syncthreads();
+  phases.sum_experts();
+  __syncthreads();
+  phases.sum_ranks();
+  __syncthreads();
+  phases.order_ranks();
+  __syncthreads();
+  if (m.block->status != static_cast<int>(EvenExpertsStatus::good)) return false;
+  phases.choose_sums();
+  __syncthreads();
+  phases.find_bound(warp, warps);
+  __syncthreads();
+  return true;
+}
+
+__device__ void write_plan(Phases& phases, int warp, int warps) {
+  phases.check_homeward();
+  __syncthreads();
+  phases.count_places();
+  __syncthreads();
+  phases.order_copies();
+  __syncthreads();
+  if (warp == 0) phases.send_home();
+  __syncthreads();
+  phases.fill_slots();
+  __syncthreads();
+  phases.write_slots();
+  __syncthreads();
+  phases.write_first_rows(warp, warps);
+}
+
+template <int Own>
+__global__ void __launch_bounds__(even_experts_threads)
+    even_experts_kernel(const __grid_constant__ EvenExpertsParams p) {
+  extern __shared__ __align__(16) int words[];
+  const EvenExpertsMemory m(words, p);
+  const auto thread = static_cast<int>(threadIdx.x);
+  const int warp = thread / warp_lanes;
+  constexpr int warps = even_experts_threads / warp_lanes;
+  Phases phases(p, m, thread, even_experts_threads);
+  const auto begin = static_cast<unsigned>(clock());
+  if (!count(phases, m, warp, warps)) {
+    phases.write_failure();
+    return;
+  }
+  const auto counted = static_cast<unsigned>(clock());
+  if (warp < p.pass_warps) phases.template try_limits<Own>(warp);
+  __syncthreads();
+  phases.name_winner(warp, thread % warp_lanes == 0);
+  __syncthreads();
+  const auto tried = static_cast<unsigned>(clock());
+  write_plan(phases, warp, warps);
+  if (thread > 0) return;
+  p.figures[figure_count_cycles] = static_cast<int>(counted - begin);
+  p.figures[figure_try_cycles] = static_cast<int>(tried - counted);
+  p.figures[figure_write_cycles] = static_cast<int>(static_cast<unsigned>(clock()) - tried);
+}
+
+}  // namespace
+
+cudaError_t prepare_even_experts(int shared_bytes) {
+  for (const auto kernel :
+       {even_experts_kernel<1>, even_experts_kernel<2>, even_experts_kernel<4>}) {
+    const cudaError_t status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t launch_even_experts(const EvenExpertsParams& params, int shared_bytes,
+                                cudaStream_t stream) {
+  const auto bytes = static_cast<std::size_t>(shared_bytes);
+  if (params.num_ranks <= warp_lanes) {
+    even_experts_kernel<1><<<1, even_experts_threads, bytes, stream>>>(params);
+  } else if (params.num_ranks <= 2 * warp_lanes) {
+    even_experts_kernel<2><<<1, even_experts_threads, bytes, stream>>>(params);
+  } else {
+    even_experts_kernel<4><<<1, even_experts_threads, bytes, stream>>>(params);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace waybill::cuda

@@ -1,0 +1,447 @@
+#include "waybill/report/expert_copies.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <numeric>
+
+#include "html_parts.h"
+#include "report/format.h"
+#include "report/plan_figures.h"
+#include "waybill/core/error.h"
+
+namespace waybill {
+namespace {
+
+constexpr auto in_price = "price_expert_copies";
+constexpr std::int32_t max_hot_experts = 8;
+constexpr int matrices = 3;       // gate, up, down
+constexpr int flops_per_mac = 2;  // a product and a sum
+
+std::int64_t tiled(std::int64_t rows, std::int64_t tile) { return (rows + tile - 1) / tile * tile; }
+
+double as_double(std::int64_t value) { return static_cast<double>(value); }
+
+/// Rows of each rank before and after, and those of the fullest in whole tiles.
+void count_rows(ExpertCopies& copies) {
+  const EvenExperts& plan = copies.plan;
+  const std::int32_t homes = copies.num_experts / plan.num_ranks;
+  for (std::int32_t r = 0; r < plan.num_ranks; ++r) {
+    std::int64_t before = 0, after = 0, tiles_before = 0, tiles_after = 0;
+    for (std::int32_t e = r * homes; e < (r + 1) * homes; ++e) {
+      before += copies.expert_rows[e];
+      tiles_before += tiled(copies.expert_rows[e], copies.alignment);
+    }
+    for (std::int32_t s = 0; s < plan.slots_per_rank; ++s) {
+      const std::int64_t quota = plan.quotas[std::int64_t{r} * plan.slots_per_rank + s];
+      after += quota;
+      tiles_after += tiled(quota, copies.alignment);
+    }
+    copies.rows_before.push_back(before);
+    copies.rows_after.push_back(after);
+    copies.tiled_before = std::max(copies.tiled_before, tiles_before);
+    copies.tiled_after = std::max(copies.tiled_after, tiles_after);
+  }
+}
+
+/// A copy: the expert in a spare slot that takes rows.
+struct PlacedCopy {
+  std::int32_t expert = 0;
+  std::int32_t rank = 0;
+  std::int64_t rows = 0;
+};
+
+std::vector<PlacedCopy> copies_of(const ExpertCopies& copies) {
+  const EvenExperts& plan = copies.plan;
+  const std::int32_t homes = copies.num_experts / plan.num_ranks;
+  std::vector<PlacedCopy> placed;
+  for (std::int32_t r = 0; r < plan.num_ranks; ++r) {
+    for (std::int32_t s = homes; s < plan.slots_per_rank; ++s) {
+      const std::int64_t i = std::int64_t{r} * plan.slots_per_rank + s;
+      if (plan.slots[i] >= 0 && plan.quotas[i] > 0)
+        placed.push_back({plan.slots[i], r, plan.quotas[i]});
+    }
+  }
+  return placed;
+}
+
+/// Weights over the links of each rank, once per copy.
+std::vector<LinkBytes> count_weights(const ExpertCopies& copies, std::int32_t ranks_per_node) {
+  const std::int32_t homes = copies.num_experts / copies.plan.num_ranks;
+  std::vector<LinkBytes> weights(copies.plan.num_ranks);
+  for (const PlacedCopy& copy : copies_of(copies)) {
+    const std::int32_t home = copy.expert / homes;
+    const bool network = home / ranks_per_node != copy.rank / ranks_per_node;
+    ++(network ? weights[home].network_out : weights[home].nvlink_out);
+    ++(network ? weights[copy.rank].network_in : weights[copy.rank].nvlink_in);
+  }
+  return weights;
+}
+
+void price_links(ExpertCopies& copies, const EPConfig& config, const ExpertCallPrediction& dispatch,
+                 const LinkSpeeds& speeds) {
+  const std::vector<LinkBytes> weights = count_weights(copies, config.local_world_size);
+  double transfer = 0;  // rows and weights together
+  for (std::int32_t r = 0; r < copies.plan.num_ranks; ++r) {
+    for (const bool network : {false, true}) {
+      const double speed =
+          network ? speeds.network_bytes_per_second : speeds.nvlink_bytes_per_second;
+      for (const bool out : {false, true}) {
+        const auto figure = network ? (out ? &LinkBytes::network_out : &LinkBytes::network_in)
+                                    : (out ? &LinkBytes::nvlink_out : &LinkBytes::nvlink_in);
+        const std::int64_t count = weights[r].*figure;
+        const double seconds = as_double(count) * as_double(copies.weight_bytes) / speed;
+        if (count > 0)
+          transfer = std::max(transfer, seconds + as_double(dispatch.links[r].*figure) / speed);
+        copies.gradient_seconds = std::max(
+            copies.gradient_seconds, as_double(count) * as_double(copies.gradient_bytes) / speed);
+        if (seconds <= copies.weight_seconds) continue;
+        copies.weight_seconds = seconds;
+        copies.busiest = r;
+        copies.busiest_sends = out;
+        copies.network = network;
+        copies.busiest_weights = static_cast<std::int32_t>(count);
+      }
+    }
+  }
+  const double with = dispatch.begin_seconds + transfer + dispatch.end_seconds;
+  copies.exposed_seconds = std::max(0.0, with - dispatch.seconds);
+}
+
+}  // namespace
+
+ExpertCopies price_expert_copies(const EPConfig& config, std::span<const std::int64_t> rows,
+                                 const EvenExpertsOptions& options,
+                                 const ExpertCallPrediction& dispatch,
+                                 const ExpertCopyCosts& costs) {
+  config.check(in_price);
+  costs.links.check(in_price);
+  require(costs.intermediate >= 1 && costs.intermediate <= 1 << 24, in_price,
+          ": costs.intermediate = ", costs.intermediate, ", expected 1 to 2^24");
+  require(std::isfinite(costs.gemm_flops_per_second) && costs.gemm_flops_per_second > 0, in_price,
+          ": costs.gemm_flops_per_second = ", costs.gemm_flops_per_second,
+          ", expected a number > 0");
+  require(std::ssize(dispatch.links) == config.world_size, in_price, ": dispatch has ",
+          dispatch.links.size(), " ranks, expected ", config.world_size);
+  ExpertCopies copies;
+  copies.plan = even_experts(rows, config.world_size, config.num_experts, options);
+  copies.num_experts = config.num_experts;
+  copies.alignment = options.alignment;
+  copies.expert_rows.resize(config.num_experts);
+  for (std::int64_t i = 0; i < std::ssize(rows); ++i)
+    copies.expert_rows[i % config.num_experts] += rows[i];
+  count_rows(copies);
+  const std::int64_t elements =
+      detail::checked_mul(matrices * config.hidden, costs.intermediate, in_price);
+  copies.weight_bytes = detail::checked_mul(elements, dtype_bytes(config.token_dtype), in_price);
+  copies.gradient_bytes = detail::checked_mul(elements, 4, in_price);
+  const double row_seconds = flops_per_mac * as_double(elements) / costs.gemm_flops_per_second;
+  copies.gemm_before = as_double(copies.tiled_before) * row_seconds;
+  copies.gemm_after = as_double(copies.tiled_after) * row_seconds;
+  price_links(copies, config, dispatch, costs.links);
+  return copies;
+}
+
+namespace {
+
+/// An expert with copies, or the hottest.
+struct HotExpert {
+  std::int32_t expert = 0;
+  std::int32_t home = 0;
+  std::int64_t rows = 0;
+  double share = 0;  ///< its rows over an even share
+  std::int64_t at_home = 0;
+  std::vector<std::int32_t> ranks;  ///< with a copy
+};
+
+/// Experts with copies, most rows first; the hottest where none has any.
+std::vector<HotExpert> hot_experts(const ExpertCopies& copies) {
+  const std::int32_t homes = copies.num_experts / copies.plan.num_ranks;
+  const std::int64_t total =
+      std::accumulate(copies.rows_before.begin(), copies.rows_before.end(), std::int64_t{0});
+  std::vector<HotExpert> all(copies.num_experts);
+  for (std::int32_t e = 0; e < copies.num_experts; ++e) {
+    const std::int64_t rows = copies.expert_rows[e];
+    const double share =
+        total == 0 ? 0 : as_double(rows) * as_double(copies.num_experts) / as_double(total);
+    all[e] = {e, e / homes, rows, share, rows, {}};
+  }
+  for (const PlacedCopy& copy : copies_of(copies)) {
+    all[copy.expert].ranks.push_back(copy.rank);
+    all[copy.expert].at_home -= copy.rows;
+  }
+  std::ranges::stable_sort(all, std::ranges::greater(), &HotExpert::rows);
+  const HotExpert hottest = all.front();
+  std::erase_if(all, [](const HotExpert& expert) { return expert.ranks.empty(); });
+  if (all.empty()) all.push_back(hottest);
+  return all;
+}
+
+std::string list_of(const std::vector<std::int32_t>& ranks, std::size_t max_ranks) {
+  std::string text;
+  for (std::size_t i = 0; i < std::min(ranks.size(), max_ranks); ++i)
+    text += concat(i > 0 ? ", " : "", ranks[i]);
+  if (ranks.size() > max_ranks) text += concat(" and ", ranks.size() - max_ranks, " more");
+  return text.empty() ? "-" : text;
+}
+
+std::string signed_seconds(double seconds) {
+  return concat(seconds < 0 ? "-" : "", format_seconds(std::abs(seconds)));
+}
+
+std::string hot_sentence(const ExpertCopies& copies) {
+  const HotExpert hot = hot_experts(copies).front();
+  const auto hottest = std::ranges::max_element(copies.expert_rows) - copies.expert_rows.begin();
+  std::string text;
+  if (hottest != hot.expert) {
+    text = concat("Expert ", hottest, " has most rows, ", format_count(copies.expert_rows[hottest]),
+                  ", and needs no copy. ");
+  }
+  text += concat("Expert ", hot.expert, " of rank ", hot.home,
+                 " is hot: ", format_plural(hot.rows, "row"), ", ", detail::times(hot.share),
+                 " an even share");
+  if (hot.ranks.empty()) return text + "; it needs no copy.";
+  return concat(
+      text, "; ",
+      hot.ranks.size() == 1 ? "1 copy leaves " : concat(hot.ranks.size(), " copies leave "),
+      format_count(hot.at_home), " at home.");
+}
+
+std::string even_sentence(const ExpertCopies& copies) {
+  const EvenExperts& plan = copies.plan;
+  const std::int64_t before = std::ranges::max(copies.rows_before);
+  return concat("The fullest rank computes ", format_plural(plan.max_rows, "row"), " instead of ",
+                format_count(before), ": ",
+                format_fixed(as_double(plan.max_rows) / plan.mean_rows, 3), " instead of ",
+                format_fixed(as_double(before) / plan.mean_rows, 3),
+                " times the mean; no choice of copies gets below ", format_count(plan.bound), ".");
+}
+
+std::string gemm_sentence(const ExpertCopies& copies, const ExpertCopyCosts& costs) {
+  std::string text;
+  if (copies.alignment > 1) {
+    text = concat("In tiles of ", copies.alignment, " rows the fullest rank has ",
+                  format_plural(copies.tiled_after, "row"), " instead of ",
+                  format_count(copies.tiled_before), ". ");
+  }
+  return concat(text, "Its products take ", format_seconds(copies.gemm_after), " instead of ",
+                format_seconds(copies.gemm_before), " forward, at ",
+                format_si(costs.gemm_flops_per_second), " operations per second.");
+}
+
+double speed_of(const ExpertCopies& copies, const ExpertCopyCosts& costs) {
+  return copies.network ? costs.links.network_bytes_per_second
+                        : costs.links.nvlink_bytes_per_second;
+}
+
+std::string weight_sentence(const ExpertCopies& copies, const ExpertCopyCosts& costs) {
+  return concat(
+      "A copy is ", format_bytes(copies.weight_bytes), " of weights. Rank ", copies.busiest,
+      copies.busiest_sends ? " sends " : " receives ", copies.busiest_weights, " of ",
+      std::ssize(copies_of(copies)), std::ssize(copies_of(copies)) == 1 ? " copy" : " copies",
+      " over ", copies.network ? "the network" : "NVLink", ": ",
+      format_seconds(copies.weight_seconds), " at ", format_si(speed_of(copies, costs)), "B/s.");
+}
+
+std::string hiding_sentence(const ExpertCopies& copies) {
+  const double hidden = std::max(0.0, copies.weight_seconds - copies.exposed_seconds);
+  return concat(
+      "Weights travel with the rows of the dispatch, after tokens are counted: the "
+      "dispatch takes ",
+      format_moment(copies.exposed_seconds), " longer, and ", format_moment(hidden),
+      " of the weights' time is hidden by rows of fuller links and by stores of "
+      "multiprocessors.");
+}
+
+std::string gain_sentence(const ExpertCopies& copies) {
+  const double forward = copies.forward_gain(), backward = copies.backward_gain();
+  const char* const verdict = forward > 0 && forward + backward > 0 ? "Copies pay"
+                              : forward > 0                         ? "Copies pay in forward alone"
+                              : forward + backward > 0 ? "Copies pay over forward and backward"
+                                                       : "Copies do not pay";
+  return concat(verdict, ": forward gains ", signed_seconds(forward), ", backward ",
+                signed_seconds(backward), " (products twice, the weights again, and ",
+                format_bytes(copies.gradient_bytes), " of float32 gradient per copy home, ",
+                format_moment(copies.gradient_seconds), ").");
+}
+
+bool has_copies(const ExpertCopies& copies) { return copies.busiest_weights > 0; }
+
+}  // namespace
+
+std::vector<std::string> explain_expert_copies(const ExpertCopies& copies,
+                                               const ExpertCopyCosts& costs) {
+  if (copies.plan.mean_rows == 0) return {"No expert has a row: there is nothing to copy."};
+  if (!has_copies(copies)) {
+    const std::int64_t fullest = std::ranges::max(copies.rows_before);
+    return {hot_sentence(copies),
+            concat("No copy is planned: the fullest rank has ", format_plural(fullest, "row"), ", ",
+                   detail::times(as_double(fullest) / copies.plan.mean_rows), " the mean.")};
+  }
+  return {hot_sentence(copies),           even_sentence(copies),   gemm_sentence(copies, costs),
+          weight_sentence(copies, costs), hiding_sentence(copies), gain_sentence(copies)};
+}
+
+std::string expert_copies_text(const ExpertCopies& copies, const ExpertCopyCosts& costs,
+                               const TextStyle& style) {
+  const EvenExperts& plan = copies.plan;
+  const std::int32_t homes = copies.num_experts / plan.num_ranks;
+  std::string text = detail::heading(
+      concat("Copies of hot experts (", format_plural(plan.slots_per_rank - homes, "spare slot"),
+             " per rank)"),
+      style);
+  text +=
+      detail::heading("  expert    home        rows  x even    at home  copies on ranks", style);
+  std::vector<HotExpert> hot = hot_experts(copies);
+  const auto num_hot = std::ssize(hot);
+  hot.resize(std::min<std::int64_t>(num_hot, max_hot_experts));
+  for (const HotExpert& expert : hot) {
+    text += concat(detail::pad_left(std::to_string(expert.expert), 8),
+                   detail::pad_left(std::to_string(expert.home), 8),
+                   detail::pad_left(format_count(expert.rows), 12),
+                   detail::pad_left(format_fixed(expert.share, 2), 8),
+                   detail::pad_left(format_count(expert.at_home), 11), "  ",
+                   list_of(expert.ranks, 6), "\n");
+  }
+  if (num_hot > std::ssize(hot)) {
+    text += concat("        ", format_plural(num_hot - std::ssize(hot), "expert"),
+                   " with copies not shown\n");
+  }
+  const std::int64_t max_rows = std::ranges::max(copies.rows_before);
+  const auto line_of = [&](std::int32_t r) {
+    return concat(detail::pad_left(std::to_string(r), 6), "  ",
+                  detail::load_bar(copies.rows_before[r], max_rows, style),
+                  detail::pad_left(format_count(copies.rows_before[r]), 11), "  ",
+                  detail::load_bar(copies.rows_after[r], max_rows, style),
+                  detail::pad_left(format_count(copies.rows_after[r]), 11),
+                  detail::pad_left(std::to_string(plan.weights_out[r]), 7),
+                  detail::pad_left(std::to_string(plan.weights_in[r]), 4), "\n");
+  };
+  const std::int32_t always[] = {copies.busiest};
+  text += concat(
+      "\n",
+      detail::heading("  rank  rows before              rows after             sends gets", style),
+      detail::rank_lines(detail::shown_ranks(copies.rows_before, always, style.max_rank_lines),
+                         plan.num_ranks, line_of, style),
+      "\n", detail::heading("What copies cost and gain", style));
+  for (const std::string& sentence : explain_expert_copies(copies, costs))
+    text += detail::wrapped(sentence, style);
+  return text;
+}
+
+namespace {
+
+using detail::svg_number;
+
+constexpr double panel_width = 340;
+constexpr double panel_height = 120;
+constexpr std::int32_t max_bars = 128;
+
+/// A bar for each rank, or for the fullest of each block of ranks.
+std::string panel(std::string_view title, const std::vector<std::int64_t>& rows, std::int64_t scale,
+                  double mean) {
+  const auto blocks = detail::RankBlocks::make(static_cast<std::int32_t>(rows.size()), max_bars);
+  const double step = panel_width / blocks.count();
+  const auto fullest = std::ranges::max_element(rows);
+  const auto height = [&](double value) {
+    return scale == 0 ? 0 : panel_height * value / as_double(scale);
+  };
+  std::string text = concat(
+      "<figure><figcaption><b>", title, "</b> most: rank ", fullest - rows.begin(), ", ",
+      format_count(*fullest), ", ", format_fixed(mean > 0 ? as_double(*fullest) / mean : 1, 3),
+      " \u00D7 the mean</figcaption>\n<svg class=\"load\" viewBox=\"-6 -4 ", panel_width + 12, " ",
+      panel_height + 24, "\" role=\"img\" aria-label=\"", title, " by rank\">\n");
+  for (std::int32_t block = 0; block < blocks.count(); ++block) {
+    const auto first = rows.begin() + blocks.first(block);
+    const auto worst = std::max_element(first, rows.begin() + blocks.last(block) + 1);
+    const double tall = height(as_double(*worst));
+    text += concat("<rect class=\"work", worst == fullest ? " top" : "", "\" x=\"",
+                   svg_number(block * step), "\" y=\"", svg_number(panel_height - tall),
+                   "\" width=\"", svg_number(step > 8 ? step - 2 : step * 0.85), "\" height=\"",
+                   svg_number(tall), "\"><title>rank ", worst - rows.begin(), ": ",
+                   format_plural(*worst, "row"), "</title></rect>\n");
+  }
+  const std::string level = svg_number(panel_height - height(mean));
+  text += concat("<line class=\"mean\" x1=\"-4\" x2=\"", panel_width + 4, "\" y1=\"", level,
+                 "\" y2=\"", level, "\"/>\n<line class=\"base\" x1=\"-4\" x2=\"", panel_width + 4,
+                 "\" y1=\"", panel_height, "\" y2=\"", panel_height, "\"/>\n");
+  const std::int32_t stride = std::max(1, (blocks.count() + 7) / 8);
+  for (std::int32_t block = 0; block < blocks.count(); block += stride) {
+    text += concat("<text x=\"", svg_number((block + 0.5) * step), "\" y=\"", panel_height + 15,
+                   "\" text-anchor=\"middle\">", blocks.first(block), "</text>");
+  }
+  return text + "\n</svg></figure>\n";
+}
+
+std::string loads_section(const ExpertCopies& copies) {
+  const std::int64_t scale = std::ranges::max(copies.rows_before);
+  std::string text =
+      "<section><h2>Rows of each rank</h2>\n<p class=\"note\">Both pictures have one scale; the "
+      "dashed line is the mean.";
+  if (std::ssize(copies.rows_before) > max_bars) text += " A bar is the fullest rank of its block.";
+  return concat(text, "</p>\n<div class=\"loads\">\n",
+                panel("Before", copies.rows_before, scale, copies.plan.mean_rows),
+                panel("With copies", copies.rows_after, scale, copies.plan.mean_rows),
+                "</div></section>\n");
+}
+
+std::string hot_section(const ExpertCopies& copies) {
+  constexpr std::int64_t max_lines = 256;
+  std::string text =
+      "<section><h2>Hot experts</h2>\n<div class=\"scroll\"><table><thead><tr><th>expert</th>"
+      "<th>home</th><th>rows</th><th>times an even share</th><th>rows at home</th>"
+      "<th>copies on ranks</th></tr></thead><tbody>\n";
+  const std::vector<HotExpert> hot = hot_experts(copies);
+  for (std::int64_t i = 0; i < std::min(std::ssize(hot), max_lines); ++i) {
+    text += concat("<tr><th>", hot[i].expert, "</th><td>", hot[i].home, "</td><td>",
+                   format_count(hot[i].rows), "</td><td>", format_fixed(hot[i].share, 2),
+                   "</td><td>", format_count(hot[i].at_home), "</td><td>",
+                   list_of(hot[i].ranks, 16), "</td></tr>\n");
+  }
+  text += "</tbody></table></div>\n";
+  if (std::ssize(hot) > max_lines) {
+    text += concat("<p class=\"note\">", format_count(std::ssize(hot) - max_lines),
+                   " further experts with copies are not listed.</p>\n");
+  }
+  return text + "</section>\n";
+}
+
+std::string header(const ExpertCopies& copies, const ExpertCopyCosts& costs,
+                   const std::string& title) {
+  const EvenExperts& plan = copies.plan;
+  const auto over_mean = [&](std::int64_t rows) {
+    return format_fixed(plan.mean_rows > 0 ? as_double(rows) / plan.mean_rows : 1, 3) + " \u00D7";
+  };
+  const auto card = [](std::string_view label, const std::string& value,
+                       const std::string& remark) {
+    return concat("<div><dt>", label, "</dt><dd>", value, "<small>", remark,
+                  "</small></dd></div>\n");
+  };
+  return concat(
+      "<header><h1>", detail::html_escape(title), "</h1>\n<p class=\"sub\">",
+      format_plural(plan.num_ranks, "rank"), " \u00B7 ",
+      format_plural(copies.num_experts, "expert"),
+      " \u00B7 predicted, nothing was run</p>\n<dl class=\"cards\">\n",
+      card("Fullest before", over_mean(std::ranges::max(copies.rows_before)), "over the mean"),
+      card("With copies", over_mean(plan.max_rows), "over the mean"),
+      card("Copies", format_count(std::ssize(copies_of(copies))),
+           format_bytes(copies.weight_bytes) + " each"),
+      card("Weights", format_moment(copies.weight_seconds),
+           concat(copies.network ? "network" : "NVLink", " at ", format_si(speed_of(copies, costs)),
+                  "B/s, rank ", copies.busiest)),
+      card("Forward gains", signed_seconds(copies.forward_gain()), "products less exposed weights"),
+      "</dl>\n</header>\n");
+}
+
+}  // namespace
+
+std::string expert_copies_report(const ExpertCopies& copies, const ExpertCopyCosts& costs,
+                                 const ReportContext& context) {
+  return detail::page_of(
+      context.title,
+      concat(header(copies, costs, context.title),
+             detail::meaning_section(explain_expert_copies(copies, costs)), loads_section(copies),
+             hot_section(copies), detail::input_section(context)));
+}
+
+}  // namespace waybill

@@ -1,0 +1,321 @@
+// The kernel of even_experts (src/cuda/planner) with warps that are loops, against the planner.
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <bit>
+#include <numeric>
+#include <thread>
+
+#include "cuda/planner/even_experts_phases.h"
+#include "support/even_experts_cases.h"
+
+namespace waybill {
+namespace {
+
+/// A number of each lane.
+template <class T>
+struct Lanes {
+  T values[cuda::warp_lanes];
+
+  Lanes() = default;
+  Lanes(T value) {  // NOLINT: a number that all lanes know
+    for (T& v : values) v = value;
+  }
+  template <class U>
+  explicit Lanes(const Lanes<U>& other) {
+    for (int i = 0; i < cuda::warp_lanes; ++i) values[i] = static_cast<T>(other.values[i]);
+  }
+
+  template <class Result, class Each>
+  static Lanes<Result> map(const Lanes& a, const Lanes& b, const Each& each) {
+    Lanes<Result> result;
+    for (int i = 0; i < cuda::warp_lanes; ++i) result.values[i] = each(a.values[i], b.values[i]);
+    return result;
+  }
+  friend Lanes operator+(const Lanes& a, const Lanes& b) {
+    return map<T>(a, b, [](T x, T y) { return static_cast<T>(x + y); });
+  }
+  friend Lanes operator-(const Lanes& a, const Lanes& b) {
+    return map<T>(a, b, [](T x, T y) { return static_cast<T>(x - y); });
+  }
+  friend Lanes operator*(const Lanes& a, const Lanes& b) {
+    return map<T>(a, b, [](T x, T y) { return static_cast<T>(x * y); });
+  }
+  friend Lanes operator/(const Lanes& a, const Lanes& b) {
+    return map<T>(a, b, [](T x, T y) { return static_cast<T>(x / y); });
+  }
+  friend Lanes<bool> operator<(const Lanes& a, const Lanes& b) {
+    return map<bool>(a, b, [](T x, T y) { return x < y; });
+  }
+  friend Lanes<bool> operator>(const Lanes& a, const Lanes& b) { return b < a; }
+  friend Lanes<bool> operator<=(const Lanes& a, const Lanes& b) {
+    return map<bool>(a, b, [](T x, T y) { return x <= y; });
+  }
+  friend Lanes<bool> operator>=(const Lanes& a, const Lanes& b) { return b <= a; }
+  friend Lanes<bool> operator==(const Lanes& a, const Lanes& b) {
+    return map<bool>(a, b, [](T x, T y) { return x == y; });
+  }
+};
+Lanes<bool> operator&&(const Lanes<bool>& a, const Lanes<bool>& b) {
+  return Lanes<bool>::map<bool>(a, b, [](bool x, bool y) { return x && y; });
+}
+Lanes<bool> operator||(const Lanes<bool>& a, const Lanes<bool>& b) {
+  return Lanes<bool>::map<bool>(a, b, [](bool x, bool y) { return x || y; });
+}
+
+/// What a warp can do, in one thread. What warps share is atomic: each may have a thread.
+struct HostWarp {
+  using Int = Lanes<int>;
+  using Unsigned = Lanes<std::uint32_t>;
+  using Wide = Lanes<std::uint64_t>;
+  using Mask = Lanes<bool>;
+
+  static Int lane() {
+    Int lanes;
+    for (int i = 0; i < cuda::warp_lanes; ++i) lanes.values[i] = i;
+    return lanes;
+  }
+  static Int gather(const int* base, const Int& idx, const Mask& mask, int otherwise) {
+    Int got;
+    for (int i = 0; i < cuda::warp_lanes; ++i)
+      got.values[i] = mask.values[i] ? base[idx.values[i]] : otherwise;
+    return got;
+  }
+  static void scatter(int* base, const Int& idx, const Int& value, const Mask& mask) {
+    for (int i = 0; i < cuda::warp_lanes; ++i)
+      if (mask.values[i]) base[idx.values[i]] = value.values[i];
+  }
+  template <class T>
+  static Lanes<T> select(const Mask& mask, const Lanes<T>& yes, const Lanes<T>& no) {
+    Lanes<T> result;
+    for (int i = 0; i < cuda::warp_lanes; ++i)
+      result.values[i] = mask.values[i] ? yes.values[i] : no.values[i];
+    return result;
+  }
+  static void add_one(int* base, const Int& idx, const Mask& mask) {
+    for (int i = 0; i < cuda::warp_lanes; ++i)
+      if (mask.values[i]) ++base[idx.values[i]];
+  }
+  template <class T>
+  static T reduce_min(const Lanes<T>& lanes) {
+    return *std::ranges::min_element(lanes.values);
+  }
+  template <class T>
+  static T reduce_max(const Lanes<T>& lanes) {
+    return *std::ranges::max_element(lanes.values);
+  }
+  static int reduce_add(const Int& lanes) {
+    int sum = 0;
+    for (const int value : lanes.values) sum += value;
+    return sum;
+  }
+  static std::uint32_t ballot(const Mask& mask) {
+    std::uint32_t lanes = 0;
+    for (unsigned i = 0; i < cuda::warp_lanes; ++i) lanes |= mask.values[i] ? 1U << i : 0U;
+    return lanes;
+  }
+  static int lowest(std::uint32_t lanes) { return std::countr_zero(lanes); }
+  static int broadcast(const Int& lanes, int lane) { return lanes.values[lane]; }
+  static void sync() {}
+
+  static int read(const int* at) { return *at; }
+  static int look(const int* at) { return std::atomic_ref(*const_cast<int*>(at)).load(); }
+  static std::int32_t load(const std::int32_t* at) { return *at; }
+  static int take_next(int* number) { return std::atomic_ref(*number).fetch_add(1); }
+  static void block_max(int* at, int value) { *at = std::max(*at, value); }
+  static void block_min(int* at, int value) {
+    std::atomic_ref shared(*at);
+    int now = shared.load();
+    while (value < now && !shared.compare_exchange_weak(now, value)) {
+    }
+  }
+  static void block_add(int* at, int value) { *at += value; }
+};
+
+using Phases = cuda::EvenExpertsPhases<HostWarp>;
+
+/// A block of `warps` warps; a plan as the kernel writes it.
+class HostBlock {
+ public:
+  HostBlock(const test::EvenExpertsCase& one, int warps, int pass_warps)
+      : rows_(one.rows.begin(), one.rows.end()), warps_(warps) {
+    p_.num_ranks = one.num_ranks;
+    p_.num_experts = one.num_experts;
+    p_.homes = one.num_experts / one.num_ranks;
+    p_.spare = one.options.spare_experts;
+    p_.min_rows = static_cast<std::int32_t>(std::min<std::int64_t>(one.options.min_rows, INT_MAX));
+    p_.alignment =
+        static_cast<std::int32_t>(std::min<std::int64_t>(one.options.alignment, INT_MAX));
+    p_.limit_factor = one.options.limit;
+    p_.pass_warps = pass_warps;
+    p_.rows = rows_.data();
+    if (!one.present.empty()) p_.present = one.present.data();
+    p_.present_stride = p_.spare;
+    const std::int64_t slots = std::int64_t{p_.num_ranks} * (p_.homes + p_.spare);
+    for (auto* table : {&slots_, &quotas_, &local_, &first_}) table->assign(slots, -7);
+    out_.assign(p_.num_ranks, -7);
+    in_.assign(p_.num_ranks, -7);
+    figures_.assign(cuda::num_even_figures, -7);
+    p_.slots = slots_.data();
+    p_.quotas = quotas_.data();
+    p_.local_rows = local_.data();
+    p_.first_row = first_.data();
+    p_.weights_out = out_.data();
+    p_.weights_in = in_.data();
+    p_.figures = figures_.data();
+  }
+
+  int run() {
+    const int threads = warps_ * cuda::warp_lanes;
+    // What is not written must not be read: numbers that no plan has.
+    std::vector<int> words(cuda::EvenExpertsMemory::words(p_, threads), -1000000007);
+    const cuda::EvenExpertsMemory m(words.data(), p_);
+    std::vector<Phases> block;
+    for (int t = 0; t < threads; ++t) block.emplace_back(p_, m, t, threads);
+    const auto all = [&](auto phase) {
+      for (Phases& thread : block) (thread.*phase)();
+    };
+    const auto each_warp = [&](const auto& phase) {
+      for (int w = 0; w < warps_; ++w) phase(block[w * cuda::warp_lanes], w);
+    };
+    all(&Phases::clear);
+    all(&Phases::sum_some_ranks);
+    all(&Phases::sum_experts);
+    all(&Phases::sum_ranks);
+    all(&Phases::order_ranks);
+    if (m.block->status != 0) {
+      all(&Phases::write_failure);
+      return figures_[cuda::figure_status];
+    }
+    all(&Phases::choose_sums);
+    each_warp([&](Phases& phases, int w) { phases.find_bound(w, warps_); });
+    try_all(block);
+    each_warp([&](Phases& phases, int w) { phases.name_winner(w, true); });
+    all(&Phases::check_homeward);
+    all(&Phases::count_places);
+    all(&Phases::order_copies);
+    block[0].send_home();
+    all(&Phases::fill_slots);
+    all(&Phases::write_slots);
+    each_warp([&](Phases& phases, int w) { phases.write_first_rows(w, warps_); });
+    return figures_[cuda::figure_status];
+  }
+
+  void expect_equal(const EvenExperts& plan) const {
+    const auto same = [](const auto& got, const auto& expected) {
+      return std::ranges::equal(got, expected);
+    };
+    EXPECT_TRUE(same(slots_, plan.slots));
+    EXPECT_TRUE(same(quotas_, plan.quotas));
+    EXPECT_TRUE(same(local_, plan.local_rows));
+    EXPECT_TRUE(same(first_, plan.first_row));
+    EXPECT_TRUE(same(out_, plan.weights_out));
+    EXPECT_TRUE(same(in_, plan.weights_in));
+    EXPECT_EQ(figures_[cuda::figure_max_rows], plan.max_rows);
+    EXPECT_EQ(figures_[cuda::figure_bound], plan.bound);
+    EXPECT_EQ(static_cast<double>(figures_[cuda::figure_total]) / plan.num_ranks, plan.mean_rows);
+  }
+
+  [[nodiscard]] int attempt() const { return figures_[cuda::figure_try]; }
+
+ private:
+  void try_all(std::vector<Phases>& block) const {
+    const auto tries = [&](int w) {
+      Phases& phases = block[w * cuda::warp_lanes];
+      if (p_.num_ranks <= 32) phases.try_limits<1>(w);
+      if (p_.num_ranks > 32 && p_.num_ranks <= 64) phases.try_limits<2>(w);
+      if (p_.num_ranks > 64) phases.try_limits<4>(w);
+    };
+    if (p_.pass_warps == 1) return tries(0);
+    std::vector<std::jthread> warps;
+    for (int w = 0; w < p_.pass_warps; ++w) warps.emplace_back(tries, w);
+  }
+
+  std::vector<std::int32_t> rows_;
+  int warps_;
+  cuda::EvenExpertsParams p_;
+  std::vector<std::int32_t> slots_, quotas_, local_, first_, out_, in_, figures_;
+};
+
+TEST(EvenExpertsBlock, PlansAsThePlanner) {
+  std::vector<int> tries(cuda::even_rungs * cuda::even_ways);
+  for (const test::EvenExpertsCase& one : test::even_experts_cases(6)) {
+    SCOPED_TRACE(one.name);
+    HostBlock block(one, one.num_experts % 3 == 0 ? 5 : 8, 1);
+    ASSERT_EQ(block.run(), 0);
+    block.expect_equal(even_experts(one.rows, one.num_ranks, one.num_experts, one.with_present()));
+    if (HasFailure()) return;
+    ++tries[block.attempt()];
+  }
+  // Each way was the plan of some case, and so was a rung above the lowest.
+  for (int way = 0; way < cuda::even_ways; ++way) {
+    int wins = 0;
+    for (int rung = 0; rung < cuda::even_rungs; ++rung) wins += tries[rung * cuda::even_ways + way];
+    EXPECT_GT(wins, 0) << "way " << way;
+  }
+  EXPECT_GT(std::accumulate(tries.begin() + cuda::even_ways, tries.end(), 0), 0);
+}
+
+TEST(EvenExpertsBlock, TheLowestTryWinsWhicheverEndsFirst) {
+  for (const test::EvenExpertsCase& one : test::even_experts_cases(2)) {
+    SCOPED_TRACE(one.name);
+    HostBlock block(one, 8, 4);
+    ASSERT_EQ(block.run(), 0);
+    block.expect_equal(even_experts(one.rows, one.num_ranks, one.num_experts, one.with_present()));
+    if (HasFailure()) return;
+  }
+}
+
+TEST(EvenExpertsBlock, GiversOfManyRowsNeedWideKeys) {
+  std::vector<std::int64_t> rows(8 * 32, 1000);
+  for (std::int32_t e = 0; e < 4; ++e) rows[e] = 200'000'000 + e;
+  for (std::int32_t e = 4; e < 8; ++e) rows[e] = 150'000'000 + e;
+  const test::EvenExpertsCase one{"", 8, 32, rows, {}, {.spare_experts = 3}};
+  HostBlock block(one, 8, 1);
+  ASSERT_EQ(block.run(), 0);
+  block.expect_equal(even_experts(rows, 8, 32, one.options));
+}
+
+TEST(EvenExpertsBlock, OptionsBeyondAnyRow) {
+  test::EvenExpertsCase one = test::even_experts_cases(1).back();
+  for (const std::int64_t large : {std::int64_t{INT_MAX}, std::int64_t{1} << 40}) {
+    one.options.min_rows = large;
+    HostBlock least(one, 8, 1);
+    ASSERT_EQ(least.run(), 0);
+    least.expect_equal(even_experts(one.rows, one.num_ranks, one.num_experts, one.with_present()));
+    one.options.min_rows = 0;
+    one.options.alignment = large;
+    HostBlock aligned(one, 8, 1);
+    ASSERT_EQ(aligned.run(), 0);
+    aligned.expect_equal(
+        even_experts(one.rows, one.num_ranks, one.num_experts, one.with_present()));
+    one.options.alignment = 1;
+  }
+  one.options.limit = 1e8;
+  HostBlock loose(one, 8, 1);
+  ASSERT_EQ(loose.run(), 0);
+  loose.expect_equal(even_experts(one.rows, one.num_ranks, one.num_experts, one.with_present()));
+}
+
+TEST(EvenExpertsBlock, SaysWhatIsWrong) {
+  const auto status = [](std::vector<std::int64_t> rows, std::vector<std::int32_t> present = {}) {
+    return static_cast<cuda::EvenExpertsStatus>(
+        HostBlock({"", 2, 4, std::move(rows), std::move(present), {.spare_experts = 2}}, 2, 1)
+            .run());
+  };
+  using enum cuda::EvenExpertsStatus;
+  EXPECT_EQ(status({1, 2, 3, 4, 5, 6, 7, 8}), good);
+  EXPECT_EQ(status({1, 2, 3, 4, 5, 6, 7, -1}), negative_rows);
+  EXPECT_EQ(status({INT_MAX, 0, 0, 0, 0, 0, 0, 0}), too_many_rows);
+  EXPECT_EQ(status({INT_MAX - 1, 0, 0, 0, 0, 0, 0, 0}), good);
+  EXPECT_EQ(status({INT_MAX - 1, 0, 0, 0, 0, 0, 1, 0}), too_many_rows);
+  EXPECT_EQ(status({1, 2, 3, 4, 5, 6, 7, 8}, {2, 3, 0, -1}), good);
+  EXPECT_EQ(status({1, 2, 3, 4, 5, 6, 7, 8}, {2, 1, -1, -1}), wrong_present);
+  EXPECT_EQ(status({1, 2, 3, 4, 5, 6, 7, 8}, {2, 2, -1, -1}), wrong_present);
+  EXPECT_EQ(status({1, 2, 3, 4, 5, 6, 7, 8}, {4, -1, -1, -1}), wrong_present);
+  EXPECT_EQ(status({1, 2, 3, 4, 5, 6, 7, 8}, {-2, -1, -1, -1}), wrong_present);
+}
+
+}  // namespace
+}  // namespace waybill
