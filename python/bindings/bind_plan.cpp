@@ -25,7 +25,6 @@
 #include "waybill/planner/static_plans.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/plan_summary.h"
-#include "waybill/report/step_report.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
 

@@ -16,7 +16,7 @@
 #include "rank_world.h"
 #include "transport/transport.h"
 #include "waybill/core/error.h"
-#include "waybill/json/link_speeds_json.h"
+#include "waybill/json/plan_json.h"
 #include "waybill/transport/bootstrap.h"
 #ifdef WAYBILL_PYTHON_CUDA
 #include "waybill/cuda/gpu_world.h"

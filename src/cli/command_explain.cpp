@@ -2,7 +2,7 @@
 #include "plans.h"
 #include "report/format.h"
 #include "waybill/cost_model/predict_step.h"
-#include "waybill/json/link_speeds_json.h"
+#include "waybill/json/plan_json.h"
 
 #ifdef WAYBILL_CLI_CUDA
 #include "cuda/gpu_report.h"

@@ -9,7 +9,7 @@
 #include "waybill/core/dtype.h"
 #include "waybill/core/topology.h"
 #include "waybill/json/length_distribution_json.h"
-#include "waybill/json/link_speeds_json.h"
+#include "waybill/json/plan_json.h"
 
 namespace waybill::cli {
 namespace {

@@ -13,7 +13,6 @@
 #include "waybill/json/file.h"
 #include "waybill/planner/planner.h"
 #include "waybill/report/html_report.h"
-#include "waybill/report/step_report.h"
 #include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/metadata.h"
 #include "waybill/routing/qkv_plan.h"

@@ -96,15 +96,14 @@ std::string to_json(const std::vector<LengthDistribution>& distributions, JsonSt
 
 std::vector<LengthDistribution> length_distributions_from_json(std::string_view text,
                                                                std::string_view origin) {
-  const detail::JsonValue value = detail::parse_json(text, origin);
-  const detail::JsonNode root(value, origin);
-  root.check_format(format);
-  root.check_keys({"format", "version", "distributions"});
-  std::vector<LengthDistribution> distributions;
-  for (auto& [name, node] : root.at("distributions").members()) {
-    distributions.push_back(read_distribution(name, node));
-  }
-  return distributions;
+  return detail::read_document(text, origin, format, [](const detail::JsonNode& root) {
+    root.check_keys({"format", "version", "distributions"});
+    std::vector<LengthDistribution> distributions;
+    for (auto& [name, node] : root.at("distributions").members()) {
+      distributions.push_back(read_distribution(name, node));
+    }
+    return distributions;
+  });
 }
 
 std::vector<LengthDistribution> read_length_distributions(const std::filesystem::path& path) {
@@ -156,8 +155,8 @@ void add_line(std::string_view text, std::int64_t line, std::string_view origin,
 }
 
 std::vector<std::int64_t> lengths_from_json(std::string_view text, std::string_view origin) {
-  const detail::JsonValue value = detail::parse_json(text, origin);
-  std::vector<std::int64_t> lengths = detail::JsonNode(value, origin).integers();
+  const std::vector<std::int64_t> lengths = detail::read_document(
+      text, origin, "", [](const detail::JsonNode& root) { return root.integers(); });
   for (std::size_t i = 0; i < lengths.size(); ++i) {
     if (1 <= lengths[i] && lengths[i] <= longest_document) continue;
     throw IoError(concat(origin, ": /", i, " = ", lengths[i], ", expected ", expected));

@@ -58,8 +58,8 @@ class TreeBuilder : public nlohmann::json_sax<nlohmann::json> {
  private:
   static std::optional<std::string> repeated_key(const JsonObject& object) {
     std::vector<std::string_view> names;
-    names.reserve(object.members.size());
-    for (const JsonMember& member : object.members) names.push_back(member.key);
+    names.reserve(object.size());
+    for (const auto& [key, value] : object) names.push_back(key);
     std::sort(names.begin(), names.end());
     const auto twice = std::adjacent_find(names.begin(), names.end());
     return twice == names.end() ? std::nullopt : std::optional<std::string>(*twice);
@@ -89,7 +89,7 @@ class TreeBuilder : public nlohmann::json_sax<nlohmann::json> {
     }
     JsonValue& parent = open_.back();
     if (auto* object = std::get_if<JsonObject>(&parent.value)) {
-      object->members.push_back({std::move(keys_.back()), std::move(value)});
+      object->emplace_back(std::move(keys_.back()), std::move(value));
       return true;
     }
     if (auto* integers = std::get_if<JsonIntegers>(&parent.value)) {
@@ -154,12 +154,6 @@ class TreeBuilder : public nlohmann::json_sax<nlohmann::json> {
 
 }  // namespace
 
-const JsonValue* JsonObject::find(std::string_view key) const {
-  const auto found = std::find_if(members.begin(), members.end(),
-                                  [&](const JsonMember& member) { return member.key == key; });
-  return found == members.end() ? nullptr : &found->value;
-}
-
 JsonValue parse_json(std::string_view text, std::string_view origin) {
   TreeBuilder builder(text);
   const bool ok = nlohmann::json::sax_parse(text.begin(), text.end(), &builder);
@@ -196,39 +190,43 @@ std::string path_step(std::string_view key) {
 namespace {
 
 /// A value as an error shows it.
-std::string shown(const JsonValue& value) {
-  struct Show {
-    std::string operator()(std::nullptr_t) const { return "null"; }
-    std::string operator()(bool flag) const { return flag ? "true" : "false"; }
-    std::string operator()(std::int64_t number) const { return std::to_string(number); }
-    std::string operator()(const JsonReal& number) const { return excerpt(number.text); }
-    std::string operator()(const std::string& text) const {
-      return concat('"', excerpt(text), '"');
+std::string shown(const JsonValue& json) {
+  const auto show = []<class Value>(const Value& value) -> std::string {
+    if constexpr (std::is_same_v<Value, std::nullptr_t>) {
+      return "null";
+    } else if constexpr (std::is_same_v<Value, bool>) {
+      return value ? "true" : "false";
+    } else if constexpr (std::is_same_v<Value, std::int64_t>) {
+      return std::to_string(value);
+    } else if constexpr (std::is_same_v<Value, JsonReal>) {
+      return excerpt(value.text);
+    } else if constexpr (std::is_same_v<Value, std::string>) {
+      return concat('"', excerpt(value), '"');
+    } else if constexpr (std::is_same_v<Value, JsonObject>) {
+      return "an object";
+    } else {
+      return value.empty() ? "[]" : concat("a list of ", value.size());
     }
-    std::string operator()(const JsonIntegers& list) const {
-      return list.empty() ? "[]" : concat("a list of ", list.size());
-    }
-    std::string operator()(const JsonList& list) const { return concat("a list of ", list.size()); }
-    std::string operator()(const JsonObject&) const { return "an object"; }
   };
-  return std::visit(Show{}, value.value);
+  return std::visit(show, json.value);
 }
 
-constexpr std::string_view expected_integer = "an integer";
+/// Null: there is no such member.
+const JsonValue* member_of(const JsonObject& object, std::string_view key) {
+  const auto found = std::ranges::find(object, key, &JsonObject::value_type::first);
+  return found == object.end() ? nullptr : &found->second;
+}
 
 }  // namespace
 
-std::string JsonNode::place() const { return path_.empty() ? "/" : path_; }
-
 void JsonNode::fail(std::string_view expected) const {
-  throw IoError(concat(origin_, ": ", place(), " = ", shown(*value_), ", expected ", expected));
+  throw IoError(concat(origin_, ": ", path_.empty() ? "/" : path_, " = ", shown(*value_),
+                       ", expected ", expected));
 }
 
 void JsonNode::fail_text(std::string_view text) const {
-  throw IoError(concat(origin_, ": ", place(), ": ", text));
+  throw IoError(concat(origin_, ": ", path_.empty() ? "/" : path_, ": ", text));
 }
-
-bool JsonNode::is_null() const { return std::holds_alternative<std::nullptr_t>(value_->value); }
 
 bool JsonNode::is_list() const {
   return std::holds_alternative<JsonIntegers>(value_->value) ||
@@ -241,9 +239,9 @@ const JsonObject& JsonNode::object() const {
   return *object;
 }
 
-void JsonNode::check_keys(std::span<const std::string_view> known) const {
-  for (const auto& [key, value] : object().members) {
-    if (std::find(known.begin(), known.end(), key) != known.end()) continue;
+void JsonNode::check_keys(const std::vector<std::string_view>& known) const {
+  for (const auto& [key, value] : object()) {
+    if (std::ranges::find(known, key) != known.end()) continue;
     std::string names;
     for (const std::string_view name : known) names += concat(names.empty() ? "" : ", ", name);
     fail_text(concat("unknown key \"", excerpt(key), "\", expected some of ", names));
@@ -251,13 +249,13 @@ void JsonNode::check_keys(std::span<const std::string_view> known) const {
 }
 
 JsonNode JsonNode::at(std::string_view key) const {
-  const JsonValue* member = object().find(key);
+  const JsonValue* member = member_of(object(), key);
   if (member == nullptr) fail_text(concat("the key \"", key, "\" is missing"));
   return {*member, origin_, path_ + path_step(key)};
 }
 
 std::optional<JsonNode> JsonNode::find(std::string_view key) const {
-  const JsonValue* member = object().find(key);
+  const JsonValue* member = member_of(object(), key);
   if (member == nullptr || std::holds_alternative<std::nullptr_t>(member->value)) {
     return std::nullopt;
   }
@@ -266,7 +264,7 @@ std::optional<JsonNode> JsonNode::find(std::string_view key) const {
 
 std::vector<std::pair<std::string, JsonNode>> JsonNode::members() const {
   std::vector<std::pair<std::string, JsonNode>> result;
-  for (const auto& [key, value] : object().members) {
+  for (const auto& [key, value] : object()) {
     result.emplace_back(key, JsonNode{value, origin_, path_ + path_step(key)});
   }
   return result;
@@ -300,7 +298,7 @@ const std::string& JsonNode::string() const {
 
 std::int64_t JsonNode::integer(std::int64_t low, std::int64_t high) const {
   const auto* number = std::get_if<std::int64_t>(&value_->value);
-  if (number == nullptr) fail(expected_integer);
+  if (number == nullptr) fail("an integer");
   if (*number < low || high < *number) fail(concat(low, "..", high));
   return *number;
 }

@@ -1,10 +1,8 @@
 #pragma once
 
 #include <cstdint>
-#include <initializer_list>
 #include <limits>
 #include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -16,7 +14,6 @@
 
 namespace waybill::detail {
 
-struct JsonMember;
 struct JsonValue;
 
 /// A number that is not an int64: its value, if one exists, and how the text spells it.
@@ -30,21 +27,13 @@ using JsonIntegers = std::vector<std::int64_t>;
 using JsonList = std::vector<JsonValue>;
 
 /// Keys in the order of the text; no key twice.
-struct JsonObject {
-  std::vector<JsonMember> members;
-  [[nodiscard]] const JsonValue* find(std::string_view key) const;
-};
+using JsonObject = std::vector<std::pair<std::string, JsonValue>>;
 
 /// One parsed value. An empty list is a JsonIntegers.
 struct JsonValue {
   std::variant<std::nullptr_t, bool, std::int64_t, JsonReal, std::string, JsonIntegers, JsonList,
                JsonObject>
       value;
-};
-
-struct JsonMember {
-  std::string key;
-  JsonValue value;
 };
 
 /// Deeper texts are refused; what this library writes is less than 10 deep.
@@ -76,14 +65,10 @@ class JsonNode {
   [[nodiscard]] JsonNode below(const JsonValue& value, std::string_view path) const {
     return {value, origin_, path_ + std::string(path)};
   }
-  [[nodiscard]] bool is_null() const;
   [[nodiscard]] bool is_list() const;
 
   /// Throws unless this is an object with no other keys than these.
-  void check_keys(std::span<const std::string_view> known) const;
-  void check_keys(std::initializer_list<std::string_view> known) const {
-    check_keys(std::span(known.begin(), known.size()));
-  }
+  void check_keys(const std::vector<std::string_view>& known) const;
 
   /// A member that must be there.
   [[nodiscard]] JsonNode at(std::string_view key) const;
@@ -110,7 +95,6 @@ class JsonNode {
   JsonNode(const JsonValue& value, std::string_view origin, std::string path)
       : value_(&value), origin_(origin), path_(std::move(path)) {}
   [[nodiscard]] const JsonObject& object() const;
-  [[nodiscard]] std::string place() const;
 
   const JsonValue* value_;
   std::string_view origin_;

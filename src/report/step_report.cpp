@@ -1,5 +1,3 @@
-#include "waybill/report/step_report.h"
-
 #include <algorithm>
 #include <functional>
 #include <numeric>
@@ -7,6 +5,7 @@
 #include "core/printable.h"
 #include "report/format.h"
 #include "waybill/core/error.h"
+#include "waybill/report/html_report.h"
 
 namespace waybill {
 namespace {

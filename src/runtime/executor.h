@@ -105,6 +105,9 @@ class Executor {
   virtual void realign(const SequenceCall& /*call*/) {}
 };
 
+/// Whether rows of a dtype can be summed into another: the same, or float32 for 16-bit ones.
+[[nodiscard]] bool can_sum(DType from, DType to);
+
 /// For worlds whose windows are host memory. Calls return when their work is done.
 [[nodiscard]] std::unique_ptr<Executor> make_host_executor(Transport& transport);
 

@@ -1,6 +1,7 @@
 #include "runtime/fingerprint.h"
 
 #include <atomic>
+#include <iterator>
 #include <sstream>
 #include <utility>
 
@@ -27,24 +28,18 @@ std::uint32_t origin_of(std::uint64_t word) {
   return static_cast<std::uint32_t>(word >> origin_shift);
 }
 
+/// In the order of CollectiveCall; the first stands for values that it does not have.
+constexpr const char* call_names[] = {"an unknown call",
+                                      "dispatch",
+                                      "kv_gradient",
+                                      "dispatch",
+                                      "dispatch with the layout of an earlier one",
+                                      "combine",
+                                      "a call after a graph with an odd number of calls"};
+
 const char* name_of(CollectiveCall call) {
-  switch (call) {
-    case CollectiveCall::dispatch:
-      return "dispatch";
-    case CollectiveCall::kv_gradient:
-      return "kv_gradient";
-    case CollectiveCall::expert_dispatch:
-      return "dispatch";
-    case CollectiveCall::expert_known_routing:
-      return "dispatch with the layout of an earlier one";
-    case CollectiveCall::combine:
-      return "combine";
-    case CollectiveCall::realign:
-      return "a call after a graph with an odd number of calls";
-    case CollectiveCall::none:
-      break;
-  }
-  return "an unknown call";
+  const auto idx = static_cast<std::size_t>(call);
+  return call_names[idx < std::size(call_names) ? idx : 0];
 }
 
 constexpr std::pair<CallFlag, const char*> flag_names[] = {

@@ -1,11 +1,14 @@
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <numeric>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "core/copy_bytes.h"
-#include "row_sum.h"
+#include "core/number.h"
 #include "runtime/executor.h"
 #include "runtime/fingerprint.h"
 #include "waybill/core/error.h"
@@ -36,6 +39,73 @@ std::int32_t rank_of(std::uint64_t address) {
 }
 std::int64_t offset_of(std::uint64_t address) {
   return static_cast<std::int64_t>(address & address_offset_mask);
+}
+
+/// A run of elements to be added: rows, or sums of rows as they are made on the way.
+struct SumAddend {
+  const std::byte* data = nullptr;
+  bool is_sum = false;  ///< has the type that sums are made in
+};
+
+constexpr std::int64_t block_elements = 512;
+
+/// Reads `count` elements as they are summed.
+template <class From, class Sum>
+void load(const std::byte* data, std::size_t first, std::size_t count, Sum* values) {
+  std::array<typename From::Stored, block_elements> in;
+  std::memcpy(in.data(), data + first * sizeof(in[0]), count * sizeof(in[0]));
+  for (std::size_t i = 0; i < count; ++i) values[i] = From::load(in[i]);
+}
+
+/// The type in which sums of a number travel.
+template <class From>
+using SumOf = std::conditional_t<std::is_same_v<typename From::Sum, double>, detail::Float64,
+                                 detail::Float32>;
+
+template <class From, class To>
+void sum_as(std::span<const SumAddend> addends, std::byte* out, std::int64_t num_elements) {
+  using Out = typename To::Stored;
+  using Sum = typename From::Sum;
+  using OnTheWay = SumOf<From>;
+  if (addends.size() == 1 && (addends[0].is_sum ? OnTheWay::dtype : From::dtype) == To::dtype) {
+    std::memcpy(out, addends[0].data, num_elements * sizeof(Out));
+    return;
+  }
+  std::array<Sum, block_elements> sums{};
+  std::array<Sum, block_elements> values;
+  std::array<Out, block_elements> rounded;
+  for (std::int64_t first = 0; first < num_elements; first += block_elements) {
+    const std::size_t count = std::min(block_elements, num_elements - first);
+    for (std::size_t k = 0; k < addends.size(); ++k) {
+      Sum* const into = k == 0 ? sums.data() : values.data();
+      if (addends[k].is_sum) {
+        load<OnTheWay>(addends[k].data, first, count, into);
+      } else {
+        load<From>(addends[k].data, first, count, into);
+      }
+      for (std::size_t i = 0; k > 0 && i < count; ++i) sums[i] += values[i];
+    }
+    for (std::size_t i = 0; i < count; ++i) rounded[i] = To::round(sums[i]);
+    std::memcpy(out + first * sizeof(Out), rounded.data(), count * sizeof(Out));
+  }
+}
+
+/// Adds up equal runs of elements: `out[i]` is the sum of `addends[k][i]` in the order of k, in
+/// float32 (float64 for float64), rounded once. One addend alone keeps its bits where it has the
+/// output's dtype; none gives 0.
+using SumAs = void (*)(std::span<const SumAddend>, std::byte*, std::int64_t);
+
+/// @param from dtype of addends that are no sums; `to` of the output. Null: see can_sum
+SumAs sum_of(DType from, DType to) {
+  SumAs sum = nullptr;
+  detail::for_number(from, [&]<class From>(From) {
+    if (to == From::dtype) {
+      sum = sum_as<From, From>;
+    } else if (to == SumOf<From>::dtype) {
+      sum = sum_as<From, SumOf<From>>;
+    }
+  });
+  return sum;
 }
 
 class HostExecutor final : public Executor {
@@ -272,6 +342,7 @@ class HostExecutor final : public Executor {
   void sum_rows(const SequenceCall& call, const RowChunk& chunk, std::byte* row, std::int64_t pitch,
                 DType to) {
     const DType from = call.plan->tensors[chunk.tensor].dtype;
+    const SumAs add_up = sum_of(from, to);
     const std::int64_t in_bytes = dtype_bytes(from);
     const bool batches = !call.plan->batches.empty();
     addends_.resize(chunk.num_addresses);
@@ -287,19 +358,20 @@ class HostExecutor final : public Executor {
             base + offset_of(is_sum ? address & ~address_sum_bit : address) + k * row_bytes,
             is_sum};
       }
-      detail::sum_runs(addends_, from, to,
-                       row + k * pitch + chunk.col_bytes / in_bytes * dtype_bytes(to),
-                       chunk.part_bytes / in_bytes);
+      add_up(addends_, row + k * pitch + chunk.col_bytes / in_bytes * dtype_bytes(to),
+             chunk.part_bytes / in_bytes);
     }
   }
 
   std::uint64_t num_notes_ = 0;  ///< in this call
-  std::vector<detail::SumAddend> addends_;
+  std::vector<SumAddend> addends_;
   bool streaming_ = false;  ///< rows that are sent by this call
   Transport& transport_;
 };
 
 }  // namespace
+
+bool can_sum(DType from, DType to) { return sum_of(from, to) != nullptr; }
 
 std::unique_ptr<Executor> make_host_executor(Transport& transport) {
   return std::make_unique<HostExecutor>(transport);

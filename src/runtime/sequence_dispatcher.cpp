@@ -5,7 +5,6 @@
 #include <string>
 #include <utility>
 
-#include "row_sum.h"
 #include "runtime/abort_state.h"
 #include "runtime/capture_log.h"
 #include "runtime/executor.h"
@@ -141,8 +140,8 @@ void check_inputs(const char* who, const char* name, const SequencePlan& plan,
 void check_outputs(const char* who, const SequencePlan& plan, std::span<const TensorView> outputs) {
   check_rows(who, "out", outputs, plan, plan.own_rows);
   for (std::size_t t = 0; t < outputs.size(); ++t) {
-    require(detail::can_sum(plan.tensors[t].dtype, outputs[t].dtype), who, ": out[", t,
-            "] has dtype ", outputs[t].dtype, ", expected ", plan.tensors[t].dtype,
+    require(can_sum(plan.tensors[t].dtype, outputs[t].dtype), who, ": out[", t, "] has dtype ",
+            outputs[t].dtype, ", expected ", plan.tensors[t].dtype,
             " as the gradients, or float32 for 16-bit ones");
     require(outputs[t].dtype == outputs[0].dtype, who, ": out has dtypes ", outputs[0].dtype,
             " and ", outputs[t].dtype, ", expected one");
@@ -183,23 +182,146 @@ CompileOptions agreed_compile_options(const SequenceDispatcherOptions& given,
 }  // namespace
 
 struct SequenceDispatcher::State {
-  State(const World& its_world, const SequenceDispatcherOptions& given);
+  State(const World& its_world, const SequenceDispatcherOptions& given)
+      : world(its_world),
+        options(with_links(given, world)),
+        compile(agreed_compile_options(given, options, world)) {
+    name = concat(" of dispatcher ", world.next_object());
+    const std::int32_t ranks = world.world_size();
+    arrivals = world.transport().allocate_signals(
+        with_fingerprints(num_arrival_signals(ranks), ranks), "arrivals" + name);
+    slots = world.transport().allocate_signals(pad_size(ranks, least_batch_slots),
+                                               "slots of batches" + name);
+  }
   State(const State&) = delete;
   State& operator=(const State&) = delete;
-  ~State();
+  ~State() {
+    Transport& transport = world.transport();
+    for (SymmetricBuffer& window : windows) transport.defer_release(std::move(window.memory));
+    for (SymmetricBuffer& buffer : retired) transport.defer_release(std::move(buffer.memory));
+    for (SignalPad& pad : old_slots) transport.defer_release(std::move(pad.memory));
+    transport.defer_release(std::move(slots.memory));
+    transport.defer_release(std::move(arrivals.memory));
+  }
 
-  void check_world(const char* who, std::span<const SequencePart> parts) const;
-  [[nodiscard]] PlanHandle handle_of(SequencePlan plan, Stream stream) const;
-  void check_call(const char* who, const PlanHandle& ready, SequenceOperation operation) const;
-  void grow_for(const char* who, std::int64_t window_bytes, std::int32_t num_slots, Stream stream);
-  void release_retired();
+  void check_world(const char* who, std::span<const SequencePart> parts) const {
+    for (const SequencePart& part : parts) {
+      if (part.metadata == nullptr || part.metadata->world_size == world.world_size()) continue;
+      throw InvalidArgument(concat(who, ": the plan is for ", part.metadata->world_size,
+                                   " ranks, expected ", world.world_size(), ", as the world has"));
+    }
+  }
+
+  [[nodiscard]] PlanHandle handle_of(SequencePlan plan, Stream stream) const {
+    PlanHandle result;
+    result.plan_ = std::make_unique<SequencePlan>(std::move(plan));
+    result.uploaded_ = world.executor().upload(*result.plan_, stream);
+    return result;
+  }
+
+  void check_call(const char* who, const PlanHandle& ready, SequenceOperation operation) const {
+    abort_state.check(who);
+    require(ready.uploaded_ != nullptr, who, ": the plan is empty");
+    const SequencePlan& plan = *ready.plan_;
+    require(plan.operation == operation, who, ": the plan is for ",
+            plan.operation == SequenceOperation::dispatch ? "dispatch" : "kv_gradient");
+    require(plan.world_size == world.world_size() && plan.rank == world.rank(), who,
+            ": the plan is for rank ", plan.rank, " of ", plan.world_size, ", expected rank ",
+            world.rank(), " of ", world.world_size());
+    require(plan.window_bytes <= options.max_window_bytes, who, ": the plan needs windows of ",
+            plan.window_bytes,
+            " bytes, expected at most max_window_bytes = ", options.max_window_bytes);
+  }
+
+  void release_retired() {
+    if (retired_epoch == epoch) return;  // they may hold the last output
+    for (SymmetricBuffer& buffer : retired) world.transport().release(buffer);
+    retired.clear();
+    for (SignalPad& pad : old_slots) world.transport().release(pad);
+    old_slots.clear();
+  }
+
+  void grow_for(const char* who, std::int64_t window_bytes, std::int32_t num_slots, Stream stream) {
+    Executor& executor = world.executor();
+    const bool capturing = executor.capture(stream) != 0;
+    const bool grows = window_bytes > windows[0].size_bytes || windows[0].local == nullptr;
+    const std::int64_t counters = pad_size(world.world_size(), num_slots);
+    if (!grows && counters <= slots.count) return;
+    require(!capturing, who, ": windows of ", window_bytes, " bytes and ", num_slots,
+            " slots of batches, but they have ", windows[0].size_bytes, " and ",
+            slots.count / world.world_size() - 1,
+            " and cannot grow inside a graph: reserve() before");
+    executor.synchronize(stream);
+    release_retired();
+    if (grows) {
+      const std::int64_t size = grown_size(window_bytes, options.max_window_bytes);
+      for (SymmetricBuffer& window : windows) {
+        SymmetricBuffer larger = world.transport().allocate(size, "window" + name);
+        if (window.local != nullptr) retired.push_back(std::move(window));
+        window = std::move(larger);
+      }
+    }
+    if (counters > slots.count) {
+      old_slots.push_back(std::move(slots));
+      slots = world.transport().allocate_signals(counters, "slots of batches" + name);
+    }
+    retired_epoch = epoch;
+  }
+
   [[nodiscard]] SymmetricBuffer& window_of(std::uint64_t call) { return windows[call % 2]; }
-  [[nodiscard]] std::vector<TensorView> window_views(const SequencePlan& plan, std::uint64_t call);
+
+  [[nodiscard]] std::vector<TensorView> window_views(const SequencePlan& plan, std::uint64_t call) {
+    std::vector<TensorView> views;
+    for (std::size_t t = 0; t < plan.tensors.size(); ++t) {
+      views.emplace_back(window_of(call).local + plan.window_offsets[t], plan.tensors[t].dtype,
+                         Shape{plan.window_rows[t], plan.tensors[t].hidden});
+    }
+    return views;
+  }
+
   [[nodiscard]] SequenceCall next_call(const char* who, const PlanHandle& ready,
                                        std::span<const ConstTensorView> inputs,
                                        std::span<const TensorView> outputs, Stream stream,
-                                       std::uint64_t of_dispatch);
-  void realign(const SequenceCall& call);
+                                       std::uint64_t of_dispatch) {
+    const bool sends = ready.plan_->operation == SequenceOperation::dispatch;
+    return {.operation = who,
+            .plan = ready.plan_.get(),
+            .uploaded = ready.uploaded_.get(),
+            .inputs = inputs,
+            .outputs = outputs,
+            .window = &window_of(epoch + 1),
+            .arrivals = &arrivals,
+            .slots = &slots,
+            .epoch = epoch + 1,
+            .fingerprint = {.call = sends ? CollectiveCall::dispatch : CollectiveCall::kv_gradient,
+                            .origin = static_cast<std::uint32_t>(of_dispatch),
+                            .plan = ready.plan_->fingerprint,
+                            .formats = ready.plan_->formats},
+            .num_sms = options.num_sms,
+            .stream = stream};
+  }
+
+  void realign(const SequenceCall& call) {
+    Executor& executor = world.executor();
+    if (captures.may_be_off(executor.capture(call.stream))) executor.realign(call);
+  }
+
+  /// Makes a collective call, whose arguments are checked.
+  void run(const char* who, const PlanHandle& ready, std::span<const ConstTensorView> inputs,
+           std::span<const TensorView> outputs, Stream stream, std::uint64_t of_dispatch) {
+    abort_state.guard([&] {
+      grow_for(who, ready.plan_->window_bytes, ready.plan_->num_slots, stream);
+      const SequenceCall call = next_call(who, ready, inputs, outputs, stream, of_dispatch);
+      realign(call);
+      if (call.plan->operation == SequenceOperation::dispatch) {
+        world.executor().dispatch(call);
+      } else {
+        world.executor().kv_gradient(call);
+      }
+      captures.count();
+      ++epoch;
+    });
+  }
 
   World world;
   SequenceDispatcherOptions options;
@@ -216,131 +338,6 @@ struct SequenceDispatcher::State {
   detail::CaptureLog captures;
   detail::AbortState abort_state{"dispatcher", &world.transport()};
 };
-
-SequenceDispatcher::State::State(const World& its_world, const SequenceDispatcherOptions& given)
-    : world(its_world),
-      options(with_links(given, world)),
-      compile(agreed_compile_options(given, options, world)) {
-  name = concat(" of dispatcher ", world.next_object());
-  const std::int32_t ranks = world.world_size();
-  arrivals = world.transport().allocate_signals(
-      with_fingerprints(num_arrival_signals(ranks), ranks), "arrivals" + name);
-  slots = world.transport().allocate_signals(pad_size(ranks, least_batch_slots),
-                                             "slots of batches" + name);
-}
-
-SequenceDispatcher::State::~State() {
-  Transport& transport = world.transport();
-  for (SymmetricBuffer& window : windows) transport.defer_release(std::move(window.memory));
-  for (SymmetricBuffer& buffer : retired) transport.defer_release(std::move(buffer.memory));
-  for (SignalPad& pad : old_slots) transport.defer_release(std::move(pad.memory));
-  transport.defer_release(std::move(slots.memory));
-  transport.defer_release(std::move(arrivals.memory));
-}
-
-void SequenceDispatcher::State::check_world(const char* who,
-                                            std::span<const SequencePart> parts) const {
-  for (const SequencePart& part : parts) {
-    if (part.metadata == nullptr || part.metadata->world_size == world.world_size()) continue;
-    throw InvalidArgument(concat(who, ": the plan is for ", part.metadata->world_size,
-                                 " ranks, expected ", world.world_size(), ", as the world has"));
-  }
-}
-
-PlanHandle SequenceDispatcher::State::handle_of(SequencePlan plan, Stream stream) const {
-  PlanHandle result;
-  result.plan_ = std::make_unique<SequencePlan>(std::move(plan));
-  result.uploaded_ = world.executor().upload(*result.plan_, stream);
-  return result;
-}
-
-void SequenceDispatcher::State::check_call(const char* who, const PlanHandle& ready,
-                                           SequenceOperation operation) const {
-  abort_state.check(who);
-  require(ready.uploaded_ != nullptr, who, ": the plan is empty");
-  const SequencePlan& plan = *ready.plan_;
-  require(plan.operation == operation, who, ": the plan is for ",
-          plan.operation == SequenceOperation::dispatch ? "dispatch" : "kv_gradient");
-  require(plan.world_size == world.world_size() && plan.rank == world.rank(), who,
-          ": the plan is for rank ", plan.rank, " of ", plan.world_size, ", expected rank ",
-          world.rank(), " of ", world.world_size());
-  require(plan.window_bytes <= options.max_window_bytes, who, ": the plan needs windows of ",
-          plan.window_bytes,
-          " bytes, expected at most max_window_bytes = ", options.max_window_bytes);
-}
-
-void SequenceDispatcher::State::release_retired() {
-  if (retired_epoch == epoch) return;  // they may hold the last output
-  for (SymmetricBuffer& buffer : retired) world.transport().release(buffer);
-  retired.clear();
-  for (SignalPad& pad : old_slots) world.transport().release(pad);
-  old_slots.clear();
-}
-
-void SequenceDispatcher::State::grow_for(const char* who, std::int64_t window_bytes,
-                                         std::int32_t num_slots, Stream stream) {
-  Executor& executor = world.executor();
-  const bool capturing = executor.capture(stream) != 0;
-  const bool grows = window_bytes > windows[0].size_bytes || windows[0].local == nullptr;
-  const std::int64_t counters = pad_size(world.world_size(), num_slots);
-  if (!grows && counters <= slots.count) return;
-  require(!capturing, who, ": windows of ", window_bytes, " bytes and ", num_slots,
-          " slots of batches, but they have ", windows[0].size_bytes, " and ",
-          slots.count / world.world_size() - 1,
-          " and cannot grow inside a graph: reserve() before");
-  executor.synchronize(stream);
-  release_retired();
-  if (grows) {
-    const std::int64_t size = grown_size(window_bytes, options.max_window_bytes);
-    for (SymmetricBuffer& window : windows) {
-      SymmetricBuffer larger = world.transport().allocate(size, "window" + name);
-      if (window.local != nullptr) retired.push_back(std::move(window));
-      window = std::move(larger);
-    }
-  }
-  if (counters > slots.count) {
-    old_slots.push_back(std::move(slots));
-    slots = world.transport().allocate_signals(counters, "slots of batches" + name);
-  }
-  retired_epoch = epoch;
-}
-
-std::vector<TensorView> SequenceDispatcher::State::window_views(const SequencePlan& plan,
-                                                                std::uint64_t call) {
-  std::vector<TensorView> views;
-  for (std::size_t t = 0; t < plan.tensors.size(); ++t) {
-    views.emplace_back(window_of(call).local + plan.window_offsets[t], plan.tensors[t].dtype,
-                       Shape{plan.window_rows[t], plan.tensors[t].hidden});
-  }
-  return views;
-}
-
-SequenceCall SequenceDispatcher::State::next_call(const char* who, const PlanHandle& ready,
-                                                  std::span<const ConstTensorView> inputs,
-                                                  std::span<const TensorView> outputs,
-                                                  Stream stream, std::uint64_t of_dispatch) {
-  const bool sends = ready.plan_->operation == SequenceOperation::dispatch;
-  return {.operation = who,
-          .plan = ready.plan_.get(),
-          .uploaded = ready.uploaded_.get(),
-          .inputs = inputs,
-          .outputs = outputs,
-          .window = &window_of(epoch + 1),
-          .arrivals = &arrivals,
-          .slots = &slots,
-          .epoch = epoch + 1,
-          .fingerprint = {.call = sends ? CollectiveCall::dispatch : CollectiveCall::kv_gradient,
-                          .origin = static_cast<std::uint32_t>(of_dispatch),
-                          .plan = ready.plan_->fingerprint,
-                          .formats = ready.plan_->formats},
-          .num_sms = options.num_sms,
-          .stream = stream};
-}
-
-void SequenceDispatcher::State::realign(const SequenceCall& call) {
-  Executor& executor = world.executor();
-  if (captures.may_be_off(executor.capture(call.stream))) executor.realign(call);
-}
 
 SequenceDispatcher::SequenceDispatcher(const World& world, SequenceDispatcherOptions options)
     : state_(std::make_unique<State>(world, options)) {}
@@ -418,15 +415,8 @@ std::vector<TensorView> SequenceDispatcher::dispatch(const PlanHandle& ready,
   State& s = *state_;
   s.check_call(who, ready, SequenceOperation::dispatch);
   check_inputs(who, "tensors", *ready.plan_, tensors);
-  s.abort_state.guard([&] {
-    s.grow_for(who, ready.plan_->window_bytes, ready.plan_->num_slots, stream);
-    const SequenceCall call = s.next_call(who, ready, tensors, {}, stream, of_dispatch);
-    s.realign(call);
-    s.world.executor().dispatch(call);
-    s.captures.count();
-    ++s.epoch;
-    ++s.num_dispatches;
-  });
+  s.run(who, ready, tensors, {}, stream, of_dispatch);
+  ++s.num_dispatches;
   return s.window_views(*ready.plan_, s.epoch);
 }
 
@@ -439,14 +429,7 @@ void SequenceDispatcher::kv_gradient(const PlanHandle& ready,
   s.check_call(who, ready, SequenceOperation::kv_gradient);
   check_inputs(who, "gradients", *ready.plan_, gradients);
   check_outputs(who, *ready.plan_, outputs);
-  s.abort_state.guard([&] {
-    s.grow_for(who, ready.plan_->window_bytes, ready.plan_->num_slots, stream);
-    const SequenceCall call = s.next_call(who, ready, gradients, outputs, stream, of_dispatch);
-    s.realign(call);
-    s.world.executor().kv_gradient(call);
-    s.captures.count();
-    ++s.epoch;
-  });
+  s.run(who, ready, gradients, outputs, stream, of_dispatch);
 }
 
 std::vector<TensorView> SequenceDispatcher::gradient_inputs(const PlanHandle& ready,

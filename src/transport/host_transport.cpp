@@ -10,7 +10,6 @@
 #include <string>
 #include <utility>
 
-#include "transport/share_memory.h"
 #include "waybill/core/wait.h"
 #include "waybill/transport/bootstrap.h"
 
@@ -20,7 +19,42 @@ namespace {
 // Ranks may be processes, which would not share a lock that stands next to the value.
 static_assert(std::atomic_ref<std::uint64_t>::is_always_lock_free);
 
+constexpr std::int64_t alignment_bytes = 256;
+constexpr std::int64_t min_mapped_bytes = 64 << 10;
+
+/// Makes zeros on a 256-byte boundary; pages that nobody writes cost nothing. Large blocks are
+/// mapped here, as calloc would write zeros into memory of a thread's arena.
+std::shared_ptr<void> make_block(std::int64_t size_bytes) {
+  if (size_bytes >= min_mapped_bytes) {
+    const std::size_t bytes = size_bytes;
+    void* const first =
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (first == MAP_FAILED) throw std::bad_alloc();
+    return {first, [bytes](void* block) { (void)munmap(block, bytes); }};
+  }
+  std::size_t room = size_bytes + alignment_bytes;
+  std::shared_ptr<void> block(std::calloc(room, 1), std::free);
+  if (block == nullptr) throw std::bad_alloc();
+  void* first = block.get();
+  std::align(alignment_bytes, size_bytes, first, room);
+  return {block, first};
+}
+
 }  // namespace
+
+HostTransport::HostTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node,
+                             bool are_processes)
+    : PeerTransport(std::move(bootstrap), ranks_per_node) {
+  if (!are_processes) return;
+  memory_.emplace(this->bootstrap());
+  require_one_host(this->bootstrap(), "make_process_transport");
+  watch_peers(make_peer_status(this->bootstrap()));
+}
+
+PeerTransport::Parts HostTransport::make_parts(std::int64_t size_bytes, std::string_view name) {
+  if (memory_) return memory_->make(bootstrap(), size_bytes, name);
+  return share_memory(bootstrap(), make_block(size_bytes), size_bytes, name);
+}
 
 void HostTransport::put(const SymmetricBuffer& to, const PutRequest& piece) {
   std::byte* const address = address_of(to, piece);
@@ -65,68 +99,17 @@ std::uint64_t HostTransport::wait(SignalSlot slot, std::uint64_t wanted, Rank pe
 }  // namespace waybill::detail
 
 namespace waybill {
-namespace {
-
-constexpr std::int64_t alignment_bytes = 256;
-constexpr std::int64_t min_mapped_bytes = 64 << 10;
-
-/// Makes zeros on a 256-byte boundary; pages that nobody writes cost nothing. Large blocks are
-/// mapped here, as calloc would write zeros into memory of a thread's arena.
-std::shared_ptr<void> make_block(std::int64_t size_bytes) {
-  if (size_bytes >= min_mapped_bytes) {
-    const std::size_t bytes = size_bytes;
-    void* const first =
-        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (first == MAP_FAILED) throw std::bad_alloc();
-    return {first, [bytes](void* block) { (void)munmap(block, bytes); }};
-  }
-  std::size_t room = size_bytes + alignment_bytes;
-  std::shared_ptr<void> block(std::calloc(room, 1), std::free);
-  if (block == nullptr) throw std::bad_alloc();
-  void* first = block.get();
-  std::align(alignment_bytes, size_bytes, first, room);
-  return {block, first};
-}
-
-class ThreadTransport final : public detail::HostTransport {
- public:
-  ThreadTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node)
-      : HostTransport(std::move(bootstrap), ranks_per_node) {}
-
- private:
-  Parts make_parts(std::int64_t size_bytes, std::string_view name) override {
-    return share_memory(bootstrap(), make_block(size_bytes), size_bytes, name);
-  }
-};
-
-class ProcessTransport final : public detail::HostTransport {
- public:
-  ProcessTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t ranks_per_node)
-      : HostTransport(std::move(bootstrap), ranks_per_node), memory_(this->bootstrap()) {
-    require_one_host(this->bootstrap(), "make_process_transport");
-    watch_peers(make_peer_status(this->bootstrap()));
-  }
-
- private:
-  Parts make_parts(std::int64_t size_bytes, std::string_view name) override {
-    return memory_.make(bootstrap(), size_bytes, name);
-  }
-
-  detail::ProcessMemory memory_;
-};
-
-}  // namespace
 
 std::unique_ptr<Transport> make_thread_transport(std::shared_ptr<Bootstrap> bootstrap,
                                                  std::int32_t ranks_per_node) {
   require(bootstrap != nullptr, "make_thread_transport: bootstrap is null");
-  return std::make_unique<ThreadTransport>(std::move(bootstrap), ranks_per_node);
+  return std::make_unique<detail::HostTransport>(std::move(bootstrap), ranks_per_node, false);
 }
 
 std::unique_ptr<Transport> make_process_transport(std::shared_ptr<Bootstrap> bootstrap,
                                                   std::int32_t ranks_per_node) {
   require(bootstrap != nullptr, "make_process_transport: bootstrap is null");
-  return std::make_unique<ProcessTransport>(std::move(bootstrap), ranks_per_node);
+  return std::make_unique<detail::HostTransport>(std::move(bootstrap), ranks_per_node, true);
 }
 
 }  // namespace waybill

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -19,6 +20,21 @@ constexpr auto patience_of_collectives = 1000ms;
 
 }  // namespace
 
+/// The status of a rank, in memory that all ranks of a host have mapped. Zeros: it runs.
+struct PeerStatus::Block {
+  static constexpr std::uint32_t runs = 0, timed_out = 1, failed = 2, left = 3;
+  std::atomic<std::uint32_t> state;
+  std::int32_t process;  ///< the rank's; 0: nobody can check whether it exists
+  char reason[504];      ///< with `failed`; written before the state
+
+  /// Does nothing unless it runs.
+  void end_as(std::uint32_t end) noexcept {
+    std::uint32_t expected = runs;
+    state.compare_exchange_strong(expected, end);
+  }
+};
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
+
 class PeerStatus::Scope final : public WaitScope {
  public:
   Scope(std::shared_ptr<PeerStatus> status, std::string_view operation)
@@ -26,7 +42,7 @@ class PeerStatus::Scope final : public WaitScope {
 
   void check() const override {
     status_->check_failed(operation_);
-    for (std::size_t r = 0; r < status_->blocks_.size(); ++r) {
+    for (std::size_t r = 0; r < status_->peers_.size(); ++r) {
       status_->check_gone(operation_, r, patience_of_collectives);
     }
   }
@@ -36,41 +52,39 @@ class PeerStatus::Scope final : public WaitScope {
   std::string operation_;
 };
 
-PeerStatus::PeerStatus(Rank rank, std::vector<std::shared_ptr<void>> blocks,
-                       std::vector<detail::SharedFile> files)
-    : rank_(to_int(rank)),
-      blocks_(std::move(blocks)),
-      files_(std::move(files)),
-      checks_(blocks_.size()) {}
-
-PeerStatus::~PeerStatus() {
-  std::uint32_t runs = PeerStatusBlock::runs;
-  block(rank_).state.compare_exchange_strong(runs, PeerStatusBlock::left);
+PeerStatus::PeerStatus(Bootstrap& bootstrap) : rank_(to_int(bootstrap.rank())) {
+  const std::string operation = "peer status";
+  constexpr auto size = std::int64_t{sizeof(Block)};
+  detail::ProcessMemory memory(bootstrap);
+  auto files = memory.open(bootstrap, operation);
+  run_collectively(bootstrap, operation, [&] { files[rank_].reserve(size); });
+  run_collectively(bootstrap, operation, [&] {
+    for (detail::SharedFile& file : files) {
+      auto block = std::static_pointer_cast<Block>(file.map(size));
+      peers_.push_back({std::move(block), std::move(file)});
+    }
+    if (peers_[rank_].file.mark()) peers_[rank_].block->process = getpid();
+  });
 }
 
-PeerStatusBlock& PeerStatus::block(std::size_t rank) const {
-  return *static_cast<PeerStatusBlock*>(blocks_[rank].get());
-}
+PeerStatus::~PeerStatus() { peers_[rank_].block->end_as(Block::left); }
 
 void PeerStatus::fail(std::string_view reason) noexcept {
   const std::lock_guard lock(mutex_);
-  PeerStatusBlock& mine = block(rank_);
-  if (mine.state == PeerStatusBlock::failed) return;
+  Block& mine = *peers_[rank_].block;
+  if (mine.state == Block::failed) return;
   const std::size_t size = std::min(reason.size(), sizeof(mine.reason) - 1);
   reason.copy(mine.reason, size);
   mine.reason[size] = '\0';
-  mine.state.store(PeerStatusBlock::failed, std::memory_order_release);
+  mine.state.store(Block::failed, std::memory_order_release);
 }
 
-void PeerStatus::note_timeout() noexcept {
-  std::uint32_t runs = PeerStatusBlock::runs;
-  block(rank_).state.compare_exchange_strong(runs, PeerStatusBlock::timed_out);
-}
+void PeerStatus::note_timeout() noexcept { peers_[rank_].block->end_as(Block::timed_out); }
 
 void PeerStatus::check_failed(std::string_view operation) const {
-  for (std::size_t r = 0; r < blocks_.size(); ++r) {
-    const PeerStatusBlock& theirs = block(r);
-    if (r == rank_ || theirs.state.load(std::memory_order_acquire) != PeerStatusBlock::failed) {
+  for (std::size_t r = 0; r < peers_.size(); ++r) {
+    const Block& theirs = *peers_[r].block;
+    if (r == rank_ || theirs.state.load(std::memory_order_acquire) != Block::failed) {
       continue;
     }
     const std::string_view reason(theirs.reason, strnlen(theirs.reason, sizeof(theirs.reason)));
@@ -80,21 +94,21 @@ void PeerStatus::check_failed(std::string_view operation) const {
 
 void PeerStatus::check_gone(std::string_view operation, std::size_t rank,
                             std::chrono::milliseconds patience) {
-  const PeerStatusBlock& theirs = block(rank);
+  Peer& peer = peers_[rank];
+  const Block& theirs = *peer.block;
   if (rank == rank_ || theirs.process == 0 || theirs.process == getpid()) return;
   const std::lock_guard lock(mutex_);
-  PeerCheck& check = checks_[rank];
   const auto now = Clock::now();
-  if (now - check.last < check_every) return;
-  check.last = now;
-  const bool left = theirs.state == PeerStatusBlock::left;
-  if (!left && files_[rank].is_marked()) return;
-  if (theirs.state == PeerStatusBlock::timed_out) return;
-  if (!std::exchange(check.gone, true)) {  // the wait polls once more for what it did before
-    check.gone_since = now;
+  if (now - peer.last_check < check_every) return;
+  peer.last_check = now;
+  const bool left = theirs.state == Block::left;
+  if (!left && peer.file.is_marked()) return;
+  if (theirs.state == Block::timed_out) return;
+  if (!peer.gone_since) {  // the wait polls once more for what it did before
+    peer.gone_since = now;
     return;
   }
-  if (now - check.gone_since < patience) return;
+  if (now - *peer.gone_since < patience) return;
   throw PeerFailed(concat(operation, ": rank ", rank, " is gone: ",
                           left ? "it has left the world of process " : "the end of process ",
                           theirs.process));
@@ -107,21 +121,6 @@ void PeerStatus::check(std::string_view operation, Rank awaited) {
 
 std::shared_ptr<const WaitScope> PeerStatus::scope_of(std::string_view operation) {
   return std::make_shared<Scope>(shared_from_this(), operation);
-}
-
-std::shared_ptr<PeerStatus> make_peer_status(Bootstrap& bootstrap) {
-  const std::string operation = "peer status";
-  constexpr auto size = std::int64_t{sizeof(PeerStatusBlock)};
-  const std::size_t me = to_int(bootstrap.rank());
-  detail::ProcessMemory memory(bootstrap);
-  auto files = memory.open(bootstrap, operation);
-  std::vector<std::shared_ptr<void>> blocks;
-  run_collectively(bootstrap, operation, [&] { files[me].reserve(size); });
-  run_collectively(bootstrap, operation, [&] {
-    for (const detail::SharedFile& file : files) blocks.push_back(file.map(size));
-    if (files[me].mark()) static_cast<PeerStatusBlock*>(blocks[me].get())->process = getpid();
-  });
-  return std::make_shared<PeerStatus>(bootstrap.rank(), std::move(blocks), std::move(files));
 }
 
 }  // namespace waybill

@@ -1,9 +1,9 @@
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "transport/share_memory.h"
@@ -12,23 +12,12 @@
 
 namespace waybill {
 
-/// The status of a rank, in memory that all ranks of a host have mapped. Zeros: it runs.
-struct PeerStatusBlock {
-  static constexpr std::uint32_t runs = 0, timed_out = 1, failed = 2, left = 3;
-  std::atomic<std::uint32_t> state;
-  std::int32_t process;  ///< the rank's; 0: nobody can check whether it exists
-  char reason[504];      ///< with `failed`; written before the state
-};
-static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
-
 /// Tells ranks that are processes of one host about each other: which rank has given up and why,
 /// and whose process is gone, killed or not. Only a rank that waits pays for it.
 class PeerStatus : public std::enable_shared_from_this<PeerStatus> {
  public:
-  /// @param blocks [W], mapped
-  /// @param files [W]: a rank's file is marked while its process exists
-  PeerStatus(Rank rank, std::vector<std::shared_ptr<void>> blocks,
-             std::vector<detail::SharedFile> files);
+  /// Collective. @throws TransportError on all ranks when shared memory cannot be had; Timeout
+  explicit PeerStatus(Bootstrap& bootstrap);
   ~PeerStatus();
 
   /// This rank gives up; the first call counts.
@@ -39,9 +28,8 @@ class PeerStatus : public std::enable_shared_from_this<PeerStatus> {
   void note_timeout() noexcept;
 
   /// A wait that another rank's signal ends calls it. @throws PeerFailed when a rank has given up,
-  /// or
-  ///   when `awaited` is gone and was so at an earlier check, after which the wait has polled once
-  ///   more
+  ///   or when `awaited` is gone and was so at an earlier check, after which the wait has polled
+  ///   once more
   void check(std::string_view operation, Rank awaited);
 
   /// Returns the check for waits of a collective call, which needs all ranks: any that has been
@@ -50,26 +38,26 @@ class PeerStatus : public std::enable_shared_from_this<PeerStatus> {
 
  private:
   class Scope;
+  struct Block;
   using Clock = std::chrono::steady_clock;
-  struct PeerCheck {
-    Clock::time_point last{};
-    Clock::time_point gone_since{};
-    bool gone = false;
+  struct Peer {
+    std::shared_ptr<Block> block;
+    detail::SharedFile file;  ///< marked while its process exists
+    Clock::time_point last_check{};
+    std::optional<Clock::time_point> gone_since{};
   };
 
-  [[nodiscard]] PeerStatusBlock& block(std::size_t rank) const;
   void check_failed(std::string_view operation) const;
   void check_gone(std::string_view operation, std::size_t rank, std::chrono::milliseconds patience);
 
   std::size_t rank_;
-  std::vector<std::shared_ptr<void>> blocks_;
-  std::vector<detail::SharedFile> files_;
   std::mutex mutex_;
-  std::vector<PeerCheck> checks_;  ///< [W]
+  std::vector<Peer> peers_;  ///< [W]
 };
 
-/// Collective, for ranks that are processes of one host. @throws TransportError on all ranks when
-///   shared memory cannot be had; Timeout
-[[nodiscard]] std::shared_ptr<PeerStatus> make_peer_status(Bootstrap& bootstrap);
+/// Collective, for ranks that are processes of one host. @throws as PeerStatus
+[[nodiscard]] inline std::shared_ptr<PeerStatus> make_peer_status(Bootstrap& bootstrap) {
+  return std::make_shared<PeerStatus>(bootstrap);
+}
 
 }  // namespace waybill

@@ -128,7 +128,7 @@ SymmetricBuffer PeerTransport::allocate(std::int64_t size_bytes, std::string_vie
   SymmetricBuffer buffer;
   buffer.name = name;
   buffer.size_bytes = size_bytes;
-  share(buffer, size_bytes, name);
+  share(buffer, size_bytes);
   return buffer;
 }
 
@@ -137,7 +137,7 @@ SignalPad PeerTransport::allocate_signals(std::int64_t count, std::string_view n
   SignalPad pad;
   pad.name = name;
   pad.count = count;
-  share(pad, count * static_cast<std::int64_t>(sizeof(std::uint64_t)), name);
+  share(pad, count * static_cast<std::int64_t>(sizeof(std::uint64_t)));
   return pad;
 }
 
@@ -166,13 +166,12 @@ std::byte* PeerTransport::address_of(const SymmetricBuffer& to, const PutRequest
 }
 
 template <class Symmetric>
-void PeerTransport::share(Symmetric& result, std::int64_t size_bytes, std::string_view name) {
+void PeerTransport::share(Symmetric& result, std::int64_t size_bytes) {
   using Element = std::remove_pointer_t<decltype(result.local)>;
-  const std::string operation = concat("allocate(", name, ")");
   std::shared_ptr<void> table;
-  run_collective(operation, [&] {
-    result.memory = make_parts(size_bytes, name);
-    table = make_table(result.memory, name);
+  run_collective(concat("allocate(", result.name, ")"), [&] {
+    result.memory = make_parts(size_bytes, result.name);
+    table = make_table(result.memory, result.name);
   });
   for (std::int32_t r = 0; r < topology().world_size; ++r) {
     auto* const part = static_cast<Element*>(result.memory[r].get());

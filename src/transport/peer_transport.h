@@ -97,7 +97,7 @@ class PeerTransport : public Transport {
   template <class Work>
   void run_collective(std::string_view operation, Work&& work);
   template <class Symmetric>
-  void share(Symmetric& result, std::int64_t size_bytes, std::string_view name);
+  void share(Symmetric& result, std::int64_t size_bytes);
   template <class Symmetric>
   void give_back(Symmetric& memory);
 

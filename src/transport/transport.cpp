@@ -15,7 +15,7 @@ namespace {
 constexpr char end_of_text = '\0';
 
 std::vector<Setting> settings_of(const Bootstrap::Bytes& bytes) {
-  std::istringstream text({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+  std::istringstream text{std::string(detail::text_of(bytes))};
   std::vector<Setting> settings;
   for (Setting next;
        std::getline(text, next.name, end_of_text) && std::getline(text, next.value, end_of_text);) {

@@ -1,5 +1,5 @@
 #include "program_runner.h"
-#include "waybill/json/link_speeds_json.h"
+#include "waybill/json/plan_json.h"
 
 namespace waybill::test {
 namespace {

@@ -295,7 +295,7 @@ TEST(GpuTables, HaveRoomForTheGroupedOrderAndNoMore) {
   grouped.rows = EPRows::grouped;
   const std::int64_t most = most_recv_rows(config, grouped);
   ASSERT_EQ(most, 18 + 128 * 3);
-  const cuda::FixedTables tables(config, options);
+  const cuda::RoutingTables tables(config, options, 0);
   const std::int64_t bytes = most * 4;
   EXPECT_EQ(tables.send_reqs.offset - tables.grouped_to_compact.offset, (bytes + 255) / 256 * 256);
 }

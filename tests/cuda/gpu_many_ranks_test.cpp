@@ -326,10 +326,10 @@ void check_rows(std::int32_t world_size, bool bulk) {
   params.records = blocks.take<std::int32_t>(world_size * max_tokens * topk);
   params.num_input_tokens = blocks.take<std::int32_t>(world_size);
   params.max_recv_rows = blocks.take<std::int32_t>(1);
-  params.faults = blocks.pinned<cuda::MoeHostFaults>(1);
+  params.overflow = blocks.pinned<std::uint64_t>(1);
   params.fills_tables = true;  // they are empty, as no row arrives here
   test::cuda_ok(cuda::prepare_rows(bulk));
-  test::cuda_ok(cuda::launch_rows(params, {bulk, false, 4}, nullptr));
+  test::cuda_ok(cuda::launch_rows(params, bulk, false, 4, nullptr));
   ASSERT_TRUE(many.finish());
   std::vector<float> expected(world_size * window_rows * row_floats);
   for (std::size_t i = 0; i < addresses.size(); ++i) {

@@ -198,7 +198,7 @@ class Lists {
     for (std::int32_t k = 0; k + 1 < how_.num_nodes; ++k) {
       for (std::int32_t c = 0; c < chunks_; ++c) expect_chunk(k, c, step++);
     }
-    EXPECT_EQ(DeviceBlocks::download(params_.out.state, 1)[0].epoch, 0U);
+    EXPECT_EQ(DeviceBlocks::download(params_.state, 1)[0].epoch, 0U);
     if (how_.filter != NodeFilter::tokens) return;
     std::vector<std::int32_t> want = ids_;
     std::fill(want.begin() + num_tokens_ * topk, want.end(), -1);
@@ -278,16 +278,18 @@ class Lists {
     params_.chunk_slot = how_.num_nodes;
     const std::int64_t steps = std::int64_t{how_.num_nodes - 1} * (1 + chunks_);
     puts_ = (how_.num_nodes - 1) * (2 + 2 * (std::int64_t{chunks_} << shift_));
-    params_.out = {device.take<cuda::PathState>(1), device.take<NetworkStep>(steps),
-                   device.take<NetworkPut>(puts_), device.take<BatchSlot>(steps),
-                   device.take<BatchSlot>(steps)};
+    params_.state = device.take<cuda::PathState>(1);
+    params_.steps = device.take<NetworkStep>(steps);
+    params_.puts = device.take<NetworkPut>(puts_);
+    params_.waits = device.take<BatchSlot>(steps);
+    params_.signals = device.take<BatchSlot>(steps);
     test::cuda_ok(cuda::prepare_nodes(DType::float32));
     test::cuda_ok(cuda::launch_list_puts(params_, nullptr));
     ASSERT_TRUE(one_.finish());
-    steps_ = DeviceBlocks::download(params_.out.steps, steps);
-    all_ = DeviceBlocks::download(params_.out.puts, puts_);
-    waits_ = DeviceBlocks::download(params_.out.waits, steps);
-    signals_ = DeviceBlocks::download(params_.out.signals, steps);
+    steps_ = DeviceBlocks::download(params_.steps, steps);
+    all_ = DeviceBlocks::download(params_.puts, puts_);
+    waits_ = DeviceBlocks::download(params_.waits, steps);
+    signals_ = DeviceBlocks::download(params_.signals, steps);
   }
 
   void expect_step(std::int64_t at, std::int32_t k, std::int32_t slot, std::int64_t num_puts) {

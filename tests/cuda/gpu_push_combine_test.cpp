@@ -210,7 +210,7 @@ class ManyHomes {
   }
 
   void check_sums() const {
-    const auto* const output = reinterpret_cast<const float*>(params_.biases.output);
+    const auto* const output = reinterpret_cast<const float*>(params_.output);
     const auto sums = DeviceBlocks::download(output, max_tokens * row_floats);
     for (std::int64_t t = 0; t < max_tokens; ++t) {
       for (std::int64_t h = 0; h < row_floats; ++h) {
@@ -259,7 +259,7 @@ class ManyHomes {
     p.addresses = blocks.upload(addresses_);
     const std::vector<float> lost(row_floats, std::numeric_limits<float>::quiet_NaN());
     p.lost_row = reinterpret_cast<const std::byte*>(blocks.upload(lost));
-    p.biases.output = reinterpret_cast<std::byte*>(blocks.take<float>(max_tokens * row_floats));
+    p.output = reinterpret_cast<std::byte*>(blocks.take<float>(max_tokens * row_floats));
   }
 
   OneOfMany many_;

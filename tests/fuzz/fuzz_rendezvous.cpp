@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -71,19 +72,21 @@ void check_accepted(const ServerHandshake& handshake, const Server& server) {
   expect(0 < rank && rank < server.job.world_size, "a rank out of range is let in");
   expect(!server.is_connected[static_cast<std::size_t>(rank)], "a rank is let in twice");
   expect(server.failure.empty(), "a rank is let in after a failure");
-  const auto answer = decode_answer(handshake.answer());
-  expect(answer && answer->kind == AnswerKind::accepted, "an accepted rank is not told so");
+  const Answer& answer = handshake.answer();
+  expect(answer.is_valid() && answer.kind == AnswerKind::accepted,
+         "an accepted rank is not told so");
 }
 
 /// Any bytes at rank 0's door.
 void call_with_any_bytes(Input& input) {
   const Server server = server_of(input);
   Bytes bytes(input.below(2) == 0 ? 256U + 64U : 40U);
-  const Hello hello{.has_secret = input.below(2) == 0,
-                    .world_size = static_cast<std::uint32_t>(input.value(0, 9)),
-                    .rank = static_cast<std::uint32_t>(input.value(0, 9)),
-                    .job = input.below(2) == 0 ? "job" : ""};
-  const auto valid = encode(hello);
+  Hello hello{.has_secret = static_cast<std::uint32_t>(input.below(2)),
+              .world_size = static_cast<std::uint32_t>(input.value(0, 9)),
+              .rank = static_cast<std::uint32_t>(input.value(0, 9)),
+              .job = "job"};
+  if (input.below(2) == 0) hello.job[0] = 0;
+  const auto valid = bytes_in(hello);
   std::copy_n(valid.begin(), std::min(valid.size(), bytes.size()), bytes.begin());
   for (std::int64_t i = input.below(16); i > 0; --i) {
     bytes[static_cast<std::size_t>(input.byte() + input.byte()) % bytes.size()] =
@@ -98,21 +101,20 @@ void call_with_any_bytes(Input& input) {
   }
   if (kind == AnswerKind::accepted) check_accepted(handshake, server);
   if (kind == AnswerKind::rejected) {
-    const auto answer = decode_answer(handshake.answer());
-    expect(answer && answer->kind == AnswerKind::rejected && !answer->why.empty(),
+    const Answer& answer = handshake.answer();
+    expect(answer.is_valid() && answer.kind == AnswerKind::rejected && answer.why[0] != 0,
            "a refused caller gets no reason");
   }
 }
 
 /// Changes some of the bytes; true: it did.
-template <class Container>
-bool damage(Container& bytes, Input& input) {
-  const Container before = bytes;
+bool damage(std::span<std::byte> bytes, Input& input) {
+  const Bytes before(bytes.begin(), bytes.end());
   for (std::int64_t i = input.below(4); i > 0; --i) {
     const auto at = static_cast<std::size_t>(input.byte() + input.byte()) % bytes.size();
     bytes[at] ^= static_cast<std::byte>(input.byte());
   }
-  return bytes != before;
+  return !std::ranges::equal(bytes, before);
 }
 
 /// Both sides with a secret, and somebody between them who changes bytes.
@@ -121,22 +123,23 @@ void shake_hands_through_damage(Input& input) {
       .rank = 2, .world_size = 4, .host = "h", .port = 1, .job = {.id = {}, .secret = "secret"}};
   const Server server{.job = job, .is_connected = std::vector<bool>(4), .failure = {}};
   ServerHandshake handshake;
-  ClientHandshake client(job);
-  HelloBytes hello = client.hello();
-  bool harmed = damage(hello, input);
-  auto kind = feed(handshake, hello, server, input);
+  const Hello hello = hello_of(job);
+  std::optional<Nonce> nonce;
+  Hello harmed_hello = hello;
+  const bool harmed = damage(room_in(harmed_hello, 0), input);
+  auto kind = feed(handshake, bytes_in(harmed_hello), server, input);
   bool is_accepted = false;
   try {
-    AnswerBytes answer = handshake.answer();
-    (void)damage(answer, input);  // the client reads only kind, nonce and version
-    if (kind != AnswerKind::prove) return (void)client.reply_to(answer);
-    auto proof = client.reply_to(answer);
+    Answer answer = handshake.answer();
+    (void)damage(room_in(answer, 0), input);  // the client reads only kind, nonce and version
+    if (kind != AnswerKind::prove) return (void)reply_to(answer, job, hello, nonce);
+    auto proof = reply_to(answer, job, hello, nonce);
     if (!proof) expect(false, "a caller with a secret is content without a proof");
-    (void)damage(*proof, input);
-    kind = feed(handshake, *proof, server, input);
+    (void)damage(room_in(*proof, 0), input);
+    kind = feed(handshake, bytes_in(*proof), server, input);
     expect(kind != AnswerKind::accepted || !harmed, "a changed hello is accepted");
     answer = handshake.answer();
-    is_accepted = !client.reply_to(answer);
+    is_accepted = !reply_to(answer, job, hello, nonce);
     expect(!is_accepted || kind == AnswerKind::accepted, "a rejected client believes otherwise");
   } catch (const TransportError&) {
     expect(!is_accepted, "an error after all was well");
@@ -163,10 +166,9 @@ Bytes frames_of_a_peer(Input& input, std::int32_t world_size) {
       header.round = static_cast<std::uint64_t>(input.value(0, 5));
       if (input.below(2) == 0) header.size_bytes = static_cast<std::uint64_t>(input.value(0, 50));
     }
-    HeaderBytes bytes = encode(header);
-    if (kind == 6) (void)damage(bytes, input);
+    if (kind == 6) (void)damage(room_in(header, 0), input);
     if (kind == 5 && !body.empty()) (void)damage(body, input);
-    append(all, bytes);
+    append(all, bytes_in(header));
     append(all, body);
   }
   if (input.below(4) == 0) all.resize(all.size() - all.size() / 3);
@@ -174,9 +176,10 @@ Bytes frames_of_a_peer(Input& input, std::int32_t world_size) {
 }
 
 void any_answer_and_table(std::span<const std::byte> bytes) {
-  AnswerBytes answer{};
-  std::ranges::copy(bytes.first(std::min(bytes.size(), answer.size())), answer.begin());
-  (void)decode_answer(answer);
+  Answer answer;
+  std::ranges::copy(bytes.first(std::min(bytes.size(), sizeof(answer))),
+                    room_in(answer, 0).begin());
+  (void)answer.is_valid();
   const auto entries = unpack_entries(bytes, bytes.size() % 7);
   if (entries) expect(std::ranges::equal(pack_entries(*entries), bytes), "entries change");
 }

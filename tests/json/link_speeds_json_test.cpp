@@ -1,10 +1,9 @@
-#include "waybill/json/link_speeds_json.h"
-
 #include <gtest/gtest.h>
 
 #include <string>
 
 #include "waybill/core/error.h"
+#include "waybill/json/plan_json.h"
 
 namespace waybill {
 namespace {

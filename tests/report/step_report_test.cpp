@@ -1,4 +1,3 @@
-#include "waybill/report/step_report.h"
 
 #include <gtest/gtest.h>
 

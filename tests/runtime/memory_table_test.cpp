@@ -20,7 +20,7 @@ using detail::to_size;
 class TableTransport final : public detail::HostTransport {
  public:
   explicit TableTransport(std::shared_ptr<Bootstrap> bootstrap)
-      : HostTransport(std::move(bootstrap), 0) {}
+      : HostTransport(std::move(bootstrap), 0, false) {}
 
  private:
   Parts make_parts(std::int64_t size_bytes, std::string_view name) override {

@@ -5,6 +5,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <array>
+#include <bit>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -55,6 +57,12 @@ inline std::uint16_t free_port() {
     close(descriptor);
     if (bound == 0) return port;
   }
+}
+
+/// The bytes of a message as it is sent.
+template <class Message>
+std::array<std::byte, sizeof(Message)> encode(const Message& message) {
+  return std::bit_cast<std::array<std::byte, sizeof(Message)>>(message);
 }
 
 /// Somebody who calls a port and says what the test wants.

@@ -14,8 +14,8 @@
 namespace waybill {
 namespace {
 
-using detail::encode;
 using detail::Hello;
+using test::encode;
 using test::error_of;
 using test::expect_no_errors;
 using test::free_port;
@@ -62,7 +62,7 @@ void call_as_a_wrong_rank(std::uint16_t port, std::int32_t world_size, Draw draw
 /// Bytes of a hello, whole or a part, right or damaged, or none; perhaps held open to the end.
 void say_what_admits_nobody(std::uint16_t port, Draw draw, Progress& progress) {
   const RawCaller caller(port);
-  auto bytes = encode(Hello{.has_secret = draw.below(2) == 0,
+  auto bytes = encode(Hello{.has_secret = draw.below(2),
                             .world_size = draw.below(9),
                             .rank = 900 + draw.below(9),
                             .job = "job"});

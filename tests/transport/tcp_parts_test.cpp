@@ -1,6 +1,7 @@
 // The parts of the rendezvous over TCP, one by one.
 
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 
 #include <functional>
 
@@ -52,15 +53,15 @@ TEST(Hmac, EverySourceThatIsThereGivesTheKnownDigests) {
 }
 
 TEST(Hmac, ProofsDifferByRoleHelloAndNonce) {
-  const HelloBytes hello = encode(Hello{.world_size = 2, .rank = 1});
-  const HelloBytes other = encode(Hello{.world_size = 3, .rank = 1});
+  const Hello hello{.world_size = 2, .rank = 1};
+  const Hello other{.world_size = 3, .rank = 1};
   const Nonce nonce = random_nonce();
-  const Digest proof = proof_of_client("secret", hello, nonce);
-  EXPECT_TRUE(same_digest(proof, proof_of_client("secret", hello, nonce)));
-  EXPECT_FALSE(same_digest(proof, proof_of_server("secret", hello, nonce)));
-  EXPECT_FALSE(same_digest(proof, proof_of_client("Secret", hello, nonce)));
-  EXPECT_FALSE(same_digest(proof, proof_of_client("secret", other, nonce)));
-  EXPECT_FALSE(same_digest(proof, proof_of_client("secret", hello, random_nonce())));
+  const Digest proof = proof_of(client_side, "secret", hello, nonce);
+  EXPECT_TRUE(same_digest(proof, proof_of(client_side, "secret", hello, nonce)));
+  EXPECT_FALSE(same_digest(proof, proof_of(server_side, "secret", hello, nonce)));
+  EXPECT_FALSE(same_digest(proof, proof_of(client_side, "Secret", hello, nonce)));
+  EXPECT_FALSE(same_digest(proof, proof_of(client_side, "secret", other, nonce)));
+  EXPECT_FALSE(same_digest(proof, proof_of(client_side, "secret", hello, random_nonce())));
 }
 
 TEST(PeerText, HasNothingThatATerminalActsOn) {
@@ -98,19 +99,10 @@ TEST(Socket, ACallOfOneselfIsNoticed) {
 TEST(Rendezvous, ARankThatCallsItselfFindsRank0Later) {
   const std::uint16_t port = test::free_port();
   test::expect_no_errors(test::run_ranks(2, [&](std::int32_t rank) {
-    const Deadline deadline(10);
     const TcpJob job{.rank = rank, .world_size = 2, .host = "127.0.0.1", .port = port, .job = {}};
-    std::vector<TcpPeer> peers;
-    if (rank == 0) {
-      test::sleep_s(0.2);
-      RendezvousServer server(Socket::listen("127.0.0.1", port, deadline), job);
-      peers = server.accept_all(deadline);
-    } else {
-      peers.emplace_back(connect_to_rank_0(job, deadline, port),
-                         TcpBootstrap::max_frame_bytes(1, 2));
-    }
+    if (rank == 0) test::sleep_s(0.2);
     TcpBootstrap bootstrap(rank, 2, 10);
-    bootstrap.set_peers(std::move(peers));
+    bootstrap.set_peers(connect(job, 10, port));
     const Bootstrap::Bytes mine(1, static_cast<std::byte>(rank + 1));
     const auto all = bootstrap.exchange(mine, "test");
     EXPECT_EQ(all[0][0], std::byte{1});
@@ -148,26 +140,27 @@ TEST(Frames, EntriesKeepTheirSizes) {
   EXPECT_EQ(unpack_entries(huge, 4), std::nullopt);
 }
 
-/// Feeds a reader with pieces of one size.
+/// Gives a peer the bytes in pieces of one size, and then nothing more.
 std::vector<Frame> frames_in(std::span<const std::byte> bytes, std::size_t piece, bool& is_valid) {
-  FrameReader reader(100);
-  is_valid = true;
+  int ends[2];
+  EXPECT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends), 0);
+  const Socket sender(ends[1]);
+  TcpPeer peer(Socket{ends[0]}, 100);
   std::vector<Frame> frames;
-  while (is_valid && !bytes.empty()) {
-    const auto room = reader.room();
-    const std::size_t size = std::min({piece, bytes.size(), room.size()});
-    std::ranges::copy(bytes.first(size), room.begin());
+  while (!peer.is_gone() && !bytes.empty()) {
+    const std::size_t size = std::min(piece, bytes.size());
+    EXPECT_TRUE(sender.send_now(bytes.first(size)));
     bytes = bytes.subspan(size);
-    is_valid = reader.add(size);
-    if (is_valid && reader.is_complete()) frames.push_back(reader.take());
+    for (peer.read(); peer.frame() != nullptr; peer.read()) frames.push_back(peer.take_frame());
   }
+  is_valid = !peer.is_gone();
   return frames;
 }
 
 TEST(Frames, AreReadInPiecesOfAnySize) {
   std::vector<std::byte> bytes;
   for (const std::size_t size : {0U, 1U, 100U}) {
-    const auto header = encode(FrameHeader{.rank = 3, .round = size, .size_bytes = size});
+    const auto header = test::encode(FrameHeader{.rank = 3, .round = size, .size_bytes = size});
     bytes.insert(bytes.end(), header.begin(), header.end());
     bytes.resize(bytes.size() + size, static_cast<std::byte>(size));
   }
@@ -180,7 +173,7 @@ TEST(Frames, AreReadInPiecesOfAnySize) {
     EXPECT_TRUE(is_valid);
   }
   bool is_valid = true;
-  const auto too_large = encode(FrameHeader{.size_bytes = 101});
+  const auto too_large = test::encode(FrameHeader{.size_bytes = 101});
   EXPECT_TRUE(frames_in(too_large, 7, is_valid).empty());
   EXPECT_FALSE(is_valid);
 }

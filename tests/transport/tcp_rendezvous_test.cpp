@@ -19,6 +19,7 @@
 namespace waybill {
 namespace {
 
+using test::encode;
 using test::error_of;
 using test::expect_no_errors;
 using test::free_port;
@@ -148,7 +149,7 @@ TEST(TcpRendezvous, GarbageIsHungUpOnWithOneLine) {
 
 TEST(TcpRendezvous, AnotherReleaseGetsTheReason) {
   const std::string log = meet_beside([&](std::uint16_t port) {
-    detail::HelloBytes hello = encode(detail::Hello{.world_size = 2, .rank = 1});
+    auto hello = encode(detail::Hello{.world_size = 2, .rank = 1});
     hello[8] = std::byte{77};
     const RawCaller stranger(port);
     stranger.say(hello.data(), 16);  // its hello may be of another size
@@ -324,7 +325,7 @@ TEST(TcpRendezvous, WhatIsNoRank0IsNotTaken) {
     return std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size());
   };
   std::string banner = "SSH-2.0-OpenSSH_9.2\r\n";
-  banner.resize(detail::answer_bytes, ' ');
+  banner.resize(sizeof(detail::Answer), ' ');
   EXPECT_TRUE(holds(error_beside_a_server(banner, {}), "what answers there is not Waybill"));
   const std::string accepted = text_of({.kind = detail::AnswerKind::accepted});
   EXPECT_TRUE(holds(error_beside_a_server(accepted, {.id = {}, .secret = "x"}),

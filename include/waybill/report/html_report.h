@@ -1,15 +1,39 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "waybill/cost_model/predict_step.h"
 #include "waybill/report/plan_summary.h"
-#include "waybill/report/step_report.h"
 #include "waybill/routing/qkv_plan.h"
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
+
+/// Predictions side by side, a column each: largest over mean work, bytes in and out, what the
+/// step's path spends in each phase, forward, and the step. 80 columns wide for four predictions.
+[[nodiscard]] std::string step_table(std::span<const NamedStep> steps);
+
+/// The path of one prediction, a line for each phase: time, the rank that the others waited for,
+/// its busy link or kernel with the amount, and the document that causes most of that. The times
+/// add up to the step, which is the last line. For a terminal 80 columns wide.
+[[nodiscard]] std::string phase_table(const StepPrediction& step);
+
+/// The phases of one rank: begin, end, its own time, and for whom it waits.
+/// @throws InvalidArgument for a rank outside the world.
+[[nodiscard]] std::string rank_table(const StepPrediction& step, std::int32_t rank);
+
+/// Which rank, which document and which link make the step slow, how even the work is, and what
+/// would help, a sentence each, with numbers. Plain text without line breaks.
+[[nodiscard]] std::vector<std::string> explain_step(const StepPrediction& step,
+                                                    std::span<const Remedy> remedies = {});
+
+/// Timelines for Chrome (chrome://tracing) and Perfetto (ui.perfetto.dev): JSON in the trace-event
+/// format. A process stands for a node of a prediction, a thread for a rank, an event for a phase;
+/// its arguments hold the rank's bytes, its own time, and for whom it waited. Microseconds.
+[[nodiscard]] std::string chrome_trace(std::span<const NamedStep> steps);
 
 enum class CheckState : std::uint8_t { passed, failed, not_run };
 

@@ -1,7 +1,6 @@
 #include "call_params.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <utility>
 
@@ -78,8 +77,8 @@ ExpertParams::ExpertParams(const GpuExpertLayer& layer)
   nan_row_ = device_memory(row_bytes, stream);
   cuda_check(cudaMemsetAsync(nan_row_.get(), 0xFF, row_bytes, stream), "making a row of NaN");
   cuda_check(cudaStreamSynchronize(stream), "making a row of NaN");
-  faults_ = pinned_memory(sizeof(MoeHostFaults));
-  std::memset(faults_.get(), 0, sizeof(MoeHostFaults));
+  overflow_ = pinned_memory(sizeof(HostOverflow));
+  *overflow() = 0;
   if (options.payload == EPPayload::quantized && config.is_intra_node()) {
     elements_ = device_memory(config.max_tokens * config.hidden, stream);
     scales_ = device_memory(config.max_tokens * scale_row_bytes(config, options), stream);
@@ -93,7 +92,7 @@ ExpertParams::ExpertParams(const GpuExpertLayer& layer)
 ExpertParams::~ExpertParams() {
   layer_.transport.defer_release(std::move(records_.memory));
   layer_.transport.defer_release(std::move(channels_.memory));
-  layer_.transport.defer_release({state_, tile_counts_, nan_row_, faults_, elements_, scales_});
+  layer_.transport.defer_release({state_, tile_counts_, nan_row_, overflow_, elements_, scales_});
 }
 
 MoeArrive ExpertParams::arrive(const ExpertCall& call, FaultKind kind) const {
@@ -123,7 +122,7 @@ MoeArrive ExpertParams::arrive(const ExpertCall& call, FaultKind kind) const {
 }
 
 MoeShape ExpertParams::shape(const GpuExpertRouting& routing) const {
-  return shape(routing.num_tokens(), routing.rows().capacity_rows);
+  return shape(routing.num_tokens(), routing.tables().capacity_rows);
 }
 
 MoeShape ExpertParams::shape(std::int64_t num_tokens, std::int64_t capacity_rows) const {
@@ -205,7 +204,7 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   params.own_sent_weights = records_.local + weights;
   params.own_gathered = reinterpret_cast<std::uint64_t*>(records_.local + gathered);
   params.tile_counts = static_cast<std::int32_t*>(tile_counts_.get());
-  const FixedTables& layout = made.fixed();
+  const RoutingTables& layout = made.tables();
   params.out_ids = made.part(layout.ids);
   params.dst_rows = made.part(layout.dst_rows);
   params.out_weights = tables.weight_data();
@@ -229,7 +228,7 @@ EnterParams ExpertParams::enter(const ExpertCall& call, const ExpertDispatchInpu
   params.shape = shape(routing);
   params.weights = weights_of(input);
   params.weight_bytes = static_cast<std::int32_t>(dtype_bytes(layer_.config.weight_dtype));
-  params.addresses = routing.part<std::int64_t>(routing.fixed().addresses);
+  params.addresses = routing.part<std::int64_t>(routing.tables().addresses);
   params.out_weights = tables.weight_data();
   params.sent_weights = record_parts(workspace_.weights[call.parity]);
   return params;
@@ -263,7 +262,7 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
   params.tags = reinterpret_cast<RowTag*>(window.local + layer_.memory.window.tags);
   params.weights = window.local + layer_.memory.window.weights;
   params.topk = reinterpret_cast<std::int32_t*>(window.local + layer_.memory.window.topk);
-  const FixedTables& layout = routing.fixed();
+  const RoutingTables& layout = routing.tables();
   params.addresses = routing.part<std::int64_t>(layout.addresses);
   params.records = routing.part(layout.records);
   if (is_given(input.weights)) {
@@ -274,8 +273,8 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
   params.expert_counts = routing.part(layout.expert_counts);
   params.expert_offsets = routing.part(layout.expert_offsets);
   params.max_recv_rows = routing.part(layout.num_recv_rows) + layer_.config.world_size;
-  params.faults = faults();
-  params.known_topk = routing.row_part(routing.rows().topk);
+  params.overflow = overflow();
+  params.known_topk = routing.part(routing.tables().topk);
   if (tables.being_made() != nullptr) fill_tables(call, *tables.being_made(), params);
   return params;
 }
@@ -283,17 +282,17 @@ RowsParams ExpertParams::rows(const ExpertCall& call, const ExpertDispatchInput&
 /// Sets the tables that the first dispatch of a routing writes.
 void ExpertParams::fill_tables(const ExpertCall& call, GpuExpertRouting& made,
                                RowsParams& params) const {
-  const RowTables& rows = made.rows();
+  const RoutingTables& tables = made.tables();
   params.fills_tables = true;
   params.records =
       reinterpret_cast<const std::int32_t*>(records_.local + workspace_.records[call.parity]);
-  params.kept_records = made.part(made.fixed().records);
-  params.kept_tags = made.row_part<RowTag>(rows.tags);
-  params.primary_rows = made.row_part(rows.primary_rows);
-  params.topk_slot_rows = made.row_part(rows.topk_slot_rows);
-  params.compact_to_grouped = made.row_part(rows.compact_to_grouped);
-  params.grouped_to_compact = made.part(made.fixed().grouped_to_compact);
-  params.kept_topk = made.row_part(rows.topk);
+  params.kept_records = made.part(tables.records);
+  params.kept_tags = made.part<RowTag>(tables.tags);
+  params.primary_rows = made.part(tables.primary_rows);
+  params.topk_slot_rows = made.part(tables.topk_slot_rows);
+  params.compact_to_grouped = made.part(tables.compact_to_grouped);
+  params.grouped_to_compact = made.part(tables.grouped_to_compact);
+  params.kept_topk = made.part(tables.topk);
 }
 
 StageParams ExpertParams::stage(const ExpertCall& call, const ExpertCombineInput& input,
@@ -307,8 +306,8 @@ StageParams ExpertParams::stage(const ExpertCall& call, const ExpertCombineInput
   params.num_rows = input.rows.shape[0];
   params.window = layer_.memory.combine_windows[call.parity].local;
   params.row_bytes = layer_.config.hidden * dtype_bytes(layer_.config.token_dtype);
-  params.num_recv_rows = routing.part(routing.fixed().num_recv_rows) + layer_.config.rank;
-  params.num_input_tokens = routing.part(routing.fixed().num_input_tokens);
+  params.num_recv_rows = routing.part(routing.tables().num_recv_rows) + layer_.config.rank;
+  params.num_input_tokens = routing.part(routing.tables().num_input_tokens);
   return params;
 }
 
@@ -318,7 +317,7 @@ CombineParams ExpertParams::combine(const ExpertCall& call, const ExpertCombineI
   CombineParams params{};
   params.m = arrive(call, FaultKind::moe_combine);
   params.shape = node_shape(routing);
-  params.addresses = routing.part<std::int64_t>(routing.fixed().addresses);
+  params.addresses = routing.part<std::int64_t>(routing.tables().addresses);
   params.windows =
       peers_of<const std::byte>(layer_.memory.combine_windows[call.parity].table + first_rank(), 0);
   params.lost_row = static_cast<const std::byte*>(nan_row_.get());

@@ -80,7 +80,9 @@ class ExpertParams {
   [[nodiscard]] MoeArrive arrive(const ExpertCall& call, FaultKind kind) const;
   [[nodiscard]] MoeShape shape(const GpuExpertRouting& routing) const;
 
-  [[nodiscard]] MoeHostFaults* faults() const { return static_cast<MoeHostFaults*>(faults_.get()); }
+  [[nodiscard]] HostOverflow* overflow() const {
+    return static_cast<HostOverflow*>(overflow_.get());
+  }
 
   /// Whether the layer uses the low-latency route. All ranks get the same answer.
   [[nodiscard]] bool is_low_latency() const { return low_latency_; }
@@ -109,7 +111,7 @@ class ExpertParams {
   std::shared_ptr<void> state_;        ///< MoeState, then the words of placed sources
   std::shared_ptr<void> tile_counts_;  ///< scratch of the route
   std::shared_ptr<void> nan_row_;      ///< CombineParams::lost_row
-  std::shared_ptr<void> faults_;       ///< MoeHostFaults, pinned
+  std::shared_ptr<void> overflow_;     ///< HostOverflow, pinned
   std::shared_ptr<void> elements_;
   std::shared_ptr<void> scales_;
 };

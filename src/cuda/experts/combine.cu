@@ -64,48 +64,6 @@ __device__ float sum_with(float sum, typename Number::Stored value, float weight
   return __fadd_rn(sum, Weighted ? __fmul_rn(weight, x) : x);
 }
 
-/// One lane's part of a piece: words lane, lane + 32, ...
-template <class Number>
-struct Sums {
-  float sums[words_per_lane][WidePack<Number>::count];
-
-  __device__ void clear() {
-#pragma unroll
-    for (int w = 0; w < words_per_lane; ++w) {
-#pragma unroll
-      for (int e = 0; e < WidePack<Number>::count; ++e) sums[w][e] = 0;
-    }
-  }
-
-  /// Adds a row.
-  /// @tparam Full the piece is a whole one, not the last of a row
-  template <bool Weighted, bool Full>
-  __device__ void add(const std::byte* from, int bytes, float weight) {
-#pragma unroll
-    for (int w = 0; w < words_per_lane; ++w) {
-      const int offset = (w * 32 + lane_id()) * widest_word;
-      if (!Full && offset >= bytes) continue;
-      const auto in = *reinterpret_cast<const WidePack<Number>*>(from + offset);
-#pragma unroll
-      for (int e = 0; e < WidePack<Number>::count; ++e) {
-        sums[w][e] = sum_with<Number, Weighted>(sums[w][e], in.values[e], weight);
-      }
-    }
-  }
-
-  __device__ void write(std::byte* to, int bytes) const {
-#pragma unroll
-    for (int w = 0; w < words_per_lane; ++w) {
-      const int offset = (w * 32 + lane_id()) * widest_word;
-      if (offset >= bytes) continue;
-      WidePack<Number> out;
-#pragma unroll
-      for (int e = 0; e < WidePack<Number>::count; ++e) out.values[e] = Number::round(sums[w][e]);
-      *reinterpret_cast<WidePack<Number>*>(to + offset) = out;
-    }
-  }
-};
-
 struct BulkMemory {
   alignas(128) std::byte ring[ring_rows][piece_bytes];
   std::uint64_t loaded[max_warps][stages];
@@ -115,31 +73,6 @@ struct BulkMemory {
 struct Piece {
   std::int32_t token;
   std::int32_t piece;
-};
-
-/// Steps through the pieces of one warp without divisions.
-struct PieceSteps {
-  std::int32_t pieces;  ///< pieces per row
-  std::int32_t tokens;  ///< tokens per step, and pieces in addition
-  std::int32_t beyond;
-
-  __device__ PieceSteps(const CombineParams& p, int warps)
-      : pieces(static_cast<std::int32_t>((p.row_bytes + piece_bytes - 1) / piece_bytes)) {
-    const auto step = static_cast<std::int32_t>(gridDim.x) * warps;
-    tokens = step / pieces;
-    beyond = step % pieces;
-  }
-  [[nodiscard]] __device__ Piece first() const {
-    const auto i = static_cast<std::int32_t>(blockIdx.x + threadIdx.x / 32 * gridDim.x);
-    return {i / pieces, i % pieces};
-  }
-  __device__ void advance(Piece& at) const {
-    at.token += tokens;
-    at.piece += beyond;
-    if (at.piece < pieces) return;
-    at.piece -= pieces;
-    ++at.token;
-  }
 };
 
 /// Rows of a piece that fill one stage.
@@ -162,8 +95,11 @@ class BulkSum {
         slots_(static_cast<int>(ring_rows / stages * 32 / blockDim.x)),
         ring_(memory.ring[threadIdx.x / 32 * slots_ * stages]),
         loaded_(memory.loaded[threadIdx.x / 32]),
-        steps_(p, static_cast<int>(blockDim.x / 32)),
-        last_bytes_(static_cast<int>(p.row_bytes - std::int64_t{steps_.pieces - 1} * piece_bytes)) {
+        pieces_(static_cast<std::int32_t>((p.row_bytes + piece_bytes - 1) / piece_bytes)),
+        last_bytes_(static_cast<int>(p.row_bytes - std::int64_t{pieces_ - 1} * piece_bytes)) {
+    const auto step = static_cast<std::int32_t>(gridDim.x) * static_cast<int>(blockDim.x / 32);
+    step_tokens_ = step / pieces_;
+    step_pieces_ = step % pieces_;
     if (lane_id() == 0) {
       for (int s = 0; s < stages; ++s) barrier_init(&loaded_[s]);
       fence_barrier_init();
@@ -174,7 +110,8 @@ class BulkSum {
 
   template <bool Weighted>
   __device__ void run() {
-    coming_ = steps_.first();
+    const auto first = static_cast<std::int32_t>(blockIdx.x + threadIdx.x / 32 * gridDim.x);
+    coming_ = {first / pieces_, first % pieces_};
     coming_rows_ = read_token<Weight>(p_, coming_.token);
     Batch next = begin_piece();
     if (next.at.token < p_.shape.num_tokens) ask(next, 0);
@@ -199,7 +136,16 @@ class BulkSum {
   }
 
   [[nodiscard]] __device__ int bytes_of(const Piece& at) const {
-    return at.piece + 1 < steps_.pieces ? piece_bytes : last_bytes_;
+    return at.piece + 1 < pieces_ ? piece_bytes : last_bytes_;
+  }
+
+  /// The warp's next piece, found without divisions.
+  __device__ void advance(Piece& at) const {
+    at.token += step_tokens_;
+    at.piece += step_pieces_;
+    if (at.piece < pieces_) return;
+    at.piece -= pieces_;
+    ++at.token;
   }
 
   /// Begins the piece whose addresses have arrived, and loads the addresses of the next one.
@@ -207,7 +153,7 @@ class BulkSum {
     const unsigned summed = lanes_summed(p_, coming_rows_);
     const std::byte* const row = row_at(p_, windows_, coming_rows_.address);
     const Batch batch{coming_, row, coming_rows_.weight, summed, true};
-    steps_.advance(coming_);
+    advance(coming_);
     coming_rows_ = read_token<Weight>(p_, coming_.token);
     return batch;
   }
@@ -231,9 +177,9 @@ class BulkSum {
     const int bytes = bytes_of(batch.at);
     const std::int64_t offset = batch.at.token * p_.row_bytes + batch.at.piece * piece_bytes;
     if (batch.is_first) {
-      sums_.clear();
+      clear_sums();
       for (const std::byte* bias : p_.biases) {
-        if (bias != nullptr) sums_.template add<false, false>(bias + offset, bytes, 0);
+        if (bias != nullptr) add_row<false, false>(bias + offset, bytes, 0);
       }
     }
     const unsigned stage = number % stages;
@@ -243,7 +189,7 @@ class BulkSum {
     } else {
       add_rows<Weighted, false>(batch, stage, bytes);
     }
-    if (is_last) sums_.write(p_.output + offset, bytes);
+    if (is_last) write_sums(p_.output + offset, bytes);
   }
 
   template <bool Weighted, bool Full>
@@ -254,7 +200,43 @@ class BulkSum {
       if (Weighted) {
         weight = __shfl_sync(all_lanes, batch.weight, __ffs(static_cast<int>(left)) - 1);
       }
-      sums_.template add<Weighted, Full>(place(stage, slot), bytes, weight);
+      add_row<Weighted, Full>(place(stage, slot), bytes, weight);
+    }
+  }
+
+  __device__ void clear_sums() {
+#pragma unroll
+    for (int w = 0; w < words_per_lane; ++w) {
+#pragma unroll
+      for (int e = 0; e < WidePack<Number>::count; ++e) sums_[w][e] = 0;
+    }
+  }
+
+  /// Adds a row.
+  /// @tparam Full the piece is a whole one, not the last of a row
+  template <bool Weighted, bool Full>
+  __device__ void add_row(const std::byte* from, int bytes, float weight) {
+#pragma unroll
+    for (int w = 0; w < words_per_lane; ++w) {
+      const int offset = (w * 32 + lane_id()) * widest_word;
+      if (!Full && offset >= bytes) continue;
+      const auto in = *reinterpret_cast<const WidePack<Number>*>(from + offset);
+#pragma unroll
+      for (int e = 0; e < WidePack<Number>::count; ++e) {
+        sums_[w][e] = sum_with<Number, Weighted>(sums_[w][e], in.values[e], weight);
+      }
+    }
+  }
+
+  __device__ void write_sums(std::byte* to, int bytes) const {
+#pragma unroll
+    for (int w = 0; w < words_per_lane; ++w) {
+      const int offset = (w * 32 + lane_id()) * widest_word;
+      if (offset >= bytes) continue;
+      WidePack<Number> out;
+#pragma unroll
+      for (int e = 0; e < WidePack<Number>::count; ++e) out.values[e] = Number::round(sums_[w][e]);
+      *reinterpret_cast<WidePack<Number>*>(to + offset) = out;
     }
   }
 
@@ -263,11 +245,13 @@ class BulkSum {
   const int slots_;  ///< rows per stage
   std::byte* const ring_;
   std::uint64_t* const loaded_;
-  const PieceSteps steps_;
+  const std::int32_t pieces_;  ///< pieces per row
   const int last_bytes_;
+  std::int32_t step_tokens_;  ///< tokens per step of a warp, and pieces in addition
+  std::int32_t step_pieces_;
   Piece coming_;
   TokenRows coming_rows_;
-  Sums<Number> sums_;
+  float sums_[words_per_lane][WidePack<Number>::count];  ///< words lane, lane + 32, ...
 };
 
 /// Sums with loads of the lanes: for devices without bulk copies, and for addresses and sizes that

@@ -77,7 +77,8 @@ cudaError_t launch_enter(const EnterParams& params, int blocks, bool early, cuda
 
 /// Brings the parities of dispatches and combines to those of the next calls. If they are off,
 /// because a graph held an odd number of either, it makes an empty call. One node only.
-cudaError_t launch_realign(const MoeArrive& arrive, MoeParities next, cudaStream_t stream);
+cudaError_t launch_realign(const MoeArrive& arrive, std::uint32_t next_dispatch,
+                           std::uint32_t next_combine, cudaStream_t stream);
 
 /// Cuts rows into pieces.
 /// @param bulk rows and scales have multiples of 16 bytes and start at such addresses
@@ -86,15 +87,11 @@ cudaError_t launch_realign(const MoeArrive& arrive, MoeParities next, cudaStream
 
 cudaError_t prepare_rows(bool bulk);
 
-struct RowsLaunch {
-  bool bulk;   ///< bulk copies (sm_90 and later), with cuts made for them
-  bool early;  ///< the kernel may start while the previous kernel runs
-  int blocks;
-};
-
 /// Sends rows to the windows of all ranks, and ends when the rows of all ranks have arrived here.
 /// It belongs to the epoch of the route or enter before it.
-cudaError_t launch_rows(const RowsParams& params, const RowsLaunch& how, cudaStream_t stream);
+/// @param bulk bulk copies (sm_90 and later), with cuts made for them
+cudaError_t launch_rows(const RowsParams& params, bool bulk, bool early, int blocks,
+                        cudaStream_t stream);
 
 cudaError_t prepare_combine(DType tokens, DType weights, bool bulk);
 

@@ -96,12 +96,10 @@ inline constexpr int ticket_shift = 32;
 /// the epoch has the count.
 inline constexpr int count_epoch_shift = 32;
 
-/// The device reports here, in pinned host memory, that windows were too small.
-struct MoeHostFaults {
-  /// 0 if all rows fit. Else the number of rows that the busiest rank should have received, with
-  /// the lower half of the call's epoch in the upper half.
-  volatile std::uint64_t overflow;
-};
+/// The device reports here, in pinned host memory, that windows were too small: 0 if all rows fit,
+/// else the number of rows that the busiest rank should have received, with the lower half of the
+/// call's epoch in the upper half.
+using HostOverflow = volatile std::uint64_t;
 inline constexpr int overflow_epoch_shift = 32;
 
 /// The part of a call's parameters that says how ranks synchronize.
@@ -110,11 +108,6 @@ struct MoeArrive {
   MoeState* state;
   std::uint32_t parity;        ///< parity of this dispatch or combine
   std::uint32_t max_delay_ns;  ///< upper limit of the delays that tests ask for; 0 outside tests
-};
-
-/// The parities of the next dispatch and of the next combine.
-struct MoeParities {
-  std::uint32_t of[2];
 };
 
 /// Parameters of a route: count, exchange counts, place. T, M and K are this rank's tokens,
@@ -278,7 +271,7 @@ struct RowsParams {
   const std::int32_t* expert_counts;
   const std::int32_t* expert_offsets;
   const std::int32_t* max_recv_rows;  ///< maximum over all ranks
-  MoeHostFaults* faults;
+  HostOverflow* overflow;
   RowTag* tags;  ///< tags, weights and topk are parts of the window
   std::byte* weights;
   std::int32_t* topk;
@@ -376,12 +369,6 @@ constexpr std::int64_t max_push_units(std::int64_t max_tokens, std::int32_t topk
   return split * max_push_parts > grouped ? split * max_push_parts : grouped;
 }
 
-/// The rows that sums start from, and the output.
-struct PushBiases {
-  const std::byte* rows[2];  ///< [T] rows like the output; or null
-  std::byte* output;
-};
-
 /// How a rank moves the rows of a combine that pushes. Ranks choose independently.
 enum class PushWay : std::int32_t {
   bulk,      ///< bulk copies (sm_90 and later); rows have multiples of 16 bytes and start at such
@@ -414,9 +401,10 @@ struct PushParams {
   const std::byte* own_slab;
   const std::uint64_t* own_flags;
   const std::int64_t* addresses;
-  const std::byte* lost_row;  ///< a row of NaN, see lost_address
-  const std::byte* weights;   ///< [T, K] or null
-  PushBiases biases;
+  const std::byte* lost_row;   ///< a row of NaN, see lost_address
+  const std::byte* weights;    ///< [T, K] or null
+  const std::byte* biases[2];  ///< [T] rows from which sums start; or null
+  std::byte* output;           ///< [T] rows
 };
 static_assert(sizeof(PushParams) <= 4096);
 

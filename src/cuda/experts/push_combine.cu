@@ -3,7 +3,7 @@
 #include "../device/peers.cuh"
 #include "call.cuh"
 #include "launch.h"
-#include "push_walk.cuh"
+#include "push_combine.cuh"
 
 namespace waybill::cuda {
 namespace {
@@ -203,7 +203,7 @@ __device__ unsigned rows_to_sum(const PushParams& p, const Units& u, Unit unit, 
   const unsigned of_token = lanes_of_token(p.shape.topk, u.k);
   rows = {slot.from, nullptr, slot.weight, of_token};
   const std::int32_t t = unit.group * u.cut.group + first + u.mine;
-  if (slot.active) rows.to = p.biases.output + t * p.row_bytes;
+  if (slot.active) rows.to = p.output + t * p.row_bytes;
   if (slot.flag != nullptr) wait_slot(p.m.arrive, slot.flag, epoch, slot.rank);
   __syncwarp();  // after it all lanes may read what one lane has waited for
   end_if_reported(p.m.arrive.sink);
@@ -213,49 +213,35 @@ __device__ unsigned rows_to_sum(const PushParams& p, const Units& u, Unit unit, 
   return here | __ballot_sync(all_lanes, has_none);
 }
 
-/// The units that a warp sums: first one that is fixed, then the next one that no warp has taken.
-class UnitsToSum {
- public:
-  __device__ UnitsToSum(const PushParams& p, const Units& u)
-      : all_(static_cast<std::uint32_t>((p.shape.num_tokens + u.cut.group - 1) / u.cut.group *
-                                        u.cut.parts)),
-        unit_(blockIdx.x + threadIdx.x / 32 * gridDim.x),
-        next_(is_over() ? 0 : claim(p)) {}
-
-  [[nodiscard]] __device__ bool is_over() const { return unit_ >= all_; }
-
-  /// Waits for the next unit and sums it. All lanes.
-  template <class Walk>
-  __device__ void sum_next(const PushParams& p, Walk& walk, const Units& u, std::uint64_t epoch) {
-    const Unit unit = at(u);
+/// Sums units as they arrive: first one that is the warp's, then the next one that no warp has
+/// taken.
+template <class Walk>
+__device__ void sum_units(const PushParams& p, Walk& walk, const Units& u, std::uint64_t epoch) {
+  const auto all = static_cast<std::uint32_t>((p.shape.num_tokens + u.cut.group - 1) / u.cut.group *
+                                              u.cut.parts);
+  const auto claim = [&]() -> std::uint32_t {
+    const unsigned warps = blockDim.x / 32 * gridDim.x;
+    return lane_id() == 0 ? warps + atomicAdd(&p.m.state->next_sum, 1U) : 0;
+  };
+  std::uint32_t idx = blockIdx.x + threadIdx.x / 32 * gridDim.x;
+  std::uint32_t next = idx >= all ? 0 : claim();  // valid in lane 0
+  while (idx < all) {
+    const auto group = static_cast<std::int32_t>(idx) / u.cut.parts;
+    const Unit unit{group, static_cast<std::int32_t>(idx) - group * u.cut.parts};
     for (std::int32_t i = 0; i < u.cut.group; i += u.together) {
       WalkRows rows;
       const unsigned here = rows_to_sum(p, u, unit, i, epoch, rows);
       walk.expect_arrived();
       if (p.weights != nullptr) {
-        walk.template sum<true, false>(rows, here, unit.begin(u), unit.end(p, u), &p.biases);
+        walk.template sum<true, false>(rows, here, unit.begin(u), unit.end(p, u), &p);
       } else {
-        walk.template sum<false, false>(rows, here, unit.begin(u), unit.end(p, u), &p.biases);
+        walk.template sum<false, false>(rows, here, unit.begin(u), unit.end(p, u), &p);
       }
     }
-    unit_ = __shfl_sync(all_lanes, next_, 0);
-    if (!is_over()) next_ = claim(p);
+    idx = __shfl_sync(all_lanes, next, 0);
+    if (idx < all) next = claim();
   }
-
- private:
-  [[nodiscard]] __device__ Unit at(const Units& u) const {
-    const auto group = static_cast<std::int32_t>(unit_) / u.cut.parts;
-    return {group, static_cast<std::int32_t>(unit_) - group * u.cut.parts};
-  }
-  static __device__ std::uint32_t claim(const PushParams& p) {
-    const unsigned warps = blockDim.x / 32 * gridDim.x;
-    return lane_id() == 0 ? warps + atomicAdd(&p.m.state->next_sum, 1U) : 0;
-  }
-
-  std::uint32_t all_;
-  std::uint32_t unit_;
-  std::uint32_t next_;  ///< valid in lane 0
-};
+}
 
 /// Does a warp's part of a call: first all pushes, then sums. Looking for arrived units between
 /// pushes costs more time than it saves (docs/performance/gpu_moe.md).
@@ -263,7 +249,7 @@ template <class Walk>
 __device__ void push_and_sum(const PushParams& p, Walk&& walk, const Units& u,
                              std::uint64_t epoch) {
   for (UnitsToPush pushed(p, u); !pushed.is_over();) pushed.push_next(p, walk, u, epoch);
-  for (UnitsToSum summed(p, u); !summed.is_over();) summed.sum_next(p, walk, u, epoch);
+  sum_units(p, walk, u, epoch);
 }
 
 /// Pushes and sums. No rank waits before it pushes, because two slabs alternate: a rank in combine
@@ -324,14 +310,8 @@ Kernel kernel_for(DType tokens, PushWay way) {
   });
 }
 
-struct BlockSize {
-  int warps;
-  int shared_bytes;
-};
-template <class Shape>
-constexpr BlockSize block_of = {Shape::warps, Shape::warps* Shape::bytes};
-BlockSize block_size(PushWay way) {
-  return way == PushWay::bulk ? block_of<Pieces> : block_of<NoPieces>;
+int shared_bytes_of(PushWay way) {
+  return way == PushWay::bulk ? Pieces::warps * Pieces::bytes : 0;
 }
 
 }  // namespace
@@ -340,17 +320,16 @@ cudaError_t prepare_push_combine(DType tokens, PushWay way) {
   const Kernel kernel = kernel_for(tokens, way);
   if (kernel == nullptr) return cudaErrorInvalidValue;
   return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                              cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              block_size(way).shared_bytes);
+                              cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes_of(way));
 }
 
 cudaError_t launch_push_combine(const PushParams& params, DType tokens, PushWay way, int blocks,
                                 bool early, cudaStream_t stream) {
   const Kernel kernel = kernel_for(tokens, way);
   if (kernel == nullptr) return cudaErrorInvalidValue;
-  const BlockSize block = block_size(way);
-  return launch_kernel(kernel, static_cast<unsigned>(blocks), block.warps * 32,
-                       static_cast<std::size_t>(block.shared_bytes), early, stream, params);
+  static_assert(Pieces::warps == NoPieces::warps);
+  return launch_kernel(kernel, static_cast<unsigned>(blocks), Pieces::warps * 32,
+                       static_cast<std::size_t>(shared_bytes_of(way)), early, stream, params);
 }
 
 }  // namespace waybill::cuda

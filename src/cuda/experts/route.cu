@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "launch.h"
-#include "placement.cuh"
+#include "route.cuh"
 
 namespace waybill::cuda {
 namespace {
@@ -66,15 +66,17 @@ __global__ void __launch_bounds__(enter_threads)
 
 /// Makes an empty call if the last dispatch or combine had the parity of the next one.
 __global__ void __launch_bounds__(32)
-    realign_moe_kernel(const __grid_constant__ MoeArrive m, MoeParities next) {
+    realign_moe_kernel(const __grid_constant__ MoeArrive m, std::uint32_t next_dispatch,
+                       std::uint32_t next_combine) {
+  const std::uint32_t next[2] = {next_dispatch, next_combine};
   bool off = false;
-  for (int kind = 0; kind < 2; ++kind) off = off || is_off_parity(m, kind, next.of[kind]);
+  for (int kind = 0; kind < 2; ++kind) off = off || is_off_parity(m, kind, next[kind]);
   if (!off) return;
   const std::uint64_t epoch = m.state->call.epoch + 1;
   signal_to_all(m.arrive, epoch);
   wait_all(m.arrive, epoch);
   if (threadIdx.x != 0) return;
-  for (int kind = 0; kind < 2; ++kind) m.state->last_parity[kind] = 2 - next.of[kind];
+  for (int kind = 0; kind < 2; ++kind) m.state->last_parity[kind] = 2 - next[kind];
   end_call(m.arrive, epoch);
 }
 
@@ -125,8 +127,9 @@ cudaError_t launch_route(const RouteParams& params, int blocks, cudaStream_t str
   return cudaGetLastError();
 }
 
-cudaError_t launch_realign(const MoeArrive& arrive, MoeParities next, cudaStream_t stream) {
-  realign_moe_kernel<<<1, 32, 0, stream>>>(arrive, next);
+cudaError_t launch_realign(const MoeArrive& arrive, std::uint32_t next_dispatch,
+                           std::uint32_t next_combine, cudaStream_t stream) {
+  realign_moe_kernel<<<1, 32, 0, stream>>>(arrive, next_dispatch, next_combine);
   return cudaGetLastError();
 }
 

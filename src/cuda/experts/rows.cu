@@ -1,9 +1,8 @@
 #include <type_traits>
 
 #include "call.cuh"
-#include "channels.cuh"
 #include "launch.h"
-#include "tma_ring.cuh"
+#include "rows.cuh"
 
 namespace waybill::cuda {
 namespace {
@@ -435,9 +434,8 @@ struct NoRing {
 /// Reports windows that were too small. All ranks report the same.
 __device__ void report_overflow(const RowsParams& p, std::uint64_t epoch) {
   const std::int32_t rows = __ldcg(p.max_recv_rows);
-  if (rows <= p.shape.capacity_rows || rows <= static_cast<std::int32_t>(p.faults->overflow))
-    return;
-  p.faults->overflow = epoch << overflow_epoch_shift | static_cast<std::uint32_t>(rows);
+  if (rows <= p.shape.capacity_rows || rows <= static_cast<std::int32_t>(*p.overflow)) return;
+  *p.overflow = epoch << overflow_epoch_shift | static_cast<std::uint32_t>(rows);
 }
 
 /// Moves rows. A block has `MoverWarps` warps that send and copy rows. `TableWarps` more warps fill
@@ -524,7 +522,7 @@ RowCuts cut_rows(std::int64_t row_bytes, std::int32_t scale_bytes, bool bulk, in
   cuts.piece_bytes =
       static_cast<std::int32_t>((row_bytes + cuts.pieces - 1) / cuts.pieces + 15) / 16 * 16;
   cuts.stage_bytes = static_cast<std::int32_t>(
-      (static_cast<int>(sizeof(RingStage)) + cuts.piece_bytes + scale_bytes + 127) / 128 * 128);
+      (ring_address_bytes + cuts.piece_bytes + scale_bytes + 127) / 128 * 128);
   const int stages = room / cuts.stage_bytes;
   cuts.stages = stages < max_ring_stages ? stages : max_ring_stages;
   const int pushes = cuts.stages - 1 + 3;  // see TmaRing::wait_earlier
@@ -545,17 +543,18 @@ cudaError_t prepare_rows(bool bulk) {
   return cudaSuccess;
 }
 
-cudaError_t launch_rows(const RowsParams& params, const RowsLaunch& how, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(how.blocks);
-  if (!how.bulk) {
-    return launch_kernel(vector_kernel, blocks, vector_warps * 32, 0, false, stream,
+cudaError_t launch_rows(const RowsParams& params, bool bulk, bool early, int blocks,
+                        cudaStream_t stream) {
+  const auto grid = static_cast<unsigned>(blocks);
+  if (!bulk) {
+    return launch_kernel(vector_kernel, grid, vector_warps * 32, 0, false, stream,
                          RowsOf<EarlyWork::nothing>{params});
   }
   const auto shared =
       static_cast<std::size_t>(ring_warps * params.cuts.stages * params.cuts.stage_bytes);
   return for_early_work(params.early_work, [&](auto work) {
-    return launch_kernel(bulk_kernel<work()>, blocks, (ring_warps + table_warps) * 32, shared,
-                         how.early, stream, RowsOf<work()>{params});
+    return launch_kernel(bulk_kernel<work()>, grid, (ring_warps + table_warps) * 32, shared, early,
+                         stream, RowsOf<work()>{params});
   });
 }
 

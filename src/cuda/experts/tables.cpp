@@ -149,7 +149,9 @@ DeviceTable take_table(MemoryLayout& parts, const Shape& shape,
 
 }  // namespace
 
-FixedTables::FixedTables(const EPConfig& config, const EPDispatchOptions& options) {
+RoutingTables::RoutingTables(const EPConfig& config, const EPDispatchOptions& options,
+                             std::int64_t max_rows)
+    : capacity_rows(max_rows) {
   const bool is_compact = options.rows == EPRows::compact;
   const std::int64_t world = config.world_size;
   const std::int64_t nodes = config.num_nodes();
@@ -171,20 +173,17 @@ FixedTables::FixedTables(const EPConfig& config, const EPDispatchOptions& option
   num_recv_rows = take_table(parts, {world + 1});
   node_tokens = take_table(parts, {2, crossed, config.max_tokens});
   node_counts = take_table(parts, {2, crossed});
-  total_bytes = parts.total();
-}
-
-RowTables::RowTables(const EPConfig& config, const EPDispatchOptions& options,
-                     std::int64_t max_rows, std::int64_t first_byte)
-    : capacity_rows(max_rows) {
-  const std::int64_t compact = options.rows == EPRows::compact ? capacity_rows : 0;
+  first_by_row = parts.total();
+  const std::int64_t compact = is_compact ? capacity_rows : 0;
   const std::int64_t grouped = capacity_rows - compact;
-  MemoryLayout parts(first_byte);
   tags = take_table(parts, {capacity_rows, 4});
   primary_rows = take_table(parts, {grouped});
   topk_slot_rows = take_table(parts, {grouped, config.topk});
   compact_to_grouped = take_table(parts, {compact, config.topk});
   topk = take_table(parts, {compact, config.topk});
+  for (DeviceTable* table : {&tags, &primary_rows, &topk_slot_rows, &compact_to_grouped, &topk}) {
+    table->by_row = true;
+  }
   total_bytes = parts.total();
 }
 
@@ -194,19 +193,18 @@ GpuExpertRouting::GpuExpertRouting(const EPConfig& config, const EPDispatchOptio
                                    std::shared_ptr<GpuRank> gpu, const TableCall& call)
     : config_(config),
       options_(options),
-      fixed_(config, options),
-      rows_(config, options, capacity_rows, fixed_.total_bytes),
+      tables_(config, options, capacity_rows),
       num_tokens_(num_tokens),
       ticket_(ticket),
       pool_(std::move(pool)),
       gpu_(std::move(gpu)),
       stream_(call.stream),
-      memory_(pool_->take(rows_.total_bytes, true, call)) {}
+      memory_(pool_->take(tables_.total_bytes, true, call)) {}
 
 void GpuExpertRouting::fit(std::int64_t capacity_rows, const TableCall& call) {
-  if (capacity_rows <= rows_.capacity_rows) return;
-  rows_ = RowTables(config_, options_, capacity_rows, 0);
-  grown_ = pool_->take(rows_.total_bytes, false, call);
+  if (capacity_rows <= tables_.capacity_rows) return;
+  tables_ = RoutingTables(config_, options_, capacity_rows);
+  grown_ = pool_->take(tables_.total_bytes - tables_.first_by_row, false, call);
 }
 
 void GpuExpertRouting::note_use(const TableCall& call) const {
@@ -225,39 +223,36 @@ Shape GpuExpertRouting::shape_by_id() const {
 }
 
 ExpertTableViews GpuExpertRouting::views() const {
-  std::int64_t rows = rows_.capacity_rows;
+  std::int64_t rows = tables_.capacity_rows;
   if (has_waited()) {
     rows = std::min<std::int64_t>(rows, wait_counts()[std::int64_t{config_.rank}]);
   }
   const auto view = [&](const DeviceTable& table) {
-    return ConstTensorView(part(table), DType::int32, table.shape);
-  };
-  const auto row_view = [&](const DeviceTable& table) {
     Shape shape = table.shape;
-    shape[0] = rows;
-    return ConstTensorView(row_part(table), DType::int32, shape);
+    if (table.by_row) shape[0] = rows;
+    return ConstTensorView(part(table), DType::int32, shape);
   };
   ExpertTableViews views;
   const std::int64_t world = config_.world_size;
-  views.ids = {part(fixed_.ids), DType::int32, shape_by_id()};
-  views.dst_rows = view(fixed_.dst_rows);
-  if (config_.num_nodes() > 1) views.send_reqs = view(fixed_.send_reqs);
-  views.num_input_tokens = view(fixed_.num_input_tokens);
-  views.splits = view(fixed_.splits);
-  views.segment_offsets = view(fixed_.segment_offsets);
-  views.expert_counts = view(fixed_.expert_counts);
-  views.expert_offsets = view(fixed_.expert_offsets);
-  const std::int32_t* const recv_rows = part(fixed_.num_recv_rows);
+  views.ids = {part(tables_.ids), DType::int32, shape_by_id()};
+  views.dst_rows = view(tables_.dst_rows);
+  if (config_.num_nodes() > 1) views.send_reqs = view(tables_.send_reqs);
+  views.num_input_tokens = view(tables_.num_input_tokens);
+  views.splits = view(tables_.splits);
+  views.segment_offsets = view(tables_.segment_offsets);
+  views.expert_counts = view(tables_.expert_counts);
+  views.expert_offsets = view(tables_.expert_offsets);
+  const std::int32_t* const recv_rows = part(tables_.num_recv_rows);
   views.num_recv_rows = {recv_rows, DType::int32, {world}};
   views.required_rows = {recv_rows + world, DType::int32, {1}};
-  views.recv_tags = row_view(rows_.tags);
+  views.recv_tags = view(tables_.tags);
   if (options_.rows == EPRows::compact) {
-    views.compact_to_grouped = row_view(rows_.compact_to_grouped);
-    views.grouped_to_compact = view(fixed_.grouped_to_compact);
-    views.recv_topk = row_view(rows_.topk);
+    views.compact_to_grouped = view(tables_.compact_to_grouped);
+    views.grouped_to_compact = view(tables_.grouped_to_compact);
+    views.recv_topk = view(tables_.topk);
   } else {
-    views.primary_rows = row_view(rows_.primary_rows);
-    views.topk_slot_rows = row_view(rows_.topk_slot_rows);
+    views.primary_rows = view(tables_.primary_rows);
+    views.topk_slot_rows = view(tables_.topk_slot_rows);
   }
   return views;
 }
@@ -309,17 +304,11 @@ const NodeRows& GpuExpertRouting::wait_node_rows() const {
   return node_rows_;
 }
 
-GpuExpertTables::GpuExpertTables(std::shared_ptr<GpuExpertRouting> made, TableMemory weights,
+GpuExpertTables::GpuExpertTables(std::shared_ptr<const GpuExpertRouting> routing,
+                                 std::shared_ptr<GpuExpertRouting> being_made, TableMemory weights,
                                  DType weight_dtype, const TableCall& call)
-    : routing_(made),
-      being_made_(std::move(made)),
-      weights_(std::move(weights)),
-      weight_dtype_(weight_dtype),
-      begun_(call) {}
-
-GpuExpertTables::GpuExpertTables(std::shared_ptr<const GpuExpertRouting> known, TableMemory weights,
-                                 DType weight_dtype, const TableCall& call)
-    : routing_(std::move(known)),
+    : routing_(std::move(routing)),
+      being_made_(std::move(being_made)),
       weights_(std::move(weights)),
       weight_dtype_(weight_dtype),
       begun_(call) {}

@@ -134,36 +134,32 @@ class TablePool : public std::enable_shared_from_this<TablePool> {
   std::list<TableBlock> staying_;
 };
 
-/// One table of a routing: where it begins in the routing's memory, and its shape. Its elements are
-/// int32 unless its declaration says otherwise.
+/// One table of a routing: where it begins, and its shape. Its elements are int32 unless its
+/// declaration says otherwise.
 struct DeviceTable {
   std::int64_t offset = 0;
   Shape shape;
+  bool by_row = false;  ///< it has one entry per received row
 };
 
-/// The tables whose sizes are known before any row arrives.
-struct FixedTables {
-  FixedTables(const EPConfig& config, const EPDispatchOptions& options);
+/// The tables of a routing, one after another.
+struct RoutingTables {
+  RoutingTables(const EPConfig& config, const EPDispatchOptions& options,
+                std::int64_t capacity_rows);
 
+  // The sizes of these are known before any row arrives.
   DeviceTable ids, dst_rows;
   DeviceTable addresses;  ///< int64
   DeviceTable records, grouped_to_compact, send_reqs;
   DeviceTable num_input_tokens, splits, segment_offsets, expert_counts, expert_offsets;
   DeviceTable num_recv_rows;             ///< [W + 1]: of each rank, then the maximum
   DeviceTable node_tokens, node_counts;  ///< see NodeRowsParams
-  std::int64_t total_bytes;
-};
-
-/// The tables with one entry per received row.
-struct RowTables {
-  /// @param first_byte where they begin in their memory
-  RowTables(const EPConfig& config, const EPDispatchOptions& options, std::int64_t capacity_rows,
-            std::int64_t first_byte);
-
+  // These have one entry per received row.
   std::int64_t capacity_rows;
   DeviceTable tags;  ///< [capacity_rows, 4]: RowTag
   DeviceTable primary_rows, topk_slot_rows, compact_to_grouped, topk;
-  std::int64_t total_bytes;  ///< includes the bytes before the first table
+  std::int64_t first_by_row;  ///< the first byte of the tables by row
+  std::int64_t total_bytes;
 };
 
 /// The routing of a dispatch on a GPU. The dispatch that makes it may write to it until others use
@@ -192,28 +188,19 @@ class GpuExpertRouting final : public ExpertRouting {
   /// The shape of ids and weights, as ExpertTableViews says.
   [[nodiscard]] Shape shape_by_id() const;
 
-  /// Makes the row tables hold `capacity_rows` rows, if windows have grown. Call it before rows
+  /// Makes the tables by row hold `capacity_rows` rows, if windows have grown. Call it before rows
   /// arrive.
   void fit(std::int64_t capacity_rows, const TableCall& call);
 
   template <class T = std::int32_t>
   [[nodiscard]] const T* part(const DeviceTable& table) const {
-    return reinterpret_cast<const T*>(memory_.data() + table.offset);
+    return reinterpret_cast<const T*>(data_of(table));
   }
   template <class T = std::int32_t>
   [[nodiscard]] T* part(const DeviceTable& table) {
-    return reinterpret_cast<T*>(memory_.data() + table.offset);
+    return reinterpret_cast<T*>(data_of(table));
   }
-  template <class T = std::int32_t>
-  [[nodiscard]] const T* row_part(const DeviceTable& table) const {
-    return reinterpret_cast<const T*>(row_memory().data() + table.offset);
-  }
-  template <class T = std::int32_t>
-  [[nodiscard]] T* row_part(const DeviceTable& table) {
-    return reinterpret_cast<T*>(row_memory().data() + table.offset);
-  }
-  [[nodiscard]] const FixedTables& fixed() const noexcept { return fixed_; }
-  [[nodiscard]] const RowTables& rows() const noexcept { return rows_; }
+  [[nodiscard]] const RoutingTables& tables() const noexcept { return tables_; }
   [[nodiscard]] HostCount* counts() { return memory_.counts(); }
   [[nodiscard]] HostCount* node_counts() { return memory_.counts() + config_.world_size; }
   [[nodiscard]] std::int64_t num_tokens() const noexcept { return num_tokens_; }
@@ -226,21 +213,21 @@ class GpuExpertRouting final : public ExpertRouting {
   [[nodiscard]] std::int32_t num_counts() const {
     return config_.world_size + (counts_nodes_ ? 2 * config_.num_nodes() : 0);
   }
-  [[nodiscard]] const TableMemory& row_memory() const {
-    return grown_.is_there() ? grown_ : memory_;
+  [[nodiscard]] std::byte* data_of(const DeviceTable& table) const {
+    if (!table.by_row || !grown_.is_there()) return memory_.data() + table.offset;
+    return grown_.data() + table.offset - tables_.first_by_row;
   }
 
   EPConfig config_;
   EPDispatchOptions options_;
-  FixedTables fixed_;
-  RowTables rows_;
+  RoutingTables tables_;
   std::int64_t num_tokens_;
   std::uint64_t ticket_;
   std::shared_ptr<TablePool> pool_;
   std::shared_ptr<GpuRank> gpu_;
   cudaStream_t stream_;  ///< the stream of the route
   TableMemory memory_;
-  TableMemory grown_;  ///< the row tables, if windows have grown meanwhile
+  TableMemory grown_;  ///< the tables by row, if windows have grown meanwhile
   mutable std::mutex mutex_;
   bool counts_nodes_ = false;
   mutable std::vector<std::int32_t> num_recv_rows_;  ///< written once
@@ -251,12 +238,10 @@ class GpuExpertRouting final : public ExpertRouting {
 /// One dispatch on a GPU.
 class GpuExpertTables final : public ExpertTables {
  public:
-  /// A dispatch that makes its routing.
+  /// @param being_made the routing, if this dispatch makes it; null if it is an earlier one
   /// @param weights empty if it carries none
-  GpuExpertTables(std::shared_ptr<GpuExpertRouting> made, TableMemory weights, DType weight_dtype,
-                  const TableCall& call);
-  /// A dispatch with an earlier routing.
-  GpuExpertTables(std::shared_ptr<const GpuExpertRouting> known, TableMemory weights,
+  GpuExpertTables(std::shared_ptr<const GpuExpertRouting> routing,
+                  std::shared_ptr<GpuExpertRouting> being_made, TableMemory weights,
                   DType weight_dtype, const TableCall& call);
   ~GpuExpertTables() override;
 

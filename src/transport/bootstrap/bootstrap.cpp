@@ -36,7 +36,7 @@ std::string take_name(Bytes& bytes, std::size_t rank, std::string_view operation
     throw TransportError(concat(operation, ": the exchange returned ", bytes.size(),
                                 " bytes of rank ", rank, ", which that rank has not given"));
   }
-  std::string name(reinterpret_cast<const char*>(bytes.data()) + 1, size);
+  std::string name(detail::text_of(bytes).substr(1, size));
   bytes.erase(bytes.begin(), bytes.begin() + 1 + static_cast<std::ptrdiff_t>(size));
   return name;
 }
@@ -198,10 +198,6 @@ std::string peer_text(std::string_view text, std::size_t max_bytes) {
   return printable;
 }
 
-std::string peer_text(std::span<const std::byte> text) {
-  return peer_text({reinterpret_cast<const char*>(text.data()), text.size()});
-}
-
 std::string quoted_or_none(std::string_view text) {
   if (text.empty()) return "none";
   return '"' + peer_text(text) + '"';
@@ -211,7 +207,7 @@ std::vector<std::string> gather_texts(Bootstrap& bootstrap, std::string_view min
                                       std::string_view operation) {
   std::vector<std::string> texts;
   for (const auto& bytes : bootstrap.all_gather(bytes_of(mine), operation)) {
-    texts.emplace_back(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+    texts.emplace_back(text_of(bytes));
   }
   return texts;
 }

@@ -60,14 +60,14 @@ class RunFolder {
   [[nodiscard]] bool is_new() const { return is_new_; }
 
   /// Makes a file, which others see whole or not at all; false: there is one of this name.
-  [[nodiscard]] bool publish(const std::string& name, std::span<const std::byte> bytes) const {
+  [[nodiscard]] bool publish(const std::string& name, std::string_view bytes = {}) const {
     const std::string unfinished = name + unfinished_;
     {
       const Descriptor file(openat(descriptor_.number(), unfinished.c_str(),
                                    O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC,
                                    S_IRUSR | S_IWUSR));
       if (!file.is_open()) fail("make", unfinished, errno);
-      const int error = write_all(file.number(), bytes);
+      const int error = write_all(file.number(), bytes_of(bytes));
       if (error != 0) {
         remove(unfinished);
         fail("write", unfinished, error);
@@ -80,10 +80,6 @@ class RunFolder {
     remove(unfinished);
     if (error != 0 && error != EEXIST) fail("name", name, error);
     return error == 0;
-  }
-
-  [[nodiscard]] bool publish_text(const std::string& name, std::string_view text = {}) const {
-    return publish(name, bytes_of(text));
   }
 
   /// Nullopt: there is no such file (yet).
@@ -117,7 +113,7 @@ class RunFolder {
     constexpr std::size_t max_text_bytes = 4096;
     const auto bytes = read(name, max_text_bytes);
     if (!bytes) return std::nullopt;
-    return std::string(reinterpret_cast<const char*>(bytes->data()), bytes->size());
+    return std::string(text_of(*bytes));
   }
 
   [[nodiscard]] bool exists(const std::string& name) const noexcept {
@@ -181,13 +177,13 @@ class FileBootstrap final : public Bootstrap {
                 double timeout_s, const JobIdentity& job)
       : Bootstrap(rank, world_size, timeout_s), folder_(folder) {
     check_job(concat("job id = ", quoted_or_none(job.id), ", world_size = ", world_size));
-    if (!folder_.publish_text(concat("rank.", rank))) {
+    if (!folder_.publish(concat("rank.", rank))) {
       throw TransportError(
           concat("file bootstrap: rank ", rank, " has been in ", folder_.path(),
                  " before, expected a folder for this run only, and another rank (RANK, "
                  "or what its launcher sets) in each process"));
     }
-    if (folder_.is_new()) (void)folder_.publish_text("made");
+    if (folder_.is_new()) (void)folder_.publish("made");
   }
   ~FileBootstrap() override {
     leave({});
@@ -206,7 +202,7 @@ class FileBootstrap final : public Bootstrap {
   void check_job(const std::string& mine) const {
     std::optional<std::string> theirs;
     while (!theirs) {  // again if the last rank of a run removes it just now
-      if (folder_.publish_text("job", mine)) return;
+      if (folder_.publish("job", mine)) return;
       theirs = folder_.read_text("job");
     }
     if (*theirs == mine) return;
@@ -231,7 +227,7 @@ class FileBootstrap final : public Bootstrap {
     require(mine.size() <= max_entry_bytes, operation, ": rank ", rank(), " gives ", mine.size(),
             " bytes, expected at most ", max_entry_bytes);
     ++round_;
-    if (!folder_.publish(entry_name(round_, to_int(rank())), mine)) {
+    if (!folder_.publish(entry_name(round_, to_int(rank())), text_of(mine))) {
       throw TransportError(concat("file bootstrap: ", entry_name(round_, to_int(rank())), " is in ",
                                   folder_.path(), " already"));
     }
@@ -283,7 +279,7 @@ class FileBootstrap final : public Bootstrap {
     if (has_left_) return;
     has_left_ = true;
     try {
-      (void)folder_.publish_text(concat("end.", rank()), reason.substr(0, max_reason_bytes));
+      (void)folder_.publish(concat("end.", rank()), reason.substr(0, max_reason_bytes));
     } catch (const std::exception&) {
       // A folder that is gone or full: the others find out by their deadlines.
     }

@@ -1,20 +1,20 @@
 #pragma once
 
-#include <algorithm>
-#include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "waybill/transport/bootstrap.h"
 
-// All bootstraps use these: limits of the bytes that ranks send each other, fields in them, and
-// texts of other ranks.
+// All bootstraps use these: limits of the bytes that ranks send each other, messages, and texts of
+// other ranks.
 namespace waybill::detail {
 
 /// The longest reason that one rank gives another, in bytes.
@@ -27,7 +27,6 @@ inline constexpr std::size_t max_entry_bytes = std::size_t{64} << 20;
 /// terminal acts on.
 [[nodiscard]] std::string peer_text(std::string_view text,
                                     std::size_t max_bytes = max_reason_bytes);
-[[nodiscard]] std::string peer_text(std::span<const std::byte> text);
 
 /// Quotes the peer_text() of it; "none" for an empty text.
 [[nodiscard]] std::string quoted_or_none(std::string_view text);
@@ -45,6 +44,9 @@ void fill_random(std::span<std::byte> bytes);
 
 [[nodiscard]] inline std::span<const std::byte> bytes_of(std::string_view text) {
   return std::as_bytes(std::span(text));
+}
+[[nodiscard]] inline std::string_view text_of(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
 /// Owns a file descriptor; below 0: none.
@@ -67,38 +69,18 @@ class Descriptor {
   int number_ = -1;
 };
 
-// Fields lie one after another, little-endian and without padding. Each function moves the span to
-// the next field.
-
-inline void put_bytes(std::span<std::byte>& to, std::span<const std::byte> from) {
-  std::ranges::copy(from, to.begin());
-  to = to.subspan(from.size());
+/// Ranks send messages as they lie in memory: little-endian and without padding.
+template <class Message>
+[[nodiscard]] std::span<const std::byte> bytes_in(const Message& message) {
+  static_assert(std::has_unique_object_representations_v<Message> &&
+                std::endian::native == std::endian::little);
+  return std::as_bytes(std::span(&message, 1));
 }
 
-template <class Number>
-void put_number(std::span<std::byte>& to, Number value) {
-  for (std::size_t i = 0; i < sizeof(value); ++i) {
-    to[i] = static_cast<std::byte>(value >> (8 * i) & 0xFF);
-  }
-  to = to.subspan(sizeof(value));
-}
-
-template <std::size_t Size>
-std::array<std::byte, Size> take_bytes(std::span<const std::byte>& from) {
-  std::array<std::byte, Size> bytes{};
-  std::ranges::copy(from.first(Size), bytes.begin());
-  from = from.subspan(Size);
-  return bytes;
-}
-
-template <class Number>
-Number take_number(std::span<const std::byte>& from) {
-  Number value = 0;
-  for (std::size_t i = 0; i < sizeof(value); ++i) {
-    value |= static_cast<Number>(std::to_integer<Number>(from[i]) << (8 * i));
-  }
-  from = from.subspan(sizeof(value));
-  return value;
+/// The part of a message whose bytes are still to come.
+template <class Message>
+[[nodiscard]] std::span<std::byte> room_in(Message& message, std::size_t filled) {
+  return std::as_writable_bytes(std::span(&message, 1)).subspan(filled);
 }
 
 }  // namespace waybill::detail

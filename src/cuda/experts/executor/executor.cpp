@@ -11,7 +11,7 @@
 #include "../launch.h"
 #include "../nodes/nodes.h"
 #include "../tables.h"
-#include "combine_calls.h"
+#include "core/test_hooks.h"
 #include "experts/expert_executor.h"
 #include "runtime/executor.h"
 #include "transport/transport.h"
@@ -61,22 +61,19 @@ class GpuExpertExecutor final : public ExpertExecutor {
         pool_(std::make_shared<TablePool>(layer.gpu)) {
     const bool nodes = !layer_.config.is_intra_node();
     if (nodes) nodes_ = std::make_unique<ExpertNodes>(layer_, *path, params_);
-    combine_ = std::make_unique<GpuExpertCombine>(layer_, params_, nodes_.get());
-    cuda_check(prepare_barrier(), "loading kernels");
-    cuda_check(prepare_route(nodes), "loading kernels");
-    if (params_.is_low_latency()) cuda_check(prepare_low_latency_route(), "loading kernels");
-    cuda_check(prepare_stage(layer_.config.token_dtype, layer_.config.weight_dtype),
-               "loading kernels");
-    cuda_check(prepare_weight_gradient(layer_.config.token_dtype, layer_.config.weight_dtype),
-               "loading kernels");
-    for (const bool bulk : {false, true}) {
-      if (bulk && !layer_.gpu->has_bulk_copies()) continue;
-      cuda_check(prepare_rows(bulk), "loading kernels");
+    prepare(nodes);  // it may throw, and the flags are not allocated yet
+    if (layer_.memory.slab_slots > 0) {
+      const std::int64_t units = max_push_units(layer_.config.max_tokens, layer_.config.topk);
+      flags_ = layer.transport.allocate_signals(units * layer_.config.world_size, "combine flags");
     }
   }
   GpuExpertExecutor(const GpuExpertExecutor&) = delete;
   GpuExpertExecutor& operator=(const GpuExpertExecutor&) = delete;
-  ~GpuExpertExecutor() override { layer_.transport.defer_release({pool_, barrier_epochs_}); }
+  /// Frees nothing while other ranks may still use it.
+  ~GpuExpertExecutor() override {
+    layer_.transport.defer_release({pool_, barrier_epochs_});
+    layer_.transport.defer_release(std::move(flags_.memory));
+  }
 
   void realign(const ExpertCall& call, std::uint32_t next_dispatch,
                std::uint32_t next_combine) override {
@@ -85,7 +82,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     ExpertCall empty = call;
     empty.fingerprint = {.call = CollectiveCall::realign};
     const MoeArrive arrive = params_.arrive(empty, FaultKind::moe_dispatch);
-    check(launch_realign(arrive, {{next_dispatch, next_combine}}, stream_of(call)), call);
+    check(launch_realign(arrive, next_dispatch, next_combine, stream_of(call)), call);
   }
 
   std::shared_ptr<ExpertTables> route(const ExpertCall& call,
@@ -93,11 +90,11 @@ class GpuExpertExecutor final : public ExpertExecutor {
     begin();
     const TableCall table_call = table_call_of(call);
     last_ticket_ = (last_ticket_ + 1) & 0xFFFFFFFF;
+    auto routing = std::make_shared<GpuExpertRouting>(
+        layer_.config, layer_.options, layer_.memory.capacity_rows, input.ids.shape[0],
+        last_ticket_, pool_, layer_.gpu, table_call);
     auto tables = std::make_shared<GpuExpertTables>(
-        std::make_shared<GpuExpertRouting>(layer_.config, layer_.options,
-                                           layer_.memory.capacity_rows, input.ids.shape[0],
-                                           last_ticket_, pool_, layer_.gpu, table_call),
-        weight_memory(input, table_call), layer_.config.weight_dtype, table_call);
+        routing, routing, weight_memory(input, table_call), layer_.config.weight_dtype, table_call);
     if (nodes_ != nullptr) begin_on_nodes(call, input, tables->routing(), true);
     if (nodes_ != nullptr) nodes_->count_rows(call, *tables->being_made());
     const RouteParams params = params_.route(call, input, *tables);
@@ -116,7 +113,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     begin();
     const TableCall table_call = table_call_of(call);
     auto tables = std::make_shared<GpuExpertTables>(
-        static_cast<const GpuExpertTables&>(earlier).shared_routing(),
+        static_cast<const GpuExpertTables&>(earlier).shared_routing(), nullptr,
         weight_memory(input, table_call), layer_.config.weight_dtype, table_call);
     if (nodes_ != nullptr) begin_on_nodes(call, input, tables->routing(), false);
     const EnterParams params = params_.enter(call, input, *tables);
@@ -165,7 +162,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
       const int free_sms = layer_.gpu->num_sms() - num_route_blocks(params.shape, call);
       params.num_senders = std::clamp(free_sms, 1, params.num_senders);
     }
-    check(launch_rows(params, {bulk, early, blocks}, stream_of(call)), call);
+    check(launch_rows(params, bulk, early, blocks, stream_of(call)), call);
     if (nodes_ != nullptr && made != nullptr) nodes_->note_runs(call, *made);
     if (nodes_ != nullptr) nodes_->finish_rows(call);
     made_tables.finish(table_call);
@@ -175,7 +172,17 @@ class GpuExpertExecutor final : public ExpertExecutor {
                const ExpertTables& tables) override {
     begin();
     const auto& made_tables = static_cast<const GpuExpertTables&>(tables);
-    combine_->run(call, input, made_tables, num_sms(call));
+    if (pushes(input.options)) {
+      push(call, input, made_tables);
+    } else {
+      stage(call, input, made_tables);
+      const CombineParams params = params_.combine(call, input, made_tables);
+      if (nodes_ != nullptr) {
+        combine_nodes(call, input, made_tables, params);
+      } else {
+        sum(params, num_sms(call), call);
+      }
+    }
     made_tables.note_use(table_call_of(call), input.options.weighted);
   }
 
@@ -245,13 +252,34 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   ExpertOverflow take_overflow() override {
     layer_.gpu->throw_fault();
-    const std::uint64_t overflow_word = params_.faults()->overflow;
-    params_.faults()->overflow = 0;
-    return {.rows = static_cast<std::int32_t>(overflow_word),
-            .call = overflow_word >> overflow_epoch_shift};
+    const std::uint64_t word = *params_.overflow();
+    *params_.overflow() = 0;
+    return {.rows = static_cast<std::int32_t>(word), .call = word >> overflow_epoch_shift};
   }
 
  private:
+  /// Loads the kernels.
+  void prepare(bool nodes) const {
+    const DType tokens = layer_.config.token_dtype;
+    const DType weights = layer_.config.weight_dtype;
+    const bool has_slabs = layer_.memory.slab_slots > 0;
+    const auto check_load = [](cudaError_t status) { cuda_check(status, "loading kernels"); };
+    for (const bool bulk : {false, true}) {
+      if (bulk && !layer_.gpu->has_bulk_copies()) continue;
+      check_load(prepare_combine(tokens, weights, bulk));
+      check_load(prepare_rows(bulk));
+      if (has_slabs && bulk) check_load(prepare_push_combine(tokens, PushWay::bulk));
+    }
+    for (const PushWay way : {PushWay::elements, PushWay::words}) {
+      if (has_slabs) check_load(prepare_push_combine(tokens, way));
+    }
+    check_load(prepare_barrier());
+    check_load(prepare_route(nodes));
+    if (params_.is_low_latency()) check_load(prepare_low_latency_route());
+    check_load(prepare_stage(tokens, weights));
+    check_load(prepare_weight_gradient(tokens, weights));
+  }
+
   void begin() const {
     layer_.gpu->use();
     layer_.gpu->throw_fault();
@@ -274,7 +302,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   /// The number of rows that this rank has received, on the device.
   [[nodiscard]] const std::int32_t* num_recv_rows(const GpuExpertTables& tables) const {
     const GpuExpertRouting& routing = tables.routing();
-    return routing.part(routing.fixed().num_recv_rows) + layer_.config.rank;
+    return routing.part(routing.tables().num_recv_rows) + layer_.config.rank;
   }
 
   /// If the host has waited for the counts, all addresses are known when it launches the rows.
@@ -288,6 +316,130 @@ class GpuExpertExecutor final : public ExpertExecutor {
   [[nodiscard]] int num_route_blocks(const MoeShape& shape, const ExpertCall& call) const {
     return params_.is_low_latency() ? low_latency_route_blocks(shape, num_sms(call))
                                     : route_blocks(shape, kernel_sms(call));
+  }
+
+  /// Whether this combine pushes. All ranks get the same answer.
+  [[nodiscard]] bool pushes(const EPCombineOptions& options) const {
+    return layer_.memory.slab_slots >= slab_slots(layer_.config, is_once(options));
+  }
+
+  [[nodiscard]] PushParams push_params(const ExpertCall& call, const ExpertCombineInput& input,
+                                       const GpuExpertTables& tables) const {
+    const GpuExpertRouting& routing = tables.routing();
+    const CombineParams sum = params_.combine(call, input, tables);
+    const StageParams stage = params_.stage(call, input, tables);
+    const SymmetricBuffer& slab = layer_.memory.receive_slabs[call.parity];
+    PushParams params{};
+    params.m = sum.m;
+    params.shape = sum.shape;
+    params.once = is_once(input.options);
+    params.slots = static_cast<std::int32_t>(slab_slots(layer_.config, params.once));
+    params.by_rank = params.once && layer_.config.world_size < layer_.config.topk;
+    params.sums = sums_locally(input.options);
+    params.weight_dtype = layer_.config.weight_dtype;
+    params.row_bytes = sum.row_bytes;
+    params.input = stage.input;
+    params.num_rows = stage.num_rows;
+    params.num_recv_rows = stage.num_recv_rows;
+    params.records = routing.part(routing.tables().records);
+    params.num_input_tokens = stage.num_input_tokens;
+    if (params.sums && input.options.weighted) params.received_weights = tables.received_weights();
+    params.slabs = near_peers_of<std::byte>(slab, 0, 0, layer_.config.world_size);
+    params.flags = near_peers_of<std::uint64_t>(flags_, 0, 0, layer_.config.world_size);
+    params.own_slab = slab.local;
+    params.own_flags = flags_.local;
+    params.addresses = sum.addresses;
+    params.lost_row = sum.lost_row;
+    params.weights = sum.weights;
+    std::ranges::copy(sum.biases, params.biases);
+    params.output = sum.output;
+    return params;
+  }
+
+  void push(const ExpertCall& call, const ExpertCombineInput& input,
+            const GpuExpertTables& tables) const {
+    const PushParams params = push_params(call, input, tables);
+    const bool wide =
+        common_word({address_of(params.input), params.row_bytes, address_of(params.output),
+                     address_of(params.biases[0]), address_of(params.biases[1])}) == 16;
+    const bool bulk =
+        wide && layer_.gpu->has_bulk_copies() && waybill::detail::test_hooks().push_words == 0;
+    const PushWay way = bulk ? PushWay::bulk : wide ? PushWay::words : PushWay::elements;
+    check(launch_push_combine(params, layer_.config.token_dtype, way, num_sms(call), is_alone(),
+                              stream_of(call)),
+          call);
+  }
+
+  /// Brings expert outputs to where other ranks pull them. All SMs work on it, because memory
+  /// bounds it and it waits for nobody.
+  void stage(const ExpertCall& call, const ExpertCombineInput& input,
+             const GpuExpertTables& tables) const {
+    StageParams params = params_.stage(call, input, tables);
+    if (params.num_rows == 0 || params.input == params.window) {
+      // The caller passes fewer rows than fit. Only the device knows whether more have arrived.
+      const bool has_all = params.num_rows >= params.shape.capacity_rows;
+      if (!call.may_grow && !has_all) check(launch_check_rows(params, stream_of(call)), call);
+    }
+    if (params.num_rows == 0) return;
+    const int word = common_word({address_of(params.input), params.row_bytes});
+    const int blocks = 2 * layer_.gpu->num_sms();
+    const cudaStream_t stream = stream_of(call);
+    if (sums_locally(input.options)) {
+      params.records = tables.routing().part(tables.routing().tables().records);
+      if (input.options.weighted) params.weights = tables.received_weights();
+      check(launch_sum_rows(params, layer_.config.token_dtype, layer_.config.weight_dtype,
+                            word == 16, blocks, stream),
+            call);
+    } else if (params.input != params.window) {
+      check(launch_copy_rows(params, word, blocks, stream), call);
+    }
+  }
+
+  void sum(const CombineParams& params, int blocks, const ExpertCall& call) const {
+    const bool bulk =
+        layer_.gpu->has_bulk_copies() &&
+        common_word({params.row_bytes, address_of(params.output), address_of(params.biases[0]),
+                     address_of(params.biases[1])}) == 16;
+    check(launch_combine(params, layer_.config.token_dtype, layer_.config.weight_dtype, bulk,
+                         blocks, is_alone(), stream_of(call)),
+          call);
+  }
+
+  /// Sums the tokens of other nodes first. Their sums travel while the next ones and those of this
+  /// node are made.
+  void combine_nodes(const ExpertCall& call, const ExpertCombineInput& input,
+                     const GpuExpertTables& tables, const CombineParams& all) const {
+    const int sms = num_sms(call);
+    const GpuExpertRouting& routing = tables.routing();
+    const int blocks = ExpertNodes::kernel_sms(sms);
+    const auto sum_tokens = [&](std::int64_t first, std::int64_t count) {
+      if (count == 0) return;
+      CombineParams part = all;
+      const std::int64_t entry = first * layer_.config.topk;
+      part.shape.num_tokens = static_cast<std::int32_t>(count);
+      part.addresses += entry;
+      if (part.weights != nullptr) part.weights += entry * dtype_bytes(layer_.config.weight_dtype);
+      part.output = nodes_->sums() + first * all.row_bytes;
+      sum(part, blocks, call);
+    };
+    nodes_->begin_combine(call, routing, sms);
+    for (const SumPiece& piece : nodes_->pieces()) {
+      sum_tokens(piece.first, piece.count);
+      nodes_->finish_piece(call, piece);
+    }
+    nodes_->finish_pieces(call, routing, sms);
+    const std::int64_t own = layer_.config.rank / layer_.config.local_world_size;
+    sum_tokens(own * layer_.config.max_tokens, layer_.config.max_tokens);
+    nodes_->add_partial_sums(call, input, routing, sms);
+  }
+
+  [[nodiscard]] bool sums_locally(const EPCombineOptions& options) const {
+    return options.local_combine && nodes_ == nullptr && layer_.options.rows == EPRows::grouped;
+  }
+
+  /// Whether each rank contributes one row per token.
+  [[nodiscard]] bool is_once(const EPCombineOptions& options) const {
+    return options.local_combine || layer_.options.rows == EPRows::compact;
   }
 
   /// Whether kernels may take their places early. With several ranks on the device early blocks
@@ -316,7 +468,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   /// @return null without weights
   [[nodiscard]] std::byte* keep_weights(GpuExpertTables& tables, const TableCall& call) const {
     if (!tables.has_weights()) return nullptr;
-    const std::int64_t rows = tables.routing().rows().capacity_rows;
+    const std::int64_t rows = tables.routing().tables().capacity_rows;
     return tables.keep_weights(
         pool_->take(rows * dtype_bytes(layer_.config.weight_dtype), false, call));
   }
@@ -359,8 +511,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
   void claim_rows(const ExpertCall& call, GpuExpertRouting& made, RowsParams& params) const {
     params.claims_rows = true;
     layer_.gpu->check(
-        cudaMemsetAsync(made.row_part(made.rows().primary_rows), 0xFF,
-                        static_cast<std::size_t>(made.rows().capacity_rows) * 4, stream_of(call)),
+        cudaMemsetAsync(made.part(made.tables().primary_rows), 0xFF,
+                        static_cast<std::size_t>(made.tables().capacity_rows) * 4, stream_of(call)),
         "clearing a table", call.operation);
   }
 
@@ -369,7 +521,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   ExpertParams params_;
   std::shared_ptr<void> barrier_epochs_;  ///< [2] on the device: for the node, for the world
   std::unique_ptr<ExpertNodes> nodes_;    ///< null on one node
-  std::unique_ptr<GpuExpertCombine> combine_;
+  SignalPad flags_;                       ///< [units, W], see PushParams; of layers with slabs
   std::shared_ptr<TablePool> pool_;
   std::uint64_t last_ticket_ = 0;
 };

@@ -76,9 +76,9 @@ __device__ void list_whole(const ListPutsParams& p, std::int32_t k) {
   const std::int32_t count = whole_puts(p);
   const std::int32_t first = k * count;
   std::int32_t at = first;
-  p.out.puts[first] = put_of(p.whole[0], node, 0, 0);
-  p.out.puts[first].peer = peer;
-  p.out.puts[first].step = k;
+  p.puts[first] = put_of(p.whole[0], node, 0, 0);
+  p.puts[first].peer = peer;
+  p.puts[first].step = k;
   for (std::int32_t i = 0; i < p.num_whole; ++i) {
     for (std::int64_t offset = 0; offset < p.whole[i].total_bytes; offset += max_put_bytes) {
       const std::int64_t left = p.whole[i].total_bytes - offset;
@@ -86,11 +86,11 @@ __device__ void list_whole(const ListPutsParams& p, std::int32_t k) {
           put_of(p.whole[i], node, offset, left < max_put_bytes ? left : max_put_bytes);
       put.peer = peer;
       put.step = k;
-      p.out.puts[at++] = put;
+      p.puts[at++] = put;
     }
   }
-  p.out.steps[k] = {0, 0, first, count, k, 1};
-  p.out.signals[k] = {peer, p.whole_slot + own_node(p.shape)};
+  p.steps[k] = {0, 0, first, count, k, 1};
+  p.signals[k] = {peer, p.whole_slot + own_node(p.shape)};
 }
 
 /// The counter that says that the partial sum of a token is made.
@@ -122,10 +122,10 @@ __device__ void list_chunks(const ListPutsParams& p, std::int32_t k, std::int32_
   const std::int32_t first_put = before * whole_puts(p) + (number << p.chunk_shift) * p.num_parts;
   if (in_chunk == 0) {
     const bool waits = p.filter == NodeFilter::partial_sums;
-    p.out.steps[step] = {
-        step, waits ? 1 : 0, first_put, __popc(starts & of_chunk) * p.num_parts, step, 1};
-    if (waits) p.out.waits[step] = {s.world_size, ready_of(p, k, first + lane_id())};
-    p.out.signals[step] = {peer, p.chunk_slot + own_node(s) * p.num_chunks + chunk};
+    p.steps[step] = {step, waits ? 1 : 0, first_put, __popc(starts & of_chunk) * p.num_parts, step,
+                     1};
+    if (waits) p.waits[step] = {s.world_size, ready_of(p, k, first + lane_id())};
+    p.signals[step] = {peer, p.chunk_slot + own_node(s) * p.num_chunks + chunk};
   }
   if ((starts >> lane_id() & 1U) == 0) return;
   // Length of the put: up to the next token that begins a put or does not go.
@@ -137,7 +137,7 @@ __device__ void list_chunks(const ListPutsParams& p, std::int32_t k, std::int32_
     NetworkPut put = put_of(p.parts[i], node, (first + lane_id()) * row_bytes, length * row_bytes);
     put.peer = peer;
     put.step = step;
-    p.out.puts[first_put + nth * p.num_parts + i] = put;
+    p.puts[first_put + nth * p.num_parts + i] = put;
   }
 }
 
@@ -146,8 +146,8 @@ __device__ void begin_path(const ListPutsParams& p) {
   const std::uint64_t epoch = p.begins >= 0 ? begin_moe_call(p.m, p.begins) : p.m.state->call.epoch;
   if (p.begins >= 0 && threadIdx.x < 32) signal_to_all(p.m.arrive, epoch);
   if (threadIdx.x == 0)
-    p.out.state->epoch = epoch - 1;  // the path counts up to the number of the
-                                     // call
+    p.state->epoch = epoch - 1;  // the path counts up to the number of the
+                                 // call
 }
 
 __global__ void __launch_bounds__(list_warps * 32)
@@ -327,24 +327,24 @@ __device__ int bits_before(const unsigned (&words)[tile_tokens / 32], int i) {
 }
 
 /// Each block takes one tile of one node's tokens, and each thread one token.
-__global__ void __launch_bounds__(tile_tokens) node_runs_kernel(NodeRunsParams p) {
+__global__ void __launch_bounds__(tile_tokens)
+    node_runs_kernel(MoeShape s, const std::int32_t* all_ids, std::int32_t* runs) {
   __shared__ unsigned going[tile_tokens / 32];
   __shared__ unsigned starting[tile_tokens / 32];
   __shared__ unsigned ending[tile_tokens / 32];
-  const MoeShape& s = p.shape;
   const auto node = static_cast<std::int32_t>(blockIdx.y);
   const std::int32_t own = own_node(s);
   const auto i = static_cast<int>(threadIdx.x);
   const auto first = static_cast<std::int32_t>(blockIdx.x) * tile_tokens;
   const std::int32_t token = first + i;
   const std::int64_t from_node = std::int64_t{node} * s.max_tokens;
-  std::int32_t* const starts = p.runs + 2 * from_node;
+  std::int32_t* const starts = runs + 2 * from_node;
   std::int32_t* const ends = starts + s.max_tokens;
   bool goes = false;
   if (token < s.max_tokens) {
     starts[token] = -1;
     ends[token] = -1;
-    const std::int32_t* const ids = p.ids + (from_node + token) * s.topk;
+    const std::int32_t* const ids = all_ids + (from_node + token) * s.topk;
     for (std::int32_t k = 0; k < s.topk && node != own; ++k) {
       goes |= ids[k] >= 0 && ids[k] / (s.experts_per_rank * s.node_ranks) == own;
     }
@@ -453,10 +453,11 @@ cudaError_t prepare_nodes(DType tokens) {
                       node_runs_kernel, add_kernel(tokens, false), add_kernel(tokens, true));
 }
 
-cudaError_t launch_node_runs(const NodeRunsParams& params, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>((params.shape.max_tokens + tile_tokens - 1) / tile_tokens),
-                  static_cast<unsigned>(params.shape.num_nodes));
-  node_runs_kernel<<<grid, tile_tokens, 0, stream>>>(params);
+cudaError_t launch_node_runs(const MoeShape& shape, const std::int32_t* ids, std::int32_t* runs,
+                             cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>((shape.max_tokens + tile_tokens - 1) / tile_tokens),
+                  static_cast<unsigned>(shape.num_nodes));
+  node_runs_kernel<<<grid, tile_tokens, 0, stream>>>(shape, ids, runs);
   return cudaGetLastError();
 }
 

@@ -50,17 +50,6 @@ enum class NodeFilter : std::uint8_t {
   partial_sums,  ///< row t goes if token t of that node's `ids` [nodes, M, K] has a topk slot here
 };
 
-/// Memory for the program of a network path. For each other node, in the order of a ring after this
-/// one, the program has a step with the whole parts, if there are any. Then it has a step per node
-/// and chunk of tokens.
-struct PathProgram {
-  PathState* state;
-  NetworkStep* steps;
-  NetworkPut* puts;
-  BatchSlot* waits;
-  BatchSlot* signals;
-};
-
 /// Parameters of the kernel that writes the program: everything that this rank sends to other nodes
 /// in one network path of a call.
 struct ListPutsParams {
@@ -92,7 +81,13 @@ struct ListPutsParams {
   /// one for those before it.
   std::int32_t ready_pieces;
   std::int32_t piece_tokens;
-  PathProgram out;
+  // Memory for the program. For each other node, in the order of a ring after this one, it has a
+  // step with the whole parts, if there are any. Then it has a step per node and chunk of tokens.
+  PathState* state;
+  NetworkStep* steps;
+  NetworkPut* puts;
+  BatchSlot* waits;
+  BatchSlot* signals;
 };
 
 /// Parameters of a kernel that waits for other ranks, between other kernels.
@@ -105,14 +100,6 @@ struct WaitNodesParams {
   bool counts;          ///< the kernel then counts the call
   const std::uint64_t* slots;  ///< the slot of node 0, which its rank raises; null: none
   std::int32_t node_stride;    ///< slots from one node to the next
-};
-
-/// Parameters of the kernel that finds runs of tokens which other nodes sent here, see
-/// node_send_requests.
-struct NodeRunsParams {
-  MoeShape shape;
-  const std::int32_t* ids;  ///< [nodes, M, K]
-  std::int32_t* runs;       ///< [nodes, 2, M]
 };
 
 /// Parameters of the kernel that adds the sums of all nodes.
@@ -175,7 +162,11 @@ cudaError_t launch_raise_ready(const MoeArrive& arrive, std::uint64_t* ready, cu
 
 cudaError_t launch_wait_nodes(const WaitNodesParams& params, cudaStream_t stream);
 
-cudaError_t launch_node_runs(const NodeRunsParams& params, cudaStream_t stream);
+/// Finds runs of tokens which other nodes sent here, see node_send_requests.
+/// @param ids [nodes, M, K]
+/// @param runs [nodes, 2, M]
+cudaError_t launch_node_runs(const MoeShape& shape, const std::int32_t* ids, std::int32_t* runs,
+                             cudaStream_t stream);
 
 /// Sums the biases and then the sums of all nodes, in float32, in the order of nodes, rounded once.
 /// It waits for the sums of other nodes as it needs them.

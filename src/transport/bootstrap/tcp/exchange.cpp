@@ -1,3 +1,5 @@
+#include <poll.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -7,42 +9,29 @@
 namespace waybill::detail {
 namespace {
 
-constexpr std::uint32_t frame_magic = 0x7761'7962;
 constexpr double verdict_grace_s = 1.0;  // rank 0's deadline may have begun later than ours
 
-/// Nullopt: these are not the bytes of a header.
-std::optional<FrameHeader> decode_header(std::span<const std::byte> from) {
-  if (take_number<std::uint32_t>(from) != frame_magic) return std::nullopt;
-  const auto kind = take_number<std::uint32_t>(from);
-  if (kind < 1 || kind > 4) return std::nullopt;
-  FrameHeader header;
-  header.kind = static_cast<FrameKind>(kind);
-  header.rank = take_number<std::uint32_t>(from);
-  (void)take_number<std::uint32_t>(from);
-  header.round = take_number<std::uint64_t>(from);
-  header.size_bytes = take_number<std::uint64_t>(from);
-  return header;
+bool is_valid(const FrameHeader& header) {
+  return header.magic == FrameHeader::right_magic && FrameKind::data <= header.kind &&
+         header.kind <= FrameKind::failed;
+}
+
+void append(Bootstrap::Bytes& to, std::span<const std::byte> bytes) {
+  to.insert(to.end(), bytes.begin(), bytes.end());
+}
+
+Bootstrap::Bytes join(const FrameHeader& header, std::span<const std::byte> body) {
+  Bootstrap::Bytes frame(sizeof(header) + body.size());
+  std::ranges::copy(body, std::ranges::copy(bytes_in(header), frame.begin()).out);
+  return frame;
 }
 
 }  // namespace
 
-HeaderBytes encode(const FrameHeader& header) {
-  HeaderBytes bytes{};
-  std::span<std::byte> to(bytes);
-  put_number(to, frame_magic);
-  put_number(to, static_cast<std::uint32_t>(header.kind));
-  put_number(to, header.rank);
-  put_number(to, std::uint32_t{0});
-  put_number(to, header.round);
-  put_number(to, header.size_bytes);
-  return bytes;
-}
-
 Frame verdict_frame(FrameKind kind, std::int32_t rank, std::uint64_t round,
                     std::string_view reason) {
   Frame frame;
-  const auto bytes = bytes_of(reason.substr(0, max_reason_bytes));
-  frame.bytes.assign(bytes.begin(), bytes.end());
+  append(frame.bytes, bytes_of(reason.substr(0, max_reason_bytes)));
   frame.header = {.kind = kind,
                   .rank = static_cast<std::uint32_t>(rank),
                   .round = round,
@@ -50,106 +39,79 @@ Frame verdict_frame(FrameKind kind, std::int32_t rank, std::uint64_t round,
   return frame;
 }
 
-std::span<std::byte> FrameReader::room() {
-  constexpr std::size_t piece_bytes = std::size_t{1} << 20;
-  if (header_filled_ < header_bytes) return std::span(header_bytes_).subspan(header_filled_);
-  const std::size_t missing = header_.size_bytes - body_filled_;
-  body_.resize(body_filled_ + std::min(missing, piece_bytes));
-  return std::span(body_).subspan(body_filled_);
-}
-
-bool FrameReader::add(std::size_t num_bytes) {
-  if (header_filled_ == header_bytes) {
-    body_filled_ += num_bytes;
-    return true;
-  }
-  header_filled_ += num_bytes;
-  if (header_filled_ < header_bytes) return true;
-  const auto header = decode_header(header_bytes_);
-  if (!header || header->size_bytes > max_size_bytes_) return false;
-  header_ = *header;
-  return true;
-}
-
-bool FrameReader::is_complete() const {
-  return header_filled_ == header_bytes && body_filled_ == header_.size_bytes;
-}
-
-Frame FrameReader::take() {
-  body_.resize(body_filled_);
-  header_filled_ = 0;
-  body_filled_ = 0;
-  return {header_, std::exchange(body_, {})};
-}
-
 Bootstrap::Bytes pack_entries(const std::vector<Bootstrap::Bytes>& all) {
-  std::size_t size = all.size() * sizeof(std::uint64_t);
-  for (const auto& entry : all) size += entry.size();
-  Bootstrap::Bytes packed(size);
-  std::span<std::byte> to(packed);
-  for (const auto& entry : all) put_number(to, std::uint64_t{entry.size()});
-  for (const auto& entry : all) put_bytes(to, entry);
+  Bootstrap::Bytes packed;
+  for (const auto& entry : all) append(packed, bytes_in(std::uint64_t{entry.size()}));
+  for (const auto& entry : all) append(packed, entry);
   return packed;
 }
 
 std::optional<std::vector<Bootstrap::Bytes>> unpack_entries(std::span<const std::byte> packed,
                                                             std::size_t num_entries) {
-  const std::size_t table_bytes = num_entries * sizeof(std::uint64_t);
-  if (packed.size() < table_bytes) return std::nullopt;
-  auto sizes = packed.first(table_bytes);
-  auto rest = packed.subspan(table_bytes);
+  std::vector<std::uint64_t> sizes(num_entries);
+  const auto table = std::as_writable_bytes(std::span(sizes));
+  if (packed.size() < table.size()) return std::nullopt;
+  std::ranges::copy(packed.first(table.size()), table.begin());
+  auto rest = packed.subspan(table.size());
   std::vector<Bootstrap::Bytes> all(num_entries);
-  for (Bootstrap::Bytes& entry : all) {
-    const auto size = take_number<std::uint64_t>(sizes);
-    if (size > rest.size()) return std::nullopt;
-    const auto bytes = rest.first(size);
-    entry.assign(bytes.begin(), bytes.end());
-    rest = rest.subspan(size);
+  for (std::size_t i = 0; i < num_entries; ++i) {
+    if (sizes[i] > rest.size()) return std::nullopt;
+    append(all[i], rest.first(sizes[i]));
+    rest = rest.subspan(sizes[i]);
   }
   if (!rest.empty()) return std::nullopt;
   return all;
 }
 
-void TcpPeer::read() {
-  while (!frame_ && !gone_) {
-    const std::ptrdiff_t received = socket_.receive_some(reader_.room());
-    if (received == 0) return;
-    gone_ = received < 0 || !reader_.add(static_cast<std::size_t>(received));
-    if (!gone_ && reader_.is_complete()) frame_ = reader_.take();
-  }
+std::span<std::byte> TcpPeer::room() {
+  constexpr std::size_t piece_bytes = std::size_t{1} << 20;
+  if (filled_ < sizeof(FrameHeader)) return room_in(next_.header, filled_);
+  const std::size_t of_body = filled_ - sizeof(FrameHeader);
+  next_.bytes.resize(of_body + std::min(next_.header.size_bytes - of_body, piece_bytes));
+  return std::span(next_.bytes).subspan(of_body);
 }
 
-Frame TcpPeer::take_frame() { return *std::exchange(frame_, std::nullopt); }
+void TcpPeer::read() {
+  const FrameHeader& header = next_.header;
+  while (!frame_ && !gone_) {
+    const std::ptrdiff_t received = socket_.receive_some(room());
+    if (received == 0) return;
+    gone_ = received < 0;
+    if (gone_) return;
+    filled_ += received;
+    if (filled_ < sizeof(header)) continue;
+    gone_ = !is_valid(header) || header.size_bytes > max_frame_bytes_;
+    if (gone_ || filled_ < sizeof(header) + header.size_bytes) continue;
+    frame_ = std::exchange(next_, {});
+    filled_ = 0;
+  }
+}
 
 std::optional<std::string> TcpPeer::last_reason() {
   const auto kept = std::exchange(frame_, std::nullopt);
   std::optional<std::string> reason;
   for (read(); frame_ && !reason; read()) {
     const Frame frame = take_frame();
-    if (frame.header.kind == FrameKind::failed) reason = peer_text(frame.bytes);
+    if (frame.header.kind == FrameKind::failed) reason = peer_text(text_of(frame.bytes));
   }
   frame_ = kept;
   return reason;
 }
 
-bool TcpPeer::write(std::span<const std::byte> header, std::span<const std::byte> body,
-                    std::size_t& sent) {
-  while (sent < header.size() + body.size()) {
-    const auto next =
-        sent < header.size() ? header.subspan(sent) : body.subspan(sent - header.size());
-    const std::ptrdiff_t moved = socket_.send_some(next);
-    if (moved > 0) sent += static_cast<std::size_t>(moved);
-    within_frame_ = 0 < sent && sent < header.size() + body.size();
+bool TcpPeer::write(std::span<const std::byte> frame, std::size_t& sent) {
+  while (sent < frame.size()) {
+    const std::ptrdiff_t moved = socket_.send_some(frame.subspan(sent));
+    if (moved > 0) sent += moved;
+    within_frame_ = 0 < sent && sent < frame.size();
     if (moved == 0) return false;
     if (moved < 0) return true;
   }
   return true;
 }
 
-void TcpPeer::write_now(const FrameHeader& header, std::span<const std::byte> body) {
+void TcpPeer::write_now(const Frame& frame) {
   if (within_frame_) return socket_.close();  // so the peer learns at least that this rank left
-  if (!is_open()) return;
-  if (socket_.send_now(encode(header)) && !body.empty()) (void)socket_.send_now(body);
+  if (socket_.is_open()) (void)socket_.send_now(join(frame.header, frame.bytes));
 }
 
 std::uint64_t TcpBootstrap::max_frame_bytes(std::int32_t rank, std::int32_t world_size) {
@@ -161,7 +123,7 @@ void TcpBootstrap::fail(std::string_view reason) noexcept {
   if (std::exchange(has_failed_, true)) return;
   try {
     const Frame frame = verdict_frame(FrameKind::failed, to_int(rank()), round_, reason);
-    for (TcpPeer& peer : peers_) peer.write_now(frame.header, frame.bytes);
+    for (TcpPeer& peer : peers_) peer.write_now(frame);
   } catch (const std::exception&) {
     // Without memory the peers learn only that the connection ends.
   }
@@ -187,32 +149,32 @@ std::vector<Bootstrap::Bytes> TcpBootstrap::exchange(std::span<const std::byte> 
 std::vector<Bootstrap::Bytes> TcpBootstrap::gather_and_answer(std::span<const std::byte> mine,
                                                               std::string_view operation) {
   const Deadline deadline(timeout_s());
-  std::vector<Bytes> all(world_size());
-  all[0].assign(mine.begin(), mine.end());
-  for (;;) {
-    std::vector<WatchedSocket> missing;
+  for (bool all_are_here = false; !all_are_here;) {
+    std::vector<pollfd> missing;
     std::vector<std::int32_t> ranks;
     for (std::int32_t r = 1; r < world_size(); ++r) {
       if (peers_[r].frame() != nullptr) continue;
-      missing.push_back({.descriptor = peers_[r].socket().descriptor(), .reads = true});
+      missing.push_back(watch(peers_[r].socket(), POLLIN));
       ranks.push_back(r);
     }
     const bool late = deadline.passed();
     if (!ranks.empty() && !late) wait_for_any(missing, deadline);
     for (std::size_t i = 0; i < ranks.size(); ++i) {
-      if (late || missing[i].is_ready) peers_[ranks[i]].read();
+      if (late || missing[i].revents != 0) peers_[ranks[i]].read();
     }
     for (std::int32_t r = 1; r < world_size(); ++r) {
-      if (const auto verdict = verdict_on(r, late)) send_verdict(*verdict, deadline, operation);
+      const auto verdict = verdict_on(r, late);
+      if (!verdict) continue;
+      for (TcpPeer& peer : peers_) peer.write_now(*verdict);
+      throw_verdict(*verdict, deadline.waited_s(), operation);
     }
-    if (ranks.empty()) break;
+    all_are_here = ranks.empty();
   }
+  std::vector<Bytes> all(world_size());
+  all[0].assign(mine.begin(), mine.end());
   for (std::int32_t r = 1; r < world_size(); ++r) all[r] = peers_[r].take_frame().bytes;
-  const Bootstrap::Bytes packed = pack_entries(all);
-  const HeaderBytes header = encode(FrameHeader{.round = round_, .size_bytes = packed.size()});
-  Bootstrap::Bytes answer(header.begin(), header.end());
-  answer.insert(answer.end(), packed.begin(), packed.end());
-  send_to_all(answer, Deadline(timeout_s()));
+  const Bytes packed = pack_entries(all);
+  send_to_all(join({.round = round_, .size_bytes = packed.size()}, packed));
   return all;
 }
 
@@ -225,7 +187,7 @@ std::optional<Frame> TcpBootstrap::verdict_on(std::int32_t peer, bool deadline_p
     if (frame->header.kind != FrameKind::failed) {
       return verdict_frame(FrameKind::left, peer, before);
     }
-    return verdict_frame(FrameKind::failed, peer, before, peer_text(frame->bytes));
+    return verdict_frame(FrameKind::failed, peer, before, peer_text(text_of(frame->bytes)));
   }
   if (from.is_gone()) return verdict_frame(FrameKind::left, peer, before);
   if (deadline_passed) return verdict_frame(FrameKind::silent, peer, before);
@@ -233,25 +195,19 @@ std::optional<Frame> TcpBootstrap::verdict_on(std::int32_t peer, bool deadline_p
 }
 
 /// A rank that cannot be reached finds out by itself.
-void TcpBootstrap::send_to_all(std::span<const std::byte> bytes, const Deadline& deadline) {
+void TcpBootstrap::send_to_all(std::span<const std::byte> frame) {
+  const Deadline deadline(timeout_s());
   std::vector<std::size_t> sent(peers_.size(), 0);
   std::vector<bool> done(peers_.size(), false);
   for (;;) {
-    std::vector<WatchedSocket> blocked;
+    std::vector<pollfd> blocked;
     for (std::size_t r = 1; r < peers_.size(); ++r) {
-      done[r] = done[r] || peers_[r].write(bytes, {}, sent[r]);
-      if (done[r]) continue;
-      blocked.push_back({.descriptor = peers_[r].socket().descriptor(), .writes = true});
+      done[r] = done[r] || peers_[r].write(frame, sent[r]);
+      if (!done[r]) blocked.push_back(watch(peers_[r].socket(), POLLOUT));
     }
-    if (std::count(done.begin() + 1, done.end(), false) == 0 || deadline.passed()) return;
+    if (blocked.empty() || deadline.passed()) return;
     wait_for_any(blocked, deadline);
   }
-}
-
-void TcpBootstrap::send_verdict(const Frame& verdict, const Deadline& deadline,
-                                std::string_view operation) {
-  for (TcpPeer& peer : peers_) peer.write_now(verdict.header, verdict.bytes);
-  throw_verdict(verdict, deadline.waited_s(), operation);
 }
 
 /// Rank 0 sends nothing while it reads a frame, unless the rest of the frame is useless.
@@ -259,13 +215,14 @@ std::vector<Bootstrap::Bytes> TcpBootstrap::send_and_wait(std::span<const std::b
                                                           std::string_view operation) {
   const Deadline deadline(timeout_s() + verdict_grace_s);
   TcpPeer& root = peers_[0];
-  const HeaderBytes header = encode(FrameHeader{.rank = static_cast<std::uint32_t>(to_int(rank())),
-                                                .round = round_,
-                                                .size_bytes = mine.size()});
+  const Bytes frame = join({.rank = static_cast<std::uint32_t>(to_int(rank())),
+                            .round = round_,
+                            .size_bytes = mine.size()},
+                           mine);
   std::size_t sent = 0;
   bool all_sent = false;
   while (root.frame() == nullptr) {
-    all_sent = all_sent || root.write(header, mine, sent);
+    all_sent = all_sent || root.write(frame, sent);
     root.read();
     if (root.frame() != nullptr) break;
     if (root.is_gone()) throw_verdict(verdict_frame(FrameKind::left, 0, round_ - 1), 0, operation);
@@ -273,8 +230,7 @@ std::vector<Bootstrap::Bytes> TcpBootstrap::send_and_wait(std::span<const std::b
       throw_verdict(verdict_frame(FrameKind::silent, 0, round_ - 1), deadline.waited_s(),
                     operation);
     }
-    WatchedSocket watched{
-        .descriptor = root.socket().descriptor(), .reads = true, .writes = !all_sent};
+    pollfd watched = watch(root.socket(), all_sent ? POLLIN : POLLIN | POLLOUT);
     wait_for_any({&watched, 1}, deadline);
   }
   const Frame answer = root.take_frame();
@@ -287,23 +243,25 @@ std::vector<Bootstrap::Bytes> TcpBootstrap::send_and_wait(std::span<const std::b
 
 void TcpBootstrap::throw_verdict(const Frame& verdict, double seconds,
                                  std::string_view operation) const {
-  const auto [kind, peer, seen, size] = verdict.header;
-  if (peer >= static_cast<std::uint32_t>(world_size())) {
+  const FrameHeader& header = verdict.header;
+  const auto peer = static_cast<std::int32_t>(header.rank);
+  if (header.rank >= static_cast<std::uint32_t>(world_size())) {
     throw TransportError(
-        concat(operation, ": rank 0 sent a verdict on rank ", peer, " of ", world_size()));
+        concat(operation, ": rank 0 sent a verdict on rank ", header.rank, " of ", world_size()));
   }
-  if (kind == FrameKind::failed) {
-    throw PeerFailed(concat(operation, ": rank ", peer, " failed: ", peer_text(verdict.bytes)));
+  if (header.kind == FrameKind::failed) {
+    throw PeerFailed(
+        concat(operation, ": rank ", peer, " failed: ", peer_text(text_of(verdict.bytes))));
   }
-  if (kind == FrameKind::left) {
+  if (header.kind == FrameKind::left) {
     throw PeerFailed(concat(operation, ": rank ", peer, " left (seen by rank ", rank(),
-                            " in exchange ", round_, ", it took part in ", seen, ")"));
+                            " in exchange ", round_, ", it took part in ", header.round, ")"));
   }
-  if (static_cast<std::int32_t>(peer) == to_int(rank())) {
+  if (peer == to_int(rank())) {
     throw PeerFailed(
         concat(operation, ": the other ranks have given up waiting for rank ", rank()));
   }
-  throw_timeout(operation, to_int(rank()), static_cast<std::int32_t>(peer), round_, seen, seconds);
+  throw_timeout(operation, to_int(rank()), peer, round_, header.round, seconds);
 }
 
 }  // namespace waybill::detail

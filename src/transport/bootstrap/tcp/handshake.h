@@ -1,29 +1,25 @@
 #pragma once
 
+#include <array>
+
 #include "transport/bootstrap/wire.h"
 
-/// The handshake between a rank and rank 0, as bytes: little-endian, without padding, and without
-/// sockets.
+/// The handshake between a rank and rank 0, without sockets.
 ///
 ///   client                          rank 0
-///   hello (256 bytes)          ->
-///                              <-   answer (512): accepted, rejected with a reason, or prove
-///   proof (64)                 ->                              (only if there is a secret)
-///                              <-   answer: accepted with rank 0's own proof, or rejected
-///   then frames both ways (exchange.h)
+///   Hello                      ->
+///                              <-   Answer: accepted, rejected with a reason, or prove
+///   Proof                      ->                              (only if there is a secret)
+///                              <-   Answer: accepted with rank 0's own proof, or rejected
+///   then frames both ways (rendezvous.h)
 namespace waybill::detail {
 
 /// All versions have the same first 16 bytes of hello and answer.
 inline constexpr std::uint32_t protocol_version = 3;
-inline constexpr std::size_t hello_bytes = 256;
-inline constexpr std::size_t answer_bytes = 512;
-inline constexpr std::size_t proof_bytes = 64;
 
+using Magic = std::array<char, 8>;
 using Nonce = std::array<std::byte, 32>;
 using Digest = std::array<std::byte, 32>;
-using HelloBytes = std::array<std::byte, hello_bytes>;
-using AnswerBytes = std::array<std::byte, answer_bytes>;
-using ProofBytes = std::array<std::byte, proof_bytes>;
 
 /// A rank and the job that it belongs to.
 struct TcpJob {
@@ -36,14 +32,17 @@ struct TcpJob {
 
 /// The client's first message.
 struct Hello {
-  bool has_secret = false;
+  static constexpr Magic right_magic{'w', 'a', 'y', 'b', 'i', 'l', 'l', '?'};
+
+  Magic magic = right_magic;
+  std::uint32_t version = protocol_version;
+  std::uint32_t has_secret = 0;  ///< 1: it has one
   std::uint32_t world_size = 0;
   std::uint32_t rank = 0;
   Nonce nonce{};
-  std::string_view job{};  ///< at most max_job_id_bytes of it; after decoding, part of the bytes
+  char job[200] = {};  ///< ends with a zero
 };
-
-[[nodiscard]] HelloBytes encode(const Hello& hello);
+static_assert(sizeof(Hello) == 256);
 
 enum class AnswerKind : std::uint32_t {
   none = 0,  ///< more bytes must come first
@@ -55,15 +54,29 @@ enum class AnswerKind : std::uint32_t {
 
 /// Rank 0's answer; `none` and `stranger` are never sent.
 struct Answer {
-  AnswerKind kind = AnswerKind::rejected;
-  Nonce nonce{};           ///< with `prove`
-  Digest proof{};          ///< with `accepted`, if there is a secret
-  std::string_view why{};  ///< with `rejected`, as much as fits; after decoding, part of the bytes
-};
+  static constexpr Magic right_magic{'w', 'a', 'y', 'b', 'i', 'l', 'l', '!'};
 
-[[nodiscard]] AnswerBytes encode(const Answer& answer);
-/// Nullopt: the sender is no rank 0 of Waybill.
-[[nodiscard]] std::optional<Answer> decode_answer(std::span<const std::byte, answer_bytes> bytes);
+  Magic magic = right_magic;
+  std::uint32_t version = protocol_version;
+  AnswerKind kind = AnswerKind::rejected;
+  Nonce nonce{};       ///< with `prove`
+  Digest proof{};      ///< with `accepted`, if there is a secret
+  char why[432] = {};  ///< with `rejected`: as much as fits, and a zero
+
+  /// False: the sender is no rank 0 of Waybill.
+  [[nodiscard]] bool is_valid() const;
+};
+static_assert(sizeof(Answer) == 512);
+
+/// The client's second message.
+struct Proof {
+  static constexpr Magic right_magic{'w', 'a', 'y', 'b', 'i', 'l', 'l', '='};
+
+  Magic magic = right_magic;
+  Digest digest{};
+  std::array<std::byte, 24> zeros{};
+};
+static_assert(sizeof(Proof) == 64);
 
 /// Computes HMAC-SHA256 with OpenSSL's libcrypto, loaded at run time, or with the kernel (AF_ALG).
 /// @throws TransportError when neither is there
@@ -79,12 +92,14 @@ struct Answer {
 
 [[nodiscard]] Nonce random_nonce();
 
+/// The sides of a proof: all have one size, so no two messages are alike.
+inline constexpr std::string_view client_side = "waybill rendezvous: the caller..";
+inline constexpr std::string_view server_side = "waybill rendezvous: rank zero...";
+
 /// A side proves that it knows the secret by a digest over both nonces and the whole hello, which
 /// holds the client's. @throws as hmac_sha256
-[[nodiscard]] Digest proof_of_client(std::string_view secret, const HelloBytes& hello,
-                                     const Nonce& server_nonce);
-[[nodiscard]] Digest proof_of_server(std::string_view secret, const HelloBytes& hello,
-                                     const Nonce& server_nonce);
+[[nodiscard]] Digest proof_of(std::string_view side, std::string_view secret, const Hello& hello,
+                              const Nonce& server_nonce);
 
 /// Rank 0's part of the handshake with one client. It has a fixed size whatever comes: a stranger
 /// makes rank 0 allocate nothing.
@@ -101,50 +116,36 @@ class ServerHandshake {
   [[nodiscard]] AnswerKind add(std::size_t num_bytes, const TcpJob& job,
                                const std::vector<bool>& is_connected, std::string_view failure);
 
-  [[nodiscard]] const AnswerBytes& answer() const { return answer_; }
+  [[nodiscard]] const Answer& answer() const { return answer_; }
   /// The rank of the accepted client.
-  [[nodiscard]] std::int32_t rank() const { return rank_; }
+  [[nodiscard]] std::int32_t rank() const { return static_cast<std::int32_t>(hello_.rank); }
   /// Says why the client is rejected or a stranger.
   [[nodiscard]] const std::string& why() const { return why_; }
 
  private:
-  AnswerKind check_hello(const TcpJob& job);
+  AnswerKind check_hello(std::string_view secret);
   AnswerKind check_proof(std::string_view secret);
   AnswerKind accept_or_reject(const TcpJob& job, const std::vector<bool>& is_connected,
                               std::string_view failure);
   AnswerKind reject(std::string why);
 
-  HelloBytes hello_bytes_{};
-  ProofBytes proof_bytes_{};
+  Hello hello_;
+  Proof proof_;
   std::size_t filled_ = 0;
   bool awaits_proof_ = false;
-  std::int32_t rank_ = 0;
-  Nonce nonce_{};
-  AnswerBytes answer_{};
+  Answer answer_;
   std::string why_;
 };
 
-/// The client's part of the handshake.
-class ClientHandshake {
- public:
-  /// @throws TransportError as hmac_sha256
-  explicit ClientHandshake(const TcpJob& job);
+/// The hello of a rank.
+[[nodiscard]] Hello hello_of(const TcpJob& job);
 
-  [[nodiscard]] const HelloBytes& hello() const { return hello_; }
-
-  /// Reads rank 0's answer. Nullopt: it has accepted this rank. Else the proof to send, after which
-  /// it answers again.
-  /// @throws TransportError with the reason if rank 0 rejects this rank, is no rank 0 of Waybill,
-  /// or
-  ///   does not know the secret
-  [[nodiscard]] std::optional<ProofBytes> reply_to(const AnswerBytes& answer);
-
- private:
-  std::string secret_;
-  std::string server_;
-  std::int32_t rank_;
-  HelloBytes hello_;
-  std::optional<Nonce> nonce_;  ///< rank 0's, once it has asked
-};
+/// Reads rank 0's answer to a hello. Nullopt: it has accepted this rank. Else the proof to send,
+/// after which it answers again.
+/// @param nonce rank 0's, once it has asked
+/// @throws TransportError with the reason if rank 0 rejects this rank, is no rank 0 of Waybill, or
+///   does not know the secret
+[[nodiscard]] std::optional<Proof> reply_to(const Answer& answer, const TcpJob& job,
+                                            const Hello& hello, std::optional<Nonce>& nonce);
 
 }  // namespace waybill::detail

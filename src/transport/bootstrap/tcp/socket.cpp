@@ -62,16 +62,16 @@ std::string end_of(const Socket& socket, decltype(&getsockname) ask) {
   sockaddr_storage address{};
   socklen_t size = sizeof(address);
   auto* const at = reinterpret_cast<sockaddr*>(&address);
-  if (ask(socket.descriptor(), at, &size) != 0) return {};
+  if (ask(socket.number(), at, &size) != 0) return {};
   return text_of(at, size, true);
 }
 
 /// Waits until the socket has room, or until the deadline.
 bool can_write(const Socket& socket, const Deadline& deadline) {
   while (!deadline.passed()) {
-    WatchedSocket watched{.descriptor = socket.descriptor(), .writes = true};
+    pollfd watched = watch(socket, POLLOUT);
     wait_for_any({&watched, 1}, deadline);
-    if (watched.is_ready) return true;
+    if (watched.revents != 0) return true;
   }
   return false;
 }
@@ -81,7 +81,7 @@ bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == 
 
 template <class Value>
 void set_option(const Socket& socket, int level, int option, const Value& value) {
-  (void)setsockopt(socket.descriptor(), level, option, &value, sizeof(value));
+  (void)setsockopt(socket.number(), level, option, &value, sizeof(value));
 }
 
 Socket open_for(const addrinfo& address) {
@@ -97,8 +97,8 @@ int try_listen(Socket& door, const addrinfo& address, bool everywhere) {
   if (everywhere && address.ai_family == AF_INET6) {
     set_option(door, IPPROTO_IPV6, IPV6_V6ONLY, 0);  // IPv4 too
   }
-  if (bind(door.descriptor(), address.ai_addr, address.ai_addrlen) != 0) return errno;
-  return ::listen(door.descriptor(), SOMAXCONN) == 0 ? 0 : errno;
+  if (bind(door.number(), address.ai_addr, address.ai_addrlen) != 0) return errno;
+  return ::listen(door.number(), SOMAXCONN) == 0 ? 0 : errno;
 }
 
 /// Puts the IPv6 address of all interfaces first, as it accepts IPv4 as well.
@@ -121,7 +121,7 @@ bool bind_source(const Socket& socket, const addrinfo& to, std::uint16_t source_
   } else {
     reinterpret_cast<sockaddr_in*>(&source)->sin_port = htons(source_port);
   }
-  return bind(socket.descriptor(), reinterpret_cast<sockaddr*>(&source), to.ai_addrlen) == 0;
+  return bind(socket.number(), reinterpret_cast<sockaddr*>(&source), to.ai_addrlen) == 0;
 }
 
 bool is_loopback(const std::string& address) {
@@ -181,18 +181,18 @@ std::optional<Socket> Socket::connect(const std::string& host, std::uint16_t por
     set_option(result, IPPROTO_TCP, TCP_NODELAY, 1);
     set_option(result, SOL_SOCKET, SO_REUSEADDR, 1);  // others may soon listen on its port
     if (source_port != 0 && !bind_source(result, *at, source_port)) continue;
-    if (::connect(result.descriptor(), at->ai_addr, at->ai_addrlen) == 0) return result;
+    if (::connect(result.number(), at->ai_addr, at->ai_addrlen) == 0) return result;
     if (errno != EINPROGRESS || !can_write(result, deadline)) continue;
     int error = 0;
     socklen_t size = sizeof(error);
-    (void)getsockopt(result.descriptor(), SOL_SOCKET, SO_ERROR, &error, &size);
+    (void)getsockopt(result.number(), SOL_SOCKET, SO_ERROR, &error, &size);
     if (error == 0) return result;
   }
   return std::nullopt;
 }
 
 Socket Socket::accept(int& error) const {
-  const int client = accept4(descriptor(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+  const int client = accept4(number(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
   const bool is_full = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
   error = client < 0 && is_full ? errno : 0;
   Socket socket(client);
@@ -201,12 +201,12 @@ Socket Socket::accept(int& error) const {
 }
 
 std::ptrdiff_t Socket::send_some(std::span<const std::byte> bytes) const {
-  const ssize_t sent = ::send(descriptor(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+  const ssize_t sent = ::send(number(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
   return sent >= 0 || would_block() ? std::max<ssize_t>(sent, 0) : -1;
 }
 
 std::ptrdiff_t Socket::receive_some(std::span<std::byte> bytes) const {
-  const ssize_t got = recv(descriptor(), bytes.data(), bytes.size(), 0);
+  const ssize_t got = recv(number(), bytes.data(), bytes.size(), 0);
   if (got > 0) return got;
   return got < 0 && would_block() ? 0 : -1;
 }
@@ -247,19 +247,17 @@ bool listens_everywhere(const std::string& host, const std::vector<std::string>&
          std::ranges::all_of(addresses, is_loopback);
 }
 
-void wait_for_any(std::span<WatchedSocket> sockets, const Deadline& deadline) {
-  std::vector<pollfd> waiting;
-  for (const WatchedSocket& socket : sockets) {
-    const int events = POLLRDHUP | (socket.reads ? POLLIN : 0) | (socket.writes ? POLLOUT : 0);
-    waiting.push_back(
-        {.fd = socket.descriptor, .events = static_cast<short>(events), .revents = 0});
+pollfd watch(const Socket& socket, short events) {
+  return {.fd = socket.number(), .events = events, .revents = 0};
+}
+
+void wait_for_any(std::span<pollfd> sockets, const Deadline& deadline) {
+  for (pollfd& socket : sockets) {
+    socket.events |= POLLRDHUP;
+    socket.revents = 0;
   }
   const double seconds = std::min(slice_s, deadline.left_s());
-  const int found =
-      poll(waiting.data(), waiting.size(), static_cast<int>(std::ceil(seconds * 1000)));
-  for (std::size_t i = 0; i < sockets.size(); ++i) {
-    sockets[i].is_ready = found > 0 && waiting[i].revents != 0;
-  }
+  (void)poll(sockets.data(), sockets.size(), static_cast<int>(std::ceil(seconds * 1000)));
   check_interrupt();
 }
 

@@ -4,6 +4,8 @@
 
 #include "transport/bootstrap/wire.h"
 
+struct pollfd;  // <poll.h>
+
 namespace waybill::detail {
 
 /// Says when a wait ends.
@@ -27,14 +29,9 @@ class Deadline {
 void pause_for(double seconds, const Deadline& deadline);
 
 /// A TCP socket that owns its descriptor and never blocks.
-class Socket {
+class Socket : public Descriptor {
  public:
-  Socket() = default;
-  explicit Socket(int descriptor) : descriptor_(descriptor) {}
-
-  [[nodiscard]] int descriptor() const noexcept { return descriptor_.number(); }
-  [[nodiscard]] bool is_open() const noexcept { return descriptor_.is_open(); }
-  void close() noexcept { descriptor_.close(); }
+  using Descriptor::Descriptor;
 
   /// Listens on the addresses of the host, or on all of this machine if listens_everywhere(). It
   /// retries a port in use for a while, as a client may hold it for a moment.
@@ -67,9 +64,6 @@ class Socket {
 
   /// "127.0.0.1:4711".
   [[nodiscard]] std::string peer_name() const;
-
- private:
-  Descriptor descriptor_;
 };
 
 /// Says whether rank 0 must listen on all addresses of its machine: `host` is a name, no address
@@ -82,15 +76,11 @@ class Socket {
 ///   name
 [[nodiscard]] std::vector<std::string> addresses_of(const std::string& host);
 
-/// A socket to wait for. A wait always notices the end of the connection.
-struct WatchedSocket {
-  int descriptor = -1;
-  bool reads = false;   ///< waits for bytes
-  bool writes = false;  ///< waits for room
-  bool is_ready = false;
-};
+/// Watches a socket for POLLIN, POLLOUT or both (0: for the end of the connection alone).
+[[nodiscard]] pollfd watch(const Socket& socket, short events);
 
-/// Waits at most 50 ms, or until the deadline, and sets is_ready. @throws as check_interrupt
-void wait_for_any(std::span<WatchedSocket> sockets, const Deadline& deadline);
+/// Waits at most 50 ms, or until the deadline, and sets `revents` of those that are ready. It
+/// always notices the end of a connection. @throws as check_interrupt
+void wait_for_any(std::span<pollfd> sockets, const Deadline& deadline);
 
 }  // namespace waybill::detail

@@ -133,15 +133,15 @@ struct PieceSum {
     for (int w = 0; w < Words::words; ++w) add_word<Weighted>(w, words.raw[w], weight);
   }
 
-  /// Starts the sums from the biases.
+  /// Starts the sums from the biases, if there are parameters.
   /// @param at where the piece goes in the output
-  __device__ void begin(const PushBiases* biases, const std::byte* at, int left) {
+  __device__ void begin(const PushParams* p, const std::byte* at, int left) {
     clear();
-    if (biases == nullptr) return;
-    for (const std::byte* bias : biases->rows) {
+    if (p == nullptr) return;
+    for (const std::byte* bias : p->biases) {
       if (bias == nullptr) continue;
       Words words;
-      words.load(bias + (at - biases->output), left);
+      words.load(bias + (at - p->output), left);
       add<false>(words, 0);
     }
   }
@@ -178,9 +178,10 @@ class VectorWalk {
   /// Sums the rows of each token into its destination. With `MayCopy` a token's only row is copied,
   /// so that it keeps its bits. All lanes.
   /// @param begin, end bytes of the rows that are summed
+  /// @param p with the biases; null: none
   template <bool Weighted, bool MayCopy>
   __device__ void sum(const WalkRows& rows, unsigned here, int begin, int end,
-                      const PushBiases* biases) {
+                      const PushParams* p) {
     if (here == 0) return;
     RowWalk loading(rows, here, begin, end, Words::bytes);
     RowWalk at = loading;
@@ -199,7 +200,7 @@ class VectorWalk {
         row.store(to, left);
         return;
       }
-      if (at.is_first()) sums.begin(biases, to, left);
+      if (at.is_first()) sums.begin(p, to, left);
       sums.template add<Weighted>(row,
                                   Weighted ? __shfl_sync(all_lanes, rows.weight, at.lane()) : 0);
       if (at.is_last()) sums.write(to, left);
@@ -278,7 +279,7 @@ class BulkWalk {
 
   template <bool Weighted, bool MayCopy>
   __device__ void sum(const WalkRows& rows, unsigned here, int begin, int end,
-                      const PushBiases* biases) {
+                      const PushParams* p) {
     RowWalk loading(rows, here, begin, end, Shape::piece_bytes);
     PieceSum<Number, count, words> sums;
     int under_way = 0;
@@ -289,7 +290,7 @@ class BulkWalk {
       }
       if (under_way == 0) return;
       __syncwarp();
-      use<Weighted, MayCopy>(sums, biases);
+      use<Weighted, MayCopy>(sums, p);
       --under_way;
     }
   }
@@ -329,7 +330,7 @@ class BulkWalk {
 
   /// Uses the oldest piece in flight.
   template <bool Weighted, bool MayCopy>
-  __device__ void use(PieceSum<Number, count, words>& sums, const PushBiases* biases) {
+  __device__ void use(PieceSum<Number, count, words>& sums, const PushParams* p) {
     const WalkItem item = state_.items[oldest_];
     const std::byte* const slot = slots_ + oldest_ * Shape::piece_bytes;
     if (item.is(WalkItem::is_there)) {
@@ -344,7 +345,7 @@ class BulkWalk {
       __syncwarp();  // no lane has read the slot: bulk_wait_read_but_one() orders what fills it
                      // next
     } else {
-      if (item.is(WalkItem::first)) sums.begin(biases, item.to, item.bytes());
+      if (item.is(WalkItem::first)) sums.begin(p, item.to, item.bytes());
       if (item.is(WalkItem::is_there)) add<Weighted>(sums, slot, item);
       if (item.is(WalkItem::last)) sums.write(item.to, item.bytes());
       if (MayCopy && lane_id() == 0) bulk_commit();
