@@ -231,7 +231,7 @@ def test_attention_steps():
         q, kv, out = torch.ones(5000, 8), torch.ones(5000, 4).double(), torch.ones(1, 2).half()
         dispatcher = wt.SequenceDispatcher(world)
         step = wt.AttentionStep(dispatcher, RELAYED, q, kv, out=out)
-        formats = [[(f.dtype, f.hidden) for f in plan.formats] for plan in step._plans()]
+        formats = [[(f.dtype, f.hidden) for f in plan.formats] for plan in step._plans.values()]
         its_q, its_kv, its_out = (torch.float32, 8), (torch.float64, 4), (torch.float16, 2)
         assert formats == [[its_q, its_kv], [its_q], [its_kv], [its_out], [its_out]]
         for other in (None, world, waybill.SequenceDispatcher(world)):

@@ -188,7 +188,7 @@ def test_a_damaged_plan_is_refused_and_a_tampered_layout_found():
     assert {f.table for f in waybill.validate(plan, metadata)} == {"attention"}
     other = waybill.QkvPlan(2, [0, 2, 3], [4, 2, 3], [1, 1, 1], [0, 2, 3], [0, 1, 2])
     assert waybill.validate(other, plan.to_metadata())
-    with pytest.raises(waybill.InvalidArgument, match="plan.q_dst: rank 1, shard 2: got 2"):
+    with pytest.raises(waybill.InvalidArgument, match=r"plan\.q_dst: rank 1, shard 2: got 2"):
         waybill.QkvPlan(2, [0, 2, 3], [4, 2, 3], [1, 0, 2], [0, 2, 3], [0, 1, 2])
 
 

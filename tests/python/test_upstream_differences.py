@@ -2,6 +2,7 @@
 
 import inspect
 import pathlib
+import re
 import warnings
 
 import numpy as np
@@ -26,6 +27,7 @@ ELSEWHERE = {
     "a rank that does not come": "test_agreement.py",
     "device | CUDA": "test_upstream_experts.py, test_torch_moe_devices.py",
     "NVSHMEM | needed": "test_torch_moe_devices.py",
+    "the attention layout and reverse KV metadata of the documented": "tests/golden: all records",
     "`dispatch_kernel`": "test_upstream_claims.py: test_the_table_of_functions",
 }
 
@@ -345,9 +347,9 @@ def test_line(face, begin):
 
 def test_every_line_has_a_test():
     lines = [
-        text.removeprefix("| ")
+        re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", re.sub(r"^\| (R\d \| )?", "", text))
         for text in PAGE.read_text(encoding="utf-8").splitlines()
-        if text.startswith("| ") and not text.startswith(("| call", "| page", "|---"))
+        if text.startswith("| ") and not text.startswith(("| call", "| | call", "| page", "|---"))
     ]
     begins = [*TESTED, *ELSEWHERE]
     for text in lines:
