@@ -78,7 +78,7 @@ std::string left_over_text(const CLI::App& app, const std::vector<std::string>& 
 std::string complaint(const CLI::App& app, const CLI::ParseError& error) {
   const auto chosen = app.get_subcommands();
   const std::string who = chosen.empty() ? "" : chosen.front()->get_name();
-  const std::string text = error.what();
+  std::string text = error.what();
   if (error.get_name() == "RequiredError") {
     return concat(who.empty() ? "" : who + ": ", text, " (waybill ", who, " --help says more)");
   }

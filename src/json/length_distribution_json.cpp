@@ -155,7 +155,7 @@ void add_line(std::string_view text, std::int64_t line, std::string_view origin,
 }
 
 std::vector<std::int64_t> lengths_from_json(std::string_view text, std::string_view origin) {
-  const std::vector<std::int64_t> lengths = detail::read_document(
+  std::vector<std::int64_t> lengths = detail::read_document(
       text, origin, "", [](const detail::JsonNode& root) { return root.integers(); });
   for (std::size_t i = 0; i < lengths.size(); ++i) {
     if (1 <= lengths[i] && lengths[i] <= longest_document) continue;

@@ -76,7 +76,8 @@ void GpuEvenExperts::set_pass_warps(std::int32_t warps) {
 void GpuEvenExperts::allocate(const EvenExpertsOptions& options, cudaStream_t stream) {
   const std::int64_t slots = std::int64_t{params_.num_ranks} * slots_per_rank();
   const std::int64_t copies = std::ssize(options.present);
-  const std::int64_t words = 4 * slots + 2 * params_.num_ranks + num_even_figures + copies;
+  const std::int64_t words =
+      4 * slots + std::int64_t{2} * params_.num_ranks + num_even_figures + copies;
   memory_ = device_memory(words * sizeof(std::int32_t), stream);
   auto* at = static_cast<std::int32_t*>(memory_.get());
   const auto take = [&](std::int64_t count) {

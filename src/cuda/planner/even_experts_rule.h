@@ -155,16 +155,18 @@ struct EvenExpertsMemory {
 
   WAYBILL_HOST_DEVICE EvenExpertsWarp warp(const EvenExpertsParams& p, int number) const {
     const int copies = p.num_ranks * p.spare;
-    int* const first = warps + number * warp_words(p);
-    int* const ranks = first + p.num_experts + 3 * copies;
-    return {first,
-            first + p.num_experts,
-            first + p.num_experts + copies,
+    const int words_before = number * warp_words(p);
+    int* const experts = warps + words_before;
+    int* const first = experts + p.num_experts;  // of three tables of copies
+    int* const ranks = first + copies + copies + copies;
+    return {experts,
+            first,
+            first + copies,
             ranks,
             ranks + p.num_ranks,
-            first + p.num_experts + 2 * copies,
-            ranks + 2 * p.num_ranks,
-            ranks + 3 * p.num_ranks};
+            first + copies + copies,
+            ranks + p.num_ranks + p.num_ranks,
+            ranks + p.num_ranks + p.num_ranks + p.num_ranks};
   }
 };
 static_assert(sizeof(EvenExpertsBlock) <= EvenExpertsMemory::block_words * sizeof(int));
@@ -368,7 +370,8 @@ class EvenExpertsPass {
 
   WAYBILL_HOST_DEVICE bool is_present(int rank, int expert) const {
     if (p_.present == nullptr) return false;
-    return find(m_.present + rank * p_.spare, p_.spare, expert) >= 0;
+    const int first = rank * p_.spare;
+    return find(m_.present + first, p_.spare, expert) >= 0;
   }
 
   /// The first of `count` numbers that is `wanted`; -1: none.

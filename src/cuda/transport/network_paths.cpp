@@ -27,12 +27,15 @@ class StreamPath : public NetworkPath {
   /// Returns the parameters of a network path's kernel, without the peers' memory.
   [[nodiscard]] PathParams path_params(const NetworkCall& call) const;
 
+  [[nodiscard]] GpuRank& gpu() const { return *gpu_; }
+  [[nodiscard]] const Topology& topology() const { return topology_; }
+  [[nodiscard]] cudaStream_t stream() const { return stream_; }
+
+ private:
   std::shared_ptr<GpuRank> gpu_;
   Topology topology_;
   int share_;
   cudaStream_t stream_ = nullptr;
-
- private:
   cudaEvent_t begun_ = nullptr;
   cudaEvent_t done_ = nullptr;
   const char* operation_ = "";
@@ -99,7 +102,7 @@ class KernelPath final : public StreamPath {
 
   void start(const NetworkCall& call) override {
     fork(call);
-    gpu_->check(launch_(path_params(call), call, stream_), "launching a kernel", call.operation);
+    gpu().check(launch_(path_params(call), call, stream()), "launching a kernel", call.operation);
   }
 
  private:
@@ -138,8 +141,8 @@ class NcclPath final : public StreamPath {
            std::shared_ptr<NcclCommunicator> communicator)
       : StreamPath(std::move(gpu), topology, share),
         communicator_(std::move(communicator)),
-        messages_(
-            device_memory(std::int64_t{2} * topology.world_size * message_bytes, gpu_->stream())) {
+        messages_(device_memory(std::int64_t{2} * topology.world_size * message_bytes,
+                                this->gpu().stream())) {
     cuda_check(prepare_phase_path(), "loading kernels");
   }
 
@@ -156,18 +159,18 @@ class NcclPath final : public StreamPath {
   void join(cudaStream_t stream) override {
     const PathParams params = path_params(call_);
     const bool tells = call_.arrival != PathArrival::none;
-    std::vector<bool> sent_words(topology_.world_size);
-    std::vector<bool> received_words(topology_.world_size);
+    std::vector<bool> sent_words(topology().world_size);
+    std::vector<bool> received_words(topology().world_size);
     for (const NetworkPhase& phase : call_.phases) {
       queue_waits(params, phase.waits, tells && &phase == &call_.phases.front());
       auto sent = pieces_of(phase.sent, 0);
-      auto received = pieces_of(phase.received, topology_.world_size);
+      auto received = pieces_of(phase.received, topology().world_size);
       if (tells) {
-        put_words_first(sent, sent_words, [&](std::int32_t) { return to_int(gpu_->rank()); });
+        put_words_first(sent, sent_words, [&](std::int32_t) { return to_int(gpu().rank()); });
         put_words_first(received, received_words, [](std::int32_t peer) { return peer; });
       }
-      communicator_->exchange(sent, received, stream_, call_.operation);
-      if (call_.unpack) call_.unpack(stream_);
+      communicator_->exchange(sent, received, this->stream(), call_.operation);
+      if (call_.unpack) call_.unpack(this->stream());
       queue_raises(params, phase, &phase == &call_.phases.back());
     }
     StreamPath::join(stream);
@@ -182,7 +185,7 @@ class NcclPath final : public StreamPath {
   void put_words_first(std::vector<NcclPiece>& pieces, std::vector<bool>& done,
                        RankOf&& rank_of) const {
     constexpr std::int64_t bytes = fault_words * sizeof(std::uint64_t);
-    const std::int32_t world = topology_.world_size;
+    const std::int32_t world = topology().world_size;
     std::vector<NcclPiece> with;
     for (const NcclPiece& piece : pieces) {
       if (!done[piece.peer]) {
@@ -207,7 +210,7 @@ class NcclPath final : public StreamPath {
       launch.given_up = communicator_->given_up();
       launch.count = static_cast<std::int32_t>(some.size());
       std::ranges::copy(some, launch.waits);
-      gpu_->check(launch_phase_waits(launch, stream_), "launching a kernel", call_.operation);
+      gpu().check(launch_phase_waits(launch, stream()), "launching a kernel", call_.operation);
       waits = waits.subspan(some.size());
     }
   }
@@ -229,7 +232,7 @@ class NcclPath final : public StreamPath {
       std::ranges::copy(then, std::ranges::copy(first, launch.which).out);
       launch.ends = ends && slots.empty() && arrived.empty();
       if (first.empty() && then.empty() && !launch.ends) return;
-      gpu_->check(launch_phase_raises(launch, stream_), "launching a kernel", call_.operation);
+      gpu().check(launch_phase_raises(launch, stream()), "launching a kernel", call_.operation);
     } while (!slots.empty() || !arrived.empty());
   }
 
