@@ -157,7 +157,7 @@ struct EvenExpertsMemory {
     const int copies = p.num_ranks * p.spare;
     const int words_before = number * warp_words(p);
     int* const experts = warps + words_before;
-    int* const first = experts + p.num_experts;  // of three tables of copies
+    int* const first = experts + p.num_experts;  // three tables have a place per copy
     int* const ranks = first + copies + copies + copies;
     return {experts,
             first,
