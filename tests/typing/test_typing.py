@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import waybill
+
 pytest.importorskip("mypy")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +77,13 @@ PROGRAM = """
 def test_a_users_program(sources):
     (sources / "program.py").write_text(textwrap.dedent(PROGRAM))
     result = mypy(sources, "--follow-imports=silent", "--strict", "program.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_name_is_seen(sources):
+    lines = ["import waybill", *(f"print(waybill.{name})" for name in waybill.__all__)]
+    (sources / "names.py").write_text("\n".join(lines))
+    result = mypy(sources, "--follow-imports=silent", "--strict", "names.py")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
