@@ -26,7 +26,7 @@ make_programs() {
   scripts/setup.sh
   scripts/python_env.sh
   cmake -S . -B "$build" -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=None \
-    -DCMAKE_CXX_FLAGS="-O0 --coverage -fprofile-abs-path -fprofile-update=atomic" \
+    -DCMAKE_CXX_FLAGS="-O0 --coverage -fprofile-abs-path -fprofile-update=single" \
     -DCMAKE_MODULE_LINKER_FLAGS="-Wl,-u,__gcov_dump,-u,__gcov_reset" -DWAYBILL_JOIN=OFF \
     -DWAYBILL_EXAMPLES=OFF -DWAYBILL_PYTHON=ON -DPython_EXECUTABLE="$python"
   cmake --build "$build"
@@ -42,6 +42,12 @@ run_cpp() {
   done
 }
 
+counted() {
+  COVERAGE_PROCESS_START=$build/coverage.ini PYTHONPATH=$site PYTHONDONTWRITEBYTECODE=1 \
+    "$python" -m pytest -q -p no:cacheprovider "$@" tests/python ||
+    echo "coverage: tests of Python failed; their lines count all the same" >&2
+}
+
 # The package from the tree, with the compiled part that counts; programs that tests start count, too.
 run_python() {
   "$python" -c 'import coverage' 2>/dev/null || "$python" -m pip install -q coverage
@@ -52,9 +58,8 @@ run_python() {
   printf '[run]\nparallel = true\ndata_file = %s\nsource = %s\n' "$build/python.data" \
     "$PWD/python/waybill" >"$build/coverage.ini"
   rm -f "$build"/python.data*
-  COVERAGE_PROCESS_START=$build/coverage.ini PYTHONPATH=$site PYTHONDONTWRITEBYTECODE=1 \
-    "$python" -m pytest -q -p no:cacheprovider tests/python ||
-    echo "coverage: tests of Python failed; their lines count all the same" >&2
+  counted --numprocesses "$(nproc)" --dist loadgroup -m "not alone"
+  counted -m alone
   "$python" -m coverage combine -q --rcfile="$build/coverage.ini"
 }
 

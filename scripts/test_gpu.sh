@@ -91,12 +91,12 @@ check() {
 }
 
 nvidia-smi --query-gpu=index,name,driver_version --format=csv,noheader
-# Each test has its own process: a fault takes the device from all that follows in the same one.
 if [[ $plain == yes ]]; then
-  while read -r name; do
-    check "$name" "$tests" --gtest_brief=1 --gtest_filter="$name"
-  done < <("$tests" --gtest_list_tests --gtest_filter="$filter" |
-    awk '/^[^ ]/ {suite = $1} /^ / {print suite $1}')
+  if scripts/run_gtest.py "$tests" --filter "$filter" --limit-s "$limit_s"; then
+    num_passed=1
+  else
+    failed+=("waybill_tests_cuda")
+  fi
 fi
 
 # sanitized TOOL NAME...: those of the tests that the filter fits.

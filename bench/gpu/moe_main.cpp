@@ -9,6 +9,7 @@
 #include <map>
 #include <mutex>
 #include <string_view>
+#include <vector>
 
 #include "core/test_hooks.h"
 #include "cuda/self_test/self_test.h"
@@ -296,16 +297,15 @@ void combine_lines(Table& table, const MoeWorkload& workload, bool graph,
 
 /// Combines that pull and push, rows in the caller's memory. On one GPU two ranks share it: then
 /// the multiprocessors and its memory bound them, no link.
-void run_combines() {
+void run_combines(const std::vector<int>& sms) {
   const std::int32_t world_size = std::max(2, num_gpus());
   Table table(world_size, 40);
   const std::vector<CombineWay> ways = {
       {"pull", true, false}, {"push", false, false}, {"push, words", false, true}};
   combine_lines(table, uniform_moe(world_size, 1, 7168, 8, 256), true, {16}, ways);
-  combine_lines(table, uniform_moe(world_size, 128, 7168, 8, 256), true, {16, 32}, ways);
-  combine_lines(table, uniform_moe(world_size, 4096, 7168, 8, 256), false, {16, 32}, ways);
-  if (world_size == 2)
-    combine_lines(table, like_eight_ranks(4096, 7168), false, {16, 24, 32}, ways);
+  combine_lines(table, uniform_moe(world_size, 128, 7168, 8, 256), true, sms, ways);
+  combine_lines(table, uniform_moe(world_size, 4096, 7168, 8, 256), false, sms, ways);
+  if (world_size == 2) combine_lines(table, like_eight_ranks(4096, 7168), false, sms, ways);
   table.expect_right();
 }
 
@@ -350,8 +350,9 @@ void run(Extent extent) {
 }  // namespace
 }  // namespace waybill::bench
 
-/// waybill_bench_gpu_moe [--quick | --few | --combine | --ranks-per-node N]: one rank a GPU; at
-/// most 128 tokens; combines alone; on logical nodes of N ranks.
+/// waybill_bench_gpu_moe [--quick | --few | --combine [SMS ...] | --ranks-per-node N]: a GPU for
+/// each rank; --few: at most 128 tokens; --combine: combines alone, with so many multiprocessors;
+/// --ranks-per-node: on logical nodes of N ranks.
 int main(int argc, char** argv) {
   if (waybill::num_gpus() < 1) {
     std::fprintf(stderr, "error: no GPU\n");
@@ -360,7 +361,9 @@ int main(int argc, char** argv) {
   try {
     const std::string_view way = argc > 1 ? argv[1] : "";
     if (way == "--combine") {
-      waybill::bench::run_combines();
+      std::vector<int> sms;
+      for (int i = 2; i < argc; ++i) sms.push_back(std::max(1, std::atoi(argv[i])));
+      waybill::bench::run_combines(sms.empty() ? std::vector<int>{16, 32} : sms);
     } else if (way == "--ranks-per-node" && argc > 2) {
       waybill::bench::run_on_nodes(std::atoi(argv[2]));
     } else {

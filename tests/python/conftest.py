@@ -32,6 +32,33 @@ if _core.late_streams():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+
+
+def needs_gpu(item):
+    """Whether the names of a test's parameters or its conditions speak of GPUs."""
+    parameters = getattr(item, "callspec", None)
+    if parameters and "cuda" in parameters.id:
+        return True
+    return any("GPU" in mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if needs_gpu(item):
+            item.add_marker("gpu")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A test that is skipped for want of a GPU is one of those that ``-m gpu`` selects."""
+    report = yield
+    if report.skipped and "GPU" in str(report.longrepr[2]) and not item.get_closest_marker("gpu"):
+        report.outcome = "failed"
+        report.longrepr = f"{report.longrepr[2]}: mark it with pytest.mark.gpu"
+    return report
+
+
 @pytest.fixture(scope="session", params=["numpy", "torch"])
 def face(request):
     """The package as users of numpy see it, and as users of torch do."""

@@ -285,3 +285,38 @@ def test_another_machine_code(project, old, new, said):
     other = script.table_of(script.kernels_in(SASS.replace(old, new), USAGE.replace(old, new)))
     found = [*script.differences(table, other)]
     assert found == [] if said is None else any(said in line for line in found), found
+
+
+#: Behaves as a program of GoogleTest; "loses" spoils what follows in its process, as a lost device.
+GTEST_PROGRAM = """#!{python}
+import os, sys, time
+TESTS = ["A.loses", "A.after", "A.more", "B.fails", "B.skips", "C.crashes", "C.hangs", "C.last"]
+if "--gtest_list_tests" in sys.argv:
+    print("Running main() from x.cc\\nA.\\n  loses\\n  after\\n  more\\nB.\\n  fails\\n  skips")
+    sys.exit(print("C.\\n  crashes\\n  hangs\\n  last"))
+wanted = sys.argv[-1].split("=")[1].split(":")
+lost = False
+for name in (test for test in TESTS if test in wanted):
+    print(f"[ RUN      ] {{name}}", flush=True)
+    if name == "C.crashes":
+        os.abort()
+    if name == "C.hangs":
+        time.sleep(60)
+    state = "      OK" if name != "B.skips" else " SKIPPED"
+    state = "FAILED  " if name == "B.fails" or lost else state
+    lost = lost or name == "A.loses"
+    print(f"[ {{state}} ] {{name}} (0 ms)", flush=True)
+"""
+
+
+def test_a_failing_test_runs_again_alone(tmp_path):
+    program = tmp_path / "tests"
+    program.write_text(GTEST_PROGRAM.format(python=sys.executable))
+    program.chmod(0o755)
+    command = [sys.executable, SCRIPTS / "run_gtest.py", program, "--limit-s", "1"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    last = result.stdout.splitlines()[-4:]
+    assert last[0].startswith("run_gtest: 4 passed, 1 skipped, 3 failed of 8")
+    assert [line.split()[-1] for line in last[1:]] == ["B.fails", "C.crashes", "C.hangs"]
+    assert "C.hangs: FAILED: not done after 1.0 s" in result.stdout

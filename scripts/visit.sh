@@ -1,0 +1,172 @@
+#!/usr/bin/env bash
+# Everything that only a machine with several GPUs can show, in four parts of at most 8 minutes:
+#
+#   scripts/visit.sh [--minutes N] [--dry] PART
+#
+#   1  tests: of C++ and Python, both again with late streams; the table of ways and edges
+#   2  combines that push against those that pull, 8 to 64 multiprocessors
+#   3  steps: of attention, of experts, of a block in training
+#   4  benches: links, sequences, experts, nodes, beside NCCL and DeepEP where they are installed
+#
+# A part builds what is not built (WAYBILL_PROGRAMS names a folder of programs that are), then runs
+# its steps in the order of their worth. A step that is done is not run again, and one that does not
+# fit into the minutes left is left: the same command again goes on. What steps print lies in
+# build/visit, and in build/visit_PART.tar.xz; to go on with an earlier visit, unpack its archive in
+# build. --dry: the same with ranks on CPUs, as far as they go, and small sizes.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+usage() {
+  sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" >&2
+  exit 2
+}
+
+minutes=8
+dry=no
+while [[ ${1:-} == --* ]]; do
+  case $1 in
+    --minutes)
+      minutes=${2:?visit: --minutes needs a number}
+      shift
+      ;;
+    --dry) dry=yes ;;
+    *) usage ;;
+  esac
+  shift
+done
+[[ $# == 1 && $1 =~ ^[1-4]$ ]] || usage
+part=$1
+started=$SECONDS
+results=$PWD/build/visit
+mkdir -p "$results"
+log=$results/part_$part.log
+python=${PYTHON:-python3}
+[[ $dry == no || ! -x build/venv/bin/python ]] || python=build/venv/bin/python
+programs=${WAYBILL_PROGRAMS:-$PWD/build/cuda/bin}
+# Ranks that share a device must not share its hardware queues. Multicast of NVLink stays off.
+export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER NCCL_NVLS_ENABLE=0
+export NVSHMEM_DISABLE_NVLS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 OMP_NUM_THREADS=1
+
+say() { echo "visit: [$((SECONDS - started)) s] $*" | tee -a "$log"; }
+
+failed=()
+left=()
+# step NAME SECONDS COMMAND...: runs it once, for at most so long.
+step() {
+  local name=$1 limit=$2 rest=$((minutes * 60 - SECONDS + started)) status=0 start=$SECONDS
+  shift 2
+  [[ ! -f $results/$name.done ]] || return 0
+  if ((rest < (limit < 60 ? limit : 60))); then
+    left+=("$name")
+    return 0
+  fi
+  timeout -k 5 "$((limit < rest ? limit : rest))" "$@" >"$results/$name.txt" 2>&1 || status=$?
+  if ((status == 0)); then
+    touch "$results/$name.done"
+    say "$name: ok ($((SECONDS - start)) s)"
+  elif ((status == 124 && limit > rest)); then
+    left+=("$name")
+    say "$name: the minutes were over"
+  else
+    failed+=("$name")
+    say "$name: FAILED ($status, $((SECONDS - start)) s): $(tail -1 "$results/$name.txt")"
+  fi
+}
+# gpu_step: the same for what no CPU can do.
+gpu_step() {
+  if [[ $dry == yes ]]; then
+    say "$1: not run, it needs GPUs"
+  else
+    step "$@"
+  fi
+}
+
+build() {
+  if [[ $dry == yes ]]; then return; fi
+  if [[ ! -x $programs/waybill_tests_cuda ]]; then
+    cmake -S . -B build/cuda -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
+      -DCMAKE_PREFIX_PATH="$PWD/build/headers" -DWAYBILL_CUDA=ON -DWAYBILL_CLI=OFF \
+      -DWAYBILL_CUDA_ARCHITECTURES="${WAYBILL_CUDA_ARCHITECTURES:-90a}" -DWAYBILL_BENCH=ON
+    cmake --build build/cuda
+    cp build/cuda/tests/waybill_tests_cuda build/cuda/examples/launch "$programs/"
+  fi
+  if ! "$python" -c 'import sys, waybill; sys.exit(waybill.num_gpus() == 0)' 2>/dev/null; then
+    scripts/test_python_here.sh --cuda --only-build
+  fi
+}
+
+if [[ $dry == yes ]]; then
+  gpus=2
+  device=cpu
+  small=(--steps 2)
+  attention=(--heads 4 2 16 --workload wlbllm:512:1 "${small[@]}")
+  experts=(--workload 16:1.5 --sizes 32 16 4 2 "${small[@]}")
+  train=(--small --tokens 256 "${small[@]}")
+else
+  gpus=$(nvidia-smi --list-gpus | wc -l)
+  device=cuda
+  nvidia-smi --query-gpu=index,name,driver_version,clocks.sm --format=csv,noheader | tee -a "$log"
+  attention=()
+  experts=(--workload 4096 --workload 16384 --workload 4096:1.6)
+  train=()
+fi
+build 2>&1 | tee -a "$log"
+if [[ -d build/site ]]; then export PYTHONPATH=$PWD/build/site; fi
+ranks=("$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus")
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+
+tests() {
+  gpu_step tests_cpp 240 scripts/test_gpu.sh "$programs"
+  gpu_step tests_python 240 "$python" scripts/run_pytest.py
+  cp -n docs/ways_and_edges.{md,json} "$results"
+  step ways 480 "$python" tests/ways/run.py --device "$device" --limit-s 300 \
+    --write "$results/ways_and_edges.md"
+  export WAYBILL_TEST=late_streams=1
+  gpu_step tests_cpp_late 240 scripts/test_gpu.sh "$programs"
+  gpu_step tests_python_late 240 "$python" scripts/run_pytest.py
+  unset WAYBILL_TEST
+  gpu_step selftest 60 "$python" -m waybill selftest
+  gpu_step one_host_of_two 60 scripts/start_ranks.sh -n "$gpus" --nodes 2 "$programs/launch" --nccl
+}
+
+combines() {
+  gpu_step combine 300 "$programs/waybill_bench_gpu_moe" --combine 8 16 32 64
+  step combine_layer 120 "${ranks[@]}" bench/python/expert_step.py --device "$device" \
+    --way waybill "${experts[@]}"
+}
+
+steps() {
+  local source
+  for source in wlbllm prolong single; do
+    [[ $dry == no ]] || continue
+    for tokens in 16384 65536; do
+      step "attention_${source}_$tokens" 90 "${ranks[@]}" bench/python/attention_step.py \
+        --workload "$source:$tokens:1"
+    done
+  done
+  [[ $dry == no ]] || step attention 120 "${ranks[@]}" bench/python/attention_step.py \
+    --device cpu "${attention[@]}"
+  step experts 180 "${ranks[@]}" bench/python/expert_step.py --device "$device" "${experts[@]}"
+  step train 180 "${ranks[@]}" bench/python/train_block.py --device "$device" "${train[@]}"
+}
+
+benches() {
+  gpu_step link 60 "$programs/waybill_bench_gpu_link"
+  gpu_step moe 240 "$programs/waybill_bench_gpu_moe"
+  gpu_step sequence 120 "$programs/waybill_bench_gpu_sequence"
+  gpu_step nodes_of_one 120 "$programs/waybill_bench_gpu_moe" --ranks-per-node 1
+  gpu_step processes 60 scripts/start_ranks.sh -n "$gpus" "$programs/waybill_bench_gpu_processes"
+  gpu_step nccl 60 "$python" bench/baselines/all_to_all.py
+  gpu_step deep_ep 120 "$python" bench/baselines/experts.py
+  gpu_step doctor 60 "$python" -m waybill doctor --measure
+}
+
+case $part in
+  1) tests ;;
+  2) combines ;;
+  3) steps ;;
+  4) benches ;;
+esac
+tar -C build -cJf "build/visit_$part.tar.xz" visit
+say "left: ${left[*]:-nothing}; failed: ${failed[*]:-nothing}; build/visit_$part.tar.xz"
+((${#failed[@]} == 0))
