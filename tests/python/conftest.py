@@ -32,10 +32,10 @@ if _core.late_streams():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-
-
 def needs_gpu(item):
-    """Whether the names of a test's parameters or its conditions speak of GPUs."""
+    """Whether the name of a test's file, its parameters or conditions speak of GPUs."""
+    if "gpu" in item.path.name:
+        return True
     parameters = getattr(item, "callspec", None)
     if parameters and "cuda" in parameters.id:
         return True

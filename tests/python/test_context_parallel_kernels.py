@@ -86,6 +86,7 @@ def test_heads_of_v_may_be_smaller():
     compare("dot_product", PLAIN, "cpu", torch.float32, 1e-4, (24, 16))
 
 
+@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what flex's compiler imports
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -98,6 +99,7 @@ def test_on_a_gpu(name, lengths, mask):
     compare(name, lengths, "cuda", torch.bfloat16, 0.06, (64, 64), **mask)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["varlen", "flash_attn", "flash_attn_3"])
 def test_heads_of_v_may_be_smaller_on_a_gpu(name):
     if not torch.cuda.is_available():

@@ -47,6 +47,7 @@ def gpu_way(torch_way):
     return torch_way
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("windows", ["shared", "own"])
 @pytest.mark.parametrize("weights", ["combine", "experts"])
 def test_a_step_in_a_graph(gpu_way, windows, weights):
@@ -83,6 +84,7 @@ def test_a_step_in_a_graph(gpu_way, windows, weights):
     gpu_way.run(WORLD, body)
 
 
+@pytest.mark.gpu
 @compiles
 def test_compiled(gpu_way):
     if not hasattr(torch.library, "custom_op"):

@@ -126,6 +126,7 @@ def test_a_group_of_torch_distributed(tmp_path):
     expect_all_well(run_ranks(tmp_path, program))
 
 
+@pytest.mark.gpu
 def test_gpus_of_this_host(tmp_path):
     torch = pytest.importorskip("torch")
     if not (waybill.num_gpus() and torch.cuda.is_available()):
@@ -151,6 +152,7 @@ def test_gpus_of_this_host(tmp_path):
     expect_all_well(run_ranks(tmp_path, program))
 
 
+@pytest.mark.gpu
 def test_gpus_over_nvshmem(tmp_path):
     torch = pytest.importorskip("torch")
     gpus = waybill.num_gpus() if torch.cuda.is_available() else 0

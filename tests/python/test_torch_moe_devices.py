@@ -179,6 +179,7 @@ def test_old_descriptors_keep_their_weights(torch_way, per_node, local):
     torch_way.run(WORLD, body, ranks_per_node=per_node)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("per_node", [2, 1])
 def test_a_graph_replays_with_new_tokens_and_ids(torch_way, per_node):
     if torch_way.device == "cpu":

@@ -72,6 +72,7 @@ def test_a_process_group_over_two_nodes(tmp_path):
     expect_all_well(run_ranks(tmp_path, program, world_size=2))
 
 
+@pytest.mark.gpu
 def test_a_graph_of_one_dispatch_and_one_combine(tmp_path):
     """As torch.cuda.graph takes it, on two GPUs, replayed with other tokens and experts."""
     if waybill.num_gpus() < 2:

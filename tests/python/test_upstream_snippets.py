@@ -280,6 +280,7 @@ def test_sizes_of_dtypes(face):
     assert face.host(meta.dst_rank).nbytes == given["original_size"]
 
 
+@pytest.mark.gpu
 def test_onto_a_gpu(face):
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():

@@ -173,6 +173,7 @@ def test_without_cuda_it_says_how_to_build():
         waybill.run_threads(2, lambda world: None, device="cuda")
 
 
+@pytest.mark.gpu
 def test_torch_knows_the_gpu_of_its_rank(torch_way):
     if torch_way.device == "cpu":
         pytest.skip("for GPUs")
