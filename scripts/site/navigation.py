@@ -18,6 +18,7 @@ SECTIONS: dict[str, list[str]] = {
         "docs/starting.md",
         "docs/python.md",
         "docs/learning_path.md",
+        "docs/from_the_documents.md",
         "docs/what_differs.md",
         "docs/glossary.md",
     ],
