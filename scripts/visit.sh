@@ -86,7 +86,7 @@ build() {
   if [[ ! -x $programs/waybill_tests_cuda ]]; then
     cmake -S . -B build/cuda -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
       -DCMAKE_PREFIX_PATH="$PWD/build/headers" -DWAYBILL_CUDA=ON -DWAYBILL_CLI=OFF \
-      -DWAYBILL_CUDA_ARCHITECTURES="${WAYBILL_CUDA_ARCHITECTURES:-90a}" -DWAYBILL_BENCH=ON
+      -DWAYBILL_CUDA_ARCHITECTURES="${WAYBILL_CUDA_ARCHITECTURES:-90a}"
     cmake --build build/cuda
     cp build/cuda/tests/waybill_tests_cuda build/cuda/examples/launch "$programs/"
   fi
