@@ -148,7 +148,8 @@ class AllToAll(Way):
         back = case.rank.exchanged(self.rows, self.sends, self.receives)
         sums = torch.zeros(case.x.shape, dtype=torch.float32, device=case.x.device)
         # Rank by rank, so that no two rows of a call go to the same token, and the order is fixed.
-        for order, rows in zip(self.order.split(self.sends), back.split(self.sends), strict=True):
+        parts = (torch.split(of_all, self.sends) for of_all in (self.order, back))
+        for order, rows in zip(*parts, strict=True):
             sums.index_add_(0, order, rows.float())
         self.sums = sums.bfloat16()
 

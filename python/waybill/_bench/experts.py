@@ -34,8 +34,8 @@ class Sizes(NamedTuple):
 
 def measure(rank: Rank, sizes: Sizes, seconds: float) -> dict[str, Any]:
     """A table for each number of tokens, the same on all ranks. Collective."""
-    by_hand = {f"{way.name} by hand ({rank.how})": way for way in BY_HAND}
-    ways: dict[str, type[Way]] = {way.name: way for way in (Waybill, WaybillCompact)} | by_hand
+    ways: dict[str, type[Way]] = {way.name: way for way in (Waybill, WaybillCompact)}
+    ways.update((f"{way.name} by hand ({rank.how})", way) for way in BY_HAND)
     each = seconds / (len(sizes.tokens) * (len(ways) + len(OTHERS)) * len(CALLS))
     tables = []
     for tokens in sizes.tokens:

@@ -173,7 +173,8 @@ def _start_processes(place: Place, body: Callable[..., Any], arguments: tuple[An
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "result")
-        context = multiprocessing.spawn(
+        torch_processes: Any = multiprocessing
+        context = torch_processes.spawn(
             _enter, args=(place, port, path, body, arguments), nprocs=place.ranks, join=False
         )
         try:
@@ -226,7 +227,8 @@ def slowest_us(rank: Rank, call: Callable[[], Any], seconds: float) -> float:
 
 
 def _gpu_times(rank: Rank, call: Callable[[], Any], calls: int) -> list[float]:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    event_of: Any = torch.cuda.Event
+    events = [event_of(enable_timing=True) for _ in range(calls + 1)]
     rank.gather(None)
     events[0].record()
     for event in events[1:]:
