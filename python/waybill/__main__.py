@@ -1,6 +1,6 @@
-"""``python -m waybill``: the program ``waybill`` that comes with the package, and two commands.
+"""``python -m waybill``: the program ``waybill`` that comes with the package, and three commands.
 
-``selftest`` checks this installation. ``cmake-dir`` prints the folder in which CMake finds the C++
+``selftest`` checks this installation, ``bench`` measures. ``cmake-dir`` prints the folder in which CMake finds the C++
 library of this package: ``cmake -Dwaybill_DIR="$(python -m waybill cmake-dir)"``. ``doctor`` gets
 what Python knows.
 """
@@ -37,6 +37,10 @@ def main() -> NoReturn:
     if arguments == ["cmake-dir"]:
         print(os.path.join(_FOLDER, "lib", "cmake", "waybill"))
         sys.exit(0)
+    if arguments[:1] == ["bench"]:
+        from . import _bench
+
+        sys.exit(_bench.main(arguments[1:]))
     path = program()
     if arguments[:1] == ["doctor"]:
         arguments += _facts()
