@@ -1,8 +1,8 @@
 """``python -m waybill``: the program ``waybill`` that comes with the package, and three commands.
 
-``selftest`` checks this installation, ``bench`` measures. ``cmake-dir`` prints the folder in which CMake finds the C++
-library of this package: ``cmake -Dwaybill_DIR="$(python -m waybill cmake-dir)"``. ``doctor`` gets
-what Python knows.
+``selftest`` checks this installation, ``bench`` measures. ``cmake-dir`` prints the folder in which
+CMake finds the library in C++: ``cmake -Dwaybill_DIR="$(python -m waybill cmake-dir)"``. ``doctor``
+gets what Python knows.
 """
 
 from __future__ import annotations
