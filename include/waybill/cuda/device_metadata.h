@@ -25,7 +25,7 @@ struct DeviceMetadata {
   std::optional<std::int64_t> world_size;
   bool normalized = false;
   std::vector<std::int64_t> num_total_recv_tokens;  ///< on the host, as in Python
-  std::shared_ptr<void> memory;                     ///< of all views; freed with its last copy
+  std::shared_ptr<void> memory;                     ///< holds all views; freed with its last copy
 };
 
 /// Copies the tables to a GPU: what Python's `metadata.cuda()` does. A kernel reads the slice of
