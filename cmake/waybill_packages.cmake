@@ -1,21 +1,25 @@
-# The third-party packages that the library's modules and the program are built with. Those of the
-# system come first; what pip brought, or a pinned snapshot, serves where there are none.
+# The third-party packages that the library's modules and the program are built with. What pip
+# brought comes first, then those of the system; else a pinned snapshot serves.
 
 # nlohmann_json::nlohmann_json
 function(waybill_find_json)
-  find_package(nlohmann_json 3.11 QUIET GLOBAL)
-  if(nlohmann_json_FOUND)
-    return()
-  endif()
   if(SKBUILD)  # the wheel of the headers is among the build requirements in pyproject.toml
     find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
     execute_process(
-      COMMAND ${Python_EXECUTABLE} -c
-              "import importlib.resources as r; print(r.files('nlohmann_json') / 'include')"
+      COMMAND
+        ${Python_EXECUTABLE} -c
+        "import importlib.metadata as m, importlib.resources as r; print(r.files('nlohmann_json') / 'include', m.version('nlohmann_json'), sep=';')"
       OUTPUT_STRIP_TRAILING_WHITESPACE
-      OUTPUT_VARIABLE include_dir COMMAND_ERROR_IS_FATAL ANY)
+      OUTPUT_VARIABLE found COMMAND_ERROR_IS_FATAL ANY)
+    list(POP_BACK found version)
+    list(GET found 0 include_dir)
+    set(waybill_json_version ${version} CACHE INTERNAL "For the bill of materials")
     add_library(nlohmann_json::nlohmann_json INTERFACE IMPORTED GLOBAL)
     target_include_directories(nlohmann_json::nlohmann_json INTERFACE ${include_dir})
+    return()
+  endif()
+  find_package(nlohmann_json 3.11 QUIET GLOBAL)
+  if(nlohmann_json_FOUND)
     return()
   endif()
   message(FATAL_ERROR "nlohmann_json 3.11 was not found: run scripts/setup.sh")
@@ -25,6 +29,7 @@ endfunction()
 function(waybill_find_cli11)
   find_package(CLI11 2.1 QUIET GLOBAL)
   if(CLI11_FOUND)
+    set(waybill_cli11_version ${CLI11_VERSION} CACHE INTERNAL "For the bill of materials")
     return()
   endif()
   message(STATUS "CLI11 is not installed: fetching it from GitHub. If that fails, install it"
@@ -39,4 +44,5 @@ function(waybill_find_cli11)
   set(CLI11_BUILD_DOCS OFF)
   set(CLI11_INSTALL OFF)
   FetchContent_MakeAvailable(cli11)
+  set(waybill_cli11_version 2.4.2 CACHE INTERNAL "For the bill of materials")
 endfunction()

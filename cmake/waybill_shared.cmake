@@ -10,6 +10,7 @@ function(waybill_add_shared)
   set_target_properties(
     waybill_shared PROPERTIES OUTPUT_NAME waybill EXPORT_NAME waybill LINKER_LANGUAGE CXX
                               LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/lib
+                              BUILD_RPATH_USE_ORIGIN ON
                               LINK_DEPENDS ${PROJECT_SOURCE_DIR}/cmake/libwaybill.map)
   target_compile_features(waybill_shared PUBLIC cxx_std_20)
   target_include_directories(waybill_shared

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Builds a wheel without CUDA (scripts/build_wheel.sh, which uses it where nothing else is installed),
-# and looks at how it was compiled and what is in it; lets mypy check the types of the package and of
-# programs that use it.
+# Builds a wheel for host memory and tries it alone (scripts/try_wheel.sh), looks at how it was
+# compiled, and lets mypy check the types of the package and of programs that use it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -10,12 +9,10 @@ python=$PWD/build/venv/bin/python
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
-scripts/build_wheel.sh
-for commands in build/wheel/*-off/compile_commands.json; do
-  scripts/check_flags.py "$(dirname "$commands")"
-done
-wheel=$(find build/wheels -name 'waybill-*.whl' -printf '%T@ %p\n' | sort -n | tail -1 | cut -d' ' -f2)
+scripts/build_wheel.sh --out "$scratch"
+scripts/try_wheel.sh "$scratch"/*.whl
+scripts/check_flags.py build/wheel/host
 
 echo "wheel: types"
-"$python" -m zipfile -e "$wheel" "$scratch/files"
+"$python" -m zipfile -e "$scratch"/*.whl "$scratch/files"
 PYTHONPATH=$scratch/files "$python" -m pytest -q tests/typing

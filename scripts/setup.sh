@@ -3,19 +3,23 @@
 #
 #   scripts/setup.sh         to build, test and benchmark
 #   scripts/setup.sh --ci    and to lint and fuzz
+#   scripts/setup.sh --cuda  and to compile for GPUs: CUDA 13 from NVIDIA's repository for Debian 12
 #
 # Installs as root or with sudo. Where neither is possible it names the missing packages and exits 1.
 set -euo pipefail
 
 packages=(cmake ninja-build g++ python3 python3-dev python3-venv libcli11-dev nlohmann-json3-dev
   libgtest-dev libbenchmark-dev)
+cuda_packages=(cuda-nvcc-13-0 cuda-cudart-dev-13-0 cuda-cccl-13-0 cuda-cuobjdump-13-0)
+nvidia=https://developer.download.nvidia.com/compute/cuda/repos/debian12/x86_64
 ci_packages=(ccache clang clang-tidy clang-format-14 libclang-rt-dev shellcheck)
 
 case "${1:-}" in
   "") ;;
   --ci) packages+=("${ci_packages[@]}") ;;
+  --cuda) [[ -x /usr/local/cuda/bin/nvcc ]] || packages+=("${cuda_packages[@]}") ;;
   *)
-    echo "usage: scripts/setup.sh [--ci]" >&2
+    echo "usage: scripts/setup.sh [--ci | --cuda]" >&2
     exit 2
     ;;
 esac
@@ -53,6 +57,11 @@ if ((EUID != 0)); then
 fi
 
 echo "setup: installing ${missing[*]}"
+if [[ ${1:-} == --cuda && ! -e /usr/share/keyrings/cuda-archive-keyring.gpg ]]; then
+  keyring=$(mktemp --suffix=.deb)
+  curl -fsSL -o "$keyring" "$nvidia/cuda-keyring_1.1-1_all.deb" || give_up "no $nvidia"
+  "${as_root[@]}" dpkg -i "$keyring" >/dev/null
+fi
 "${as_root[@]}" apt-get -qq update || give_up "apt-get update failed"
 "${as_root[@]}" apt-get -qq install -y --no-install-recommends "${missing[@]}" >/dev/null ||
   give_up "apt-get install failed"

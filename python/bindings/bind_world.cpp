@@ -19,6 +19,7 @@
 #include "waybill/json/plan_json.h"
 #include "waybill/transport/bootstrap.h"
 #ifdef WAYBILL_PYTHON_CUDA
+#include "cuda/gpu_report.h"
 #include "waybill/cuda/gpu_world.h"
 #endif
 
@@ -141,6 +142,7 @@ void require_same(const WorldHandle& world, const std::string& who,
 constexpr bool has_cuda = true;
 
 int count_gpus() { return num_gpus(); }
+std::string trouble_of_driver() { return driver_trouble(); }
 
 /// (rank, device, ranks of this process on it, text) of each.
 nb::list faults() {
@@ -170,6 +172,7 @@ WorldHandle nvshmem_world(GivenBootstrap& given, int device, std::int32_t ranks_
 constexpr bool has_cuda = false;
 
 int count_gpus() { return 0; }
+std::string trouble_of_driver() { return {}; }
 
 nb::list faults() { return {}; }
 
@@ -217,6 +220,7 @@ void bind_world_handle(nb::module_& m) {
 void bind_world(nb::module_& m) {
   m.attr("has_cuda") = has_cuda;
   m.def("num_gpus", count_gpus, without_lock);
+  m.def("driver_trouble", trouble_of_driver, without_lock);
   m.def("device_faults", faults);
   m.def("host_id", &host_id);
   nb::class_<GivenBootstrap>(m, "Bootstrap");

@@ -567,7 +567,8 @@ def _require_gpus(device: str, who: str) -> int:
         )
     gpus = num_gpus()
     if gpus == 0:
-        raise Unsupported(f'{who}: device = "{device}", but there is no GPU')
+        why = _core.driver_trouble() or "there is no GPU"
+        raise Unsupported(f'{who}: device = "{device}", but {why}')
     return gpus
 
 

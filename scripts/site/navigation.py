@@ -39,6 +39,7 @@ SECTIONS: dict[str, list[str]] = {
         "docs/debugging.md",
         "docs/ways_and_edges.md",
         "SECURITY.md",
+        "THIRD_PARTY.md",
     ],
     "Performance": [
         "docs/bench.md",

@@ -198,8 +198,11 @@ CheckLine driver_line(const GpuReport& report) {
                                 report.driver.empty() ? "none" : report.driver)};
   if (!report.gpus.empty()) return line;
   const std::int64_t of_driver = num_driver_gpus();
-  line.works = of_driver == 0;
-  if (line.works) {
+  const std::string trouble = driver_trouble();
+  line.works = of_driver == 0 && trouble.empty();
+  if (!trouble.empty()) {
+    line.advice = trouble;
+  } else if (line.works) {
     line.advice = "no GPU here: ranks run in host memory";
   } else {
     line.advice = concat("the driver has ", of_driver,
@@ -210,13 +213,21 @@ CheckLine driver_line(const GpuReport& report) {
   return line;
 }
 
+/// Advice for a GPU on which this code has not run; empty: it has.
+std::string untried(const GpuFacts& gpu) {
+  if (gpu.major == 9) return {};
+  return concat("the code for compute capability ", gpu.major, ".", gpu.minor,
+                " was compiled, not run, by those who wrote it: python -m waybill selftest");
+}
+
 CheckLine gpu_line(const GpuFacts& gpu) {
   // The first line of an error, as what follows lists all that was tried.
   return {concat("GPU ", gpu.device),
           concat(gpu.name, ", compute capability ", gpu.major, ".", gpu.minor, ", ", gpu.num_sms,
                  " multiprocessors, ", format_bytes(gpu.memory_bytes), ", ",
                  gpu.bulk_copies ? "bulk copies" : "no bulk copies (vector path)"),
-          gpu.trouble.substr(0, gpu.trouble.find('\n')), gpu.trouble.empty()};
+          gpu.trouble.empty() ? untried(gpu) : gpu.trouble.substr(0, gpu.trouble.find('\n')),
+          gpu.trouble.empty()};
 }
 
 /// GPUs of this machine that this process does not see.

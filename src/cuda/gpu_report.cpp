@@ -50,16 +50,33 @@ std::vector<std::vector<bool>> ask_peer_access(int num_gpus) {
   return access;
 }
 
+int runtime_version() {
+  int version = 0;
+  (void)cudaRuntimeGetVersion(&version);
+  return version;
+}
+
+int driver_version() {
+  int version = 0;
+  (void)cudaDriverGetVersion(&version);
+  return version;
+}
+
 }  // namespace
+
+std::string driver_trouble() {
+  const int runtime = runtime_version();
+  const int driver = driver_version();
+  if (driver == 0 || driver / 1000 >= runtime / 1000) return {};  // minor ones work together
+  return concat("the driver takes CUDA ", version_text(driver),
+                " at most, and this build is of CUDA ", version_text(runtime),
+                ": install driver 580 or later");
+}
 
 GpuReport report_gpus() {
   GpuReport report;
-  int version = 0;
-  (void)cudaRuntimeGetVersion(&version);
-  report.runtime = version_text(version);
-  version = 0;
-  (void)cudaDriverGetVersion(&version);
-  report.driver = version_text(version);
+  report.runtime = version_text(runtime_version());
+  report.driver = version_text(driver_version());
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess) count = 0;
   (void)cudaGetLastError();

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "device/params.h"
+#include "gpu_report.h"
 #include "rank/gpu_rank.h"
 #include "sequence/executor.h"
 #include "transport/gpu_place.h"
@@ -33,6 +34,9 @@ using MakeTransport = std::function<std::unique_ptr<cuda::GpuTransport>(
 
 World make_rank(const char* who, std::shared_ptr<Bootstrap> bootstrap, int device,
                 std::int32_t ranks_per_node, const MakeTransport& make_transport) {
+  if (const std::string trouble = driver_trouble(); !trouble.empty()) {
+    throw Unsupported(concat(who, ": ", trouble));
+  }
   require(0 <= device && device < num_gpus(), who, ": device = ", device, ", expected 0..",
           num_gpus() - 1);
   const std::int32_t world = bootstrap->world_size();

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,42 @@ def test_cmake_finds_the_library_in_the_package():
     package = folder.parents[2]
     assert (package / "lib" / "libwaybill.so").is_file()
     assert (package / "include" / "waybill" / "version.h").is_file()
+
+
+def test_the_bill_of_materials_names_what_was_built_in(tmp_path):
+    script = ROOT / "cmake" / "make_sbom.py"
+    parts = ["nanobind=3.1.0", "CLI11=2.4.2", "CUDA runtime=", "tool:nvcc=", "tool:GNU=12.2"]
+    written = []
+    for name in ("one", "two"):
+        command = [sys.executable, script, tmp_path / name, "0.1.0", *parts]
+        subprocess.run(command, check=True, env={"SOURCE_DATE_EPOCH": "1000000000"})
+        written.append((tmp_path / name).read_bytes())
+    assert written[0] == written[1]
+    bill = json.loads(written[0])
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
+    assert [part["name"] for part in bill["components"]] == ["nanobind", "CLI11"]
+    assert bill["components"][0]["licenses"] == [{"license": {"id": "BSD-3-Clause"}}]
+    assert bill["metadata"]["timestamp"] == "2001-09-09T01:46:40Z"
+    assert [tool["name"] for tool in bill["metadata"]["tools"]["components"]] == ["GNU"]
+
+
+def test_a_wheel_with_too_little_and_too_much_is_found(tmp_path):
+    path = tmp_path / "waybill-0.1.0-cp312-abi3-linux_x86_64.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("waybill/py.typed", "")
+        wheel.writestr("waybill/lib/libwaybill.so", f"of {ROOT}/src")
+        wheel.writestr("waybill/lib/libwaybill_nvshmem.so", "")
+    command = [sys.executable, ROOT / "scripts" / "check_wheel_files.py", path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    for text in (
+        "waybill/bin/waybill is missing",
+        "sboms/waybill.cdx.json is missing",
+        f"libwaybill.so has the path {ROOT}",
+        "libwaybill_nvshmem.so does not belong in it",
+    ):
+        assert text in done.stdout
+    assert "py.typed" not in done.stdout
 
 
 def test_doctor_knows_python_and_torch():

@@ -131,7 +131,7 @@ def _why_no_gpus(wanted: bool) -> Optional[str]:
     if not _core.has_cuda:
         return "built without CUDA"
     if _core.num_gpus() == 0:
-        return "there is none"
+        return _core.driver_trouble() or "there is none"
     torch = importlib.import_module("torch")
     return None if torch.cuda.is_available() else "torch finds none"
 
