@@ -18,7 +18,7 @@ namespace {
 using Transfers = std::vector<ExpertTransfer>;
 
 ExpertSlotTable slots_of(std::int32_t num_ranks, std::int32_t num_experts,
-                     const std::vector<std::int32_t>& experts) {
+                         const std::vector<std::int32_t>& experts) {
   return {num_ranks, num_experts, experts};
 }
 
