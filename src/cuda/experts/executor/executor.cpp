@@ -25,11 +25,17 @@ constexpr const char* barrier_operation = "ep_barrier_all";
 constexpr int default_sms = 16;
 static_assert(weight_gradient_sums == gradient_partial_sums);
 
-void check_supported(const Transport& transport, const NetworkPath* path, const EPConfig& config) {
+void check_supported(const Transport& transport, const NetworkPath* path, const EPConfig& config,
+                     std::int32_t spare_experts) {
   const std::int32_t world = config.world_size;
   if (config.num_experts > max_experts_on_gpu(world)) {
     throw Unsupported(concat("experts on GPUs: num_experts = ", config.num_experts, " of ", world,
-                             " ranks, expected at most ", max_experts_on_gpu(world)));
+                             " ranks, with their ", world * spare_experts,
+                             " spare slots, expected at most ", max_experts_on_gpu(world)));
+  }
+  if (spare_experts > 0 && !config.is_intra_node()) {
+    throw Unsupported(concat("experts on GPUs: spare_experts = ", spare_experts, " on ",
+                             config.num_nodes(), " nodes, expected 0 or one node"));
   }
   const std::int32_t local = config.local_world_size;
   for (std::int32_t r = 0; r < world; ++r) {
@@ -565,7 +571,7 @@ std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(Transport& transport,
                                                          const ExpertMemory& memory) {
   gpu->use();
   const EPConfig slots = slot_config(config, options);
-  check_supported(transport, path, slots);
+  check_supported(transport, path, slots, options.spare_experts);
   return std::make_unique<GpuExpertExecutor>(
       GpuExpertLayer{transport, std::move(gpu), share, slots, config, options, memory}, path);
 }

@@ -6,14 +6,6 @@
 namespace waybill::cuda {
 namespace {
 
-constexpr auto of_experts = "experts on GPUs";
-
-void check_nodes(const GpuExpertLayer& layer) {
-  if (layer.config.is_intra_node()) return;
-  throw Unsupported(concat(of_experts, ": spare_experts = ", layer.options.spare_experts, " on ",
-                           layer.config.num_nodes(), " nodes, expected one node or 0"));
-}
-
 EvenExpertsOptions planner_options(const EPDispatchOptions& options) {
   return {.spare_experts = options.spare_experts,
           .min_rows = options.min_rows,
@@ -24,9 +16,8 @@ EvenExpertsOptions planner_options(const EPDispatchOptions& options) {
 }  // namespace
 
 SpareExperts::SpareExperts(const GpuExpertLayer& layer, const MoeShape& experts) : layer_(layer) {
-  check_nodes(layer);
   if (!spare_kernels_fit(experts, layer.config.num_experts)) {
-    throw Unsupported(concat(of_experts, ": spare_experts = ", layer.options.spare_experts,
+    throw Unsupported(concat("experts on GPUs: spare_experts = ", layer.options.spare_experts,
                              " with num_experts = ", experts.num_experts,
                              ", expected fewer: shared memory holds the counts of experts and the ",
                              "lists of slots"));

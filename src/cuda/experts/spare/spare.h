@@ -16,8 +16,8 @@ namespace waybill::cuda {
 /// kernels, of which the first waits for the counts of all ranks.
 class SpareExperts {
  public:
-  /// @throws Unsupported for several nodes, more ranks than the planner has, and more experts and
-  ///   slots than fit into shared memory
+  /// @throws Unsupported for more ranks than the planner has, and for more experts and slots than
+  ///   fit into shared memory
   SpareExperts(const GpuExpertLayer& layer, const MoeShape& experts);
   SpareExperts(const SpareExperts&) = delete;
   SpareExperts& operator=(const SpareExperts&) = delete;
