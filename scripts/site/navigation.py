@@ -41,6 +41,7 @@ SECTIONS: dict[str, list[str]] = {
         "SECURITY.md",
     ],
     "Performance": [
+        "docs/bench.md",
         "docs/performance/",
         "docs/performance/history/",
     ],

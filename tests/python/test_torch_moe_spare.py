@@ -22,7 +22,7 @@ def layer_on(world, per_node=WORLD, dtype=torch.float32, **options):
 
 
 def inputs_of(rank, seed=0):
-    """Tokens, ids of a router that likes expert 0 or 1, weights; rank 2 has no tokens in round 1."""
+    """Tokens, ids of a router that likes expert 0 or 1, weights. Rank 2 is empty in round 1."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     count = 0 if (rank, seed) == (2, 1) else MAX - rank
     tokens = torch.randn(count, HIDDEN, generator=generator)

@@ -37,7 +37,7 @@ namespace waybill {
 /// The copies of one dispatch with spare experts: the same on all ranks.
 struct ExpertSlots {
   std::vector<std::int64_t> rows;  ///< [W, E]: topk slots of each expert by source rank
-  EvenExperts plan;                ///< a plan of these rows; slot_ids puts its slots in place of ids
+  EvenExperts plan;  ///< a plan of these rows; slot_ids puts its slots in place of ids
 };
 
 /// Plans the copies of a dispatch with even_experts; copies take multiples of expert_alignment.
