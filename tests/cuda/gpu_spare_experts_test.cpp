@@ -253,8 +253,8 @@ TEST(GpuSpareExperts, CopiesThatAreThereAreUsedAgain) {
   std::vector<std::int32_t> present;  // of the round before; none for every third
   for (int i = 0; i < 7; ++i) {
     if (i % 3 == 0) present.clear();
-    test::Round round{concat("round ", i), test::random_case(config, random, {.edges = false}), {},
-                      {}, {}};
+    test::Round round{
+        concat("round ", i), test::random_case(config, random, {.edges = false}), {}, {}, {}};
     round.expected = round.sample.dispatch(options, present);
     present = test::copies_in(round.expected);
     rounds.push_back(std::move(round));
