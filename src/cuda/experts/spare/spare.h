@@ -11,7 +11,7 @@
 
 namespace waybill::cuda {
 
-/// What spare experts add to a layer on one node: before a dispatch counts and places rows, it
+/// The copies of experts of a layer on one node: before a dispatch counts and places rows, it
 /// counts those of experts, plans copies and puts slots in place of ids. All of it is queued: three
 /// kernels, of which the first waits for the counts of all ranks.
 class SpareExperts {
