@@ -1,7 +1,11 @@
 """Sphinx's settings for the site. scripts/site.sh builds it."""
 
 import re
+import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))
+import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -12,10 +16,16 @@ release = version = re.search(
     r"project\(\s*waybill\s+VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text()
 ).group(1)
 
-extensions = ["myst_parser", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx_copybutton", "sphinx.ext.autodoc", "breathe"]
 root_doc = "index"
 nitpicky = True
 myst_heading_anchors = 6  # links name headings as code hosts do
+
+autodoc_member_order = "bysource"
+autodoc_mock_imports = reference.FOREIGN
+reference.stand_in()
+breathe_projects = {"waybill": str(ROOT / "build" / "site" / "doxygen" / "xml")}
+breathe_default_project = "waybill"
 
 html_theme = "furo"
 html_title = "Waybill"
