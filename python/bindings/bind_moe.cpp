@@ -4,11 +4,14 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -20,6 +23,7 @@
 #include "waybill/core/error.h"
 #include "waybill/cost_model/predict_experts.h"
 #include "waybill/moe/expert_routing.h"
+#include "waybill/moe/expert_transfers.h"
 #include "waybill/moe/quantize.h"
 #include "waybill/moe/simulate.h"
 #include "waybill/planner/expert_balance.h"
@@ -50,13 +54,18 @@ EPConfig config_py(std::int64_t max_tokens, std::int64_t hidden, std::int32_t to
 
 EPDispatchOptions dispatch_options_py(const EPConfig& config,
                                       std::optional<std::int32_t> dropped_id, std::string_view rows,
-                                      std::int64_t expert_alignment, std::string_view payload) {
+                                      std::int64_t expert_alignment, std::string_view payload,
+                                      std::int32_t spare_experts, double limit,
+                                      std::int64_t min_rows) {
   const EPDispatchOptions options = {
       .dropped_id = dropped_id,
       .rows = detail::option_of<EPRows>(detail::row_names, rows, "EPDispatchOptions: rows"),
       .expert_alignment = expert_alignment,
       .payload = detail::option_of<EPPayload>(detail::payload_names, payload,
-                                              "EPDispatchOptions: payload")};
+                                              "EPDispatchOptions: payload"),
+      .spare_experts = spare_experts,
+      .limit = limit,
+      .min_rows = min_rows};
   options.check(config, "EPDispatchOptions");
   return options;
 }
@@ -85,6 +94,9 @@ nb::dict layout_dict(EPAllToAllLayoutDesc&& layout) {
   result["recv_topk_indices"] = numpy_or_none(std::move(layout.recv_topk_indices));
   result["compact_to_grouped"] = numpy_or_none(std::move(layout.compact_to_grouped));
   result["grouped_to_compact"] = numpy_or_none(std::move(layout.grouped_to_compact));
+  result["slot_experts"] = numpy_or_none(std::move(layout.slot_experts));
+  result["all_slot_experts"] = numpy_or_none(std::move(layout.all_slot_experts));
+  result["all_slot_quotas"] = numpy_or_none(std::move(layout.all_slot_quotas));
   return result;
 }
 
@@ -117,12 +129,13 @@ nb::tuple simulate_dispatch_py(const EPConfig& config, const EPDispatchOptions& 
                                const std::vector<PayloadArg>& ids,
                                const std::vector<PayloadArg>& weights,
                                const std::vector<PayloadArg>& scales,
-                               const std::optional<PayloadArg>& positions) {
+                               const std::optional<PayloadArg>& positions,
+                               const std::vector<std::int32_t>& present) {
   const auto token_views = views_of(tokens, token_dtype);
   const auto id_views = views_of(ids, "int64");
   const auto weight_views = views_of(weights, dtype_name(config.weight_dtype));
   const auto scale_views = views_of(scales, "float32");
-  ExpertInputs inputs{token_views, id_views, weight_views, scale_views, std::nullopt};
+  ExpertInputs inputs{token_views, id_views, weight_views, scale_views, std::nullopt, present};
   if (positions) inputs.full_scatter_indices = tensor_view(*positions, "int64");
   auto dispatch = std::make_shared<ExpertDispatch>(
       unlocked([&] { return simulate_expert_dispatch(config, inputs, options); }));
@@ -325,16 +338,6 @@ EvenExperts even_experts_py(const IndexArray& rows, std::int32_t spare_experts,
 nb::object slot_ids_py(const IndexArray& slots, const IndexArray& quotas,
                        const IndexArray& local_rows, const IndexArray& first_row,
                        const IndexArray& rows, const IndexArray& ids, std::int32_t rank) {
-  const auto int32s = [](const IndexArray& table) {
-    const Int64View numbers(table);
-    std::vector<std::int32_t> result;
-    for (const std::int64_t value : numbers.span()) {
-      require(-1 <= value && value <= std::numeric_limits<std::int32_t>::max(), "slot_ids: ", value,
-              ", expected -1 or an expert");
-      result.push_back(static_cast<std::int32_t>(value));
-    }
-    return result;
-  };
   const auto int64s = [](const IndexArray& table) {
     const Int64View numbers(table);
     return std::vector<std::int64_t>(numbers.span().begin(), numbers.span().end());
@@ -346,12 +349,12 @@ nb::object slot_ids_py(const IndexArray& slots, const IndexArray& quotas,
   EvenExperts plan;
   plan.num_ranks = static_cast<std::int32_t>(slots.dim(0));
   plan.slots_per_rank = static_cast<std::int32_t>(slots.dim(1));
-  plan.slots = int32s(slots);
+  plan.slots = int32s_from(slots, "slot_ids: plan.slots");
   plan.quotas = int64s(quotas);
   plan.local_rows = int64s(local_rows);
   plan.first_row = int64s(first_row);
   const Int64View counts(rows);
-  const std::vector<std::int32_t> numbers = int32s(ids);
+  const std::vector<std::int32_t> numbers = int32s_from(ids, "slot_ids: ids");
   const std::vector<std::int32_t> made =
       unlocked([&] { return slot_ids(plan, counts.span(), numbers, rank); });
   return int32_table(made, ids.shape());
@@ -383,6 +386,44 @@ nb::dict expert_placement_py(const LoadArg& loads, const std::vector<std::int32_
   fields["rank_loads"] = std::move(plan.rank_loads);
   fields["moves"] = integers(plan.moves);
   return fields;
+}
+
+nb::list simulate_copies_py(const IndexArray& slots, std::int32_t num_experts,
+                            const std::vector<ArrayArg>& home, std::int64_t row_bytes) {
+  const std::vector<std::int32_t> experts = int32s_from(slots, "simulate_expert_copies: slots");
+  const ExpertSlotTable table{static_cast<std::int32_t>(home.size()), num_experts, experts};
+  std::vector<std::span<const std::byte>> views;
+  for (const ArrayArg& of_rank : home) {
+    views.emplace_back(static_cast<const std::byte*>(of_rank.data()), of_rank.nbytes());
+  }
+  const auto made = simulate_expert_copies(table, views, row_bytes);
+  nb::list result;
+  for (const auto& of_rank : made) {
+    HostTensor bytes(DType::uint8, {std::ssize(of_rank)});
+    std::ranges::copy(of_rank, bytes.bytes().begin());
+    result.append(numpy_array(std::move(bytes)));
+  }
+  return result;
+}
+
+nb::list simulate_copy_gradients_py(const IndexArray& slots, std::int32_t num_experts,
+                                    const std::vector<PayloadArg>& home,
+                                    const std::vector<PayloadArg>& copies, std::string_view dtype,
+                                    std::string_view sum_dtype) {
+  const std::vector<std::int32_t> experts =
+      int32s_from(slots, "simulate_expert_copy_gradients: slots");
+  const ExpertSlotTable table{static_cast<std::int32_t>(home.size()), num_experts, experts};
+  const auto home_views = views_of(home, dtype);
+  const auto copy_views = views_of(copies, sum_dtype);
+  return numpy_arrays(
+      unlocked([&] { return simulate_expert_copy_gradients(table, home_views, copy_views); }));
+}
+
+void bind_expert_transfers(nb::module_& m) {
+  m.def("simulate_expert_copies", simulate_copies_py, "slots"_a, "num_experts"_a, "home"_a,
+        "row_bytes"_a);
+  m.def("simulate_expert_copy_gradients", simulate_copy_gradients_py, "slots"_a, "num_experts"_a,
+        "home"_a, "copies"_a, "dtype"_a, "sum_dtype"_a);
 }
 
 void bind_expert_balance(nb::module_& m) {
@@ -417,14 +458,16 @@ void bind_moe(nb::module_& m) {
   m.def("ep_config", config_py, "max_tokens"_a, "hidden"_a, "topk"_a, "num_experts"_a, "rank"_a,
         "world_size"_a, "local_world_size"_a, "token_dtype"_a, "weight_dtype"_a);
   m.def("ep_dispatch_options", dispatch_options_py, "config"_a, "dropped_id"_a.none(), "rows"_a,
-        "expert_alignment"_a, "payload"_a);
+        "expert_alignment"_a, "payload"_a, "spare_experts"_a = 0, "limit"_a = 1.0,
+        "min_rows"_a = 0);
   m.def("simulate_expert_dispatch", simulate_dispatch_py, "config"_a, "options"_a, "tokens"_a,
-        "token_dtype"_a, "ids"_a, "weights"_a, "scales"_a, "positions"_a.none());
+        "token_dtype"_a, "ids"_a, "weights"_a, "scales"_a, "positions"_a.none(), "present"_a);
   m.def("grown_output_rows", grown_output_rows, "rows"_a, "largest"_a);
   m.def("quantize_rows", quantize_py, "rows"_a, "dtype"_a);
   bind_expert_calls(m);
   bind_expert_summary(m);
   bind_expert_balance(m);
+  bind_expert_transfers(m);
 }
 
 }  // namespace waybill::python

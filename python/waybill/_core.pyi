@@ -584,7 +584,14 @@ def ep_config(
     weight_dtype: str,
 ) -> EPConfig: ...
 def ep_dispatch_options(
-    config: EPConfig, dropped_id: int | None, rows: str, expert_alignment: int, payload: str
+    config: EPConfig,
+    dropped_id: int | None,
+    rows: str,
+    expert_alignment: int,
+    payload: str,
+    spare_experts: int = 0,
+    limit: float = 1.0,
+    min_rows: int = 0,
 ) -> EPDispatchOptions: ...
 def simulate_expert_dispatch(
     config: EPConfig,
@@ -595,6 +602,7 @@ def simulate_expert_dispatch(
     weights: Sequence[NDArray[Any]],
     scales: Sequence[NDArray[Any]],
     positions: NDArray[Any] | None,
+    present: Sequence[int],
 ) -> tuple[Any, ...]: ...
 def grown_output_rows(rows: int, largest: int) -> int: ...
 def quantize_rows(rows: NDArray[Any], dtype: str) -> tuple[Any, ...]: ...
@@ -680,6 +688,17 @@ def even_experts(
     limit: float,
     alignment: int,
 ) -> EvenExperts: ...
+def simulate_expert_copies(
+    slots: numpy.typing.NDArray[Any], num_experts: int, home: Sequence[NDArray[Any]], row_bytes: int
+) -> list[Any]: ...
+def simulate_expert_copy_gradients(
+    slots: numpy.typing.NDArray[Any],
+    num_experts: int,
+    home: Sequence[NDArray[Any]],
+    copies: Sequence[NDArray[Any]],
+    dtype: str,
+    sum_dtype: str,
+) -> list[Any]: ...
 
 class EPLayout:
     @property
@@ -717,6 +736,7 @@ class ExpertLayer:
         weights_need_gradients: bool,
         of_backward: bool,
         origin: int,
+        present: EPLayout | None,
     ) -> tuple[Any, ...]: ...
     def combine(
         self,
@@ -772,4 +792,27 @@ class ExpertContext:
 class ExpertBarrier:
     def __init__(self, arg0: World, arg1: bool, /) -> None: ...
     def barrier_all(self) -> None: ...
+    def finalize(self) -> None: ...
+
+class CopyExchange:
+    def __init__(self, arg: World, /) -> None: ...
+    def fetch_weights(
+        self,
+        slots: numpy.typing.NDArray[Any],
+        num_experts: int,
+        parts: Sequence[tuple[int, str]],
+        home: Sequence[int],
+        copies: Sequence[int],
+        owner: int,
+    ) -> None: ...
+    def add_gradients(
+        self,
+        slots: numpy.typing.NDArray[Any],
+        num_experts: int,
+        parts: Sequence[tuple[int, str]],
+        home: Sequence[int],
+        copies: Sequence[int],
+        owner: int,
+    ) -> None: ...
+    def exchange_versions(self, mine: int, owner: int) -> list[int]: ...
     def finalize(self) -> None: ...

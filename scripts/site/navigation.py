@@ -41,6 +41,7 @@ SECTIONS: dict[str, list[str]] = {
         "SECURITY.md",
     ],
     "Performance": [
+        "docs/bench.md",
         "docs/performance/",
         "docs/performance/history/",
     ],
@@ -52,6 +53,7 @@ SECTIONS: dict[str, list[str]] = {
         "docs/architecture.md",
         "docs/engine/",
         "docs/sequence_kernel.md",
+        "docs/expert_kernels.md",
         "docs/decisions/",
         "CONTRIBUTING.md",
         "scripts/README.md",

@@ -73,6 +73,11 @@ ExpertWorkspaceLayout expert_workspace_layout(const EPConfig& config,
   for (std::int64_t& counts : layout.counts) {
     counts = parts.take(config.world_size * num_counts(config) * int_bytes);
   }
+  const std::int64_t of_slots =
+      options.spare_experts > 0 ? num_counts(slot_config(config, options)) : 0;
+  for (std::int64_t& counts : layout.slot_counts) {
+    counts = parts.take(config.world_size * of_slots * int_bytes);
+  }
   // On one node nothing is forwarded, and every part below is empty.
   const std::int64_t nodes = config.is_intra_node() ? 0 : config.num_nodes();
   const std::int64_t tokens = nodes * config.max_tokens;

@@ -46,6 +46,10 @@ ExpertTableViews HostExpertRouting::views() const {
   views.compact_to_grouped = table(compact_to_grouped, {received, topk});
   views.grouped_to_compact = table(grouped_to_compact, {std::ssize(grouped_to_compact)});
   views.recv_tags = {tags.data(), DType::int32, {received, 4}};
+  if (slots != nullptr) {
+    views.slot_experts = table(slots->plan.slots, {world, experts});
+    views.slot_quotas = table(slot_quotas, {world, experts});
+  }
   return views;
 }
 
@@ -126,12 +130,7 @@ const std::byte* HostExpertTables::weights_of(std::int32_t node) const {
 }
 
 void HostExpertCall::wait_for(ExpertSignal kind, std::int32_t peer) const {
-  try {
-    (void)transport.wait(slot(kind, peer), call.epoch, Rank{peer}, call.operation);
-  } catch (const Timeout&) {
-    exchange_of(*this).compare_all(Rank{peer});
-    throw;
-  }
+  exchange_of(*this).wait_for(slot(kind, peer).idx, Rank{peer});
 }
 
 void HostExpertCall::arrive_and_wait() const {
@@ -142,16 +141,13 @@ void HostExpertCall::arrive_and_wait() const {
   for (std::int32_t k = 1; k < count; ++k) wait_for(ExpertSignal::arrived, other(k));
 }
 
-void HostExpertCall::enter() const {
+void HostExpertCall::share_plan() const {
   const auto other = [&](std::int32_t k) { return (config.rank + k) % config.world_size; };
-  const FingerprintExchange exchange = exchange_of(*this);
-  exchange.send();
-  for (std::int32_t k = 1; k < config.world_size; ++k) raise(ExpertSignal::entered, other(k));
-  for (std::int32_t k = 1; k < config.world_size; ++k) {
-    wait_for(ExpertSignal::entered, other(k));
-    exchange.compare(Rank{other(k)});
-  }
+  for (std::int32_t k = 1; k < config.world_size; ++k) raise(ExpertSignal::planned, other(k));
+  for (std::int32_t k = 1; k < config.world_size; ++k) wait_for(ExpertSignal::planned, other(k));
 }
+
+void HostExpertCall::enter() const { exchange_of(*this).enter(slot(ExpertSignal::entered, 0).idx); }
 
 namespace {
 
@@ -159,7 +155,11 @@ class HostExpertExecutor final : public ExpertExecutor {
  public:
   HostExpertExecutor(Transport& transport, const EPConfig& config, const EPDispatchOptions& options,
                      const ExpertMemory& memory)
-      : transport_(transport), config_(config), options_(options), memory_(memory) {}
+      : transport_(transport),
+        experts_(config),
+        config_(slot_config(config, options)),
+        options_(options),
+        memory_(memory) {}
 
   std::shared_ptr<ExpertTables> route(const ExpertCall& call,
                                       const ExpertDispatchInput& input) override {
@@ -209,7 +209,7 @@ class HostExpertExecutor final : public ExpertExecutor {
 
  private:
   [[nodiscard]] HostExpertCall at(const ExpertCall& call) const {
-    return {transport_, config_, options_, memory_, call};
+    return {transport_, config_, experts_, options_, memory_, call};
   }
 
   /// The rows of a tensor that have arrived.
@@ -220,7 +220,8 @@ class HostExpertExecutor final : public ExpertExecutor {
   }
 
   Transport& transport_;
-  EPConfig config_;
+  EPConfig experts_;
+  EPConfig config_;  ///< slot_config
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
   ExpertOverflow overflow_;

@@ -35,7 +35,10 @@ constexpr const char* call_names[] = {"an unknown call",
                                       "dispatch",
                                       "dispatch with the layout of an earlier one",
                                       "combine",
-                                      "a call after a graph with an odd number of calls"};
+                                      "a call after a graph with an odd number of calls",
+                                      "fetch_weights",
+                                      "add_gradients",
+                                      "exchange_versions"};
 
 const char* name_of(CollectiveCall call) {
   const auto idx = static_cast<std::size_t>(call);
@@ -50,6 +53,11 @@ constexpr std::pair<CallFlag, const char*> flag_names[] = {
     {CallFlag::needs_gradients, "needs_gradients"},
     {CallFlag::weights_need_gradients, "weights_need_gradients"},
     {CallFlag::backward, "backward"}};
+
+std::string name_of_present(std::uint64_t word) {
+  const std::uint64_t number = word >> fingerprint_tag_bits;
+  return number == 0 ? "none" : concat("that of dispatch ", number);
+}
 
 /// The first flag that differs.
 std::string describe_flags(std::uint8_t mine, Rank me, std::uint8_t theirs, Rank peer) {
@@ -91,6 +99,10 @@ std::string describe_first(Rank me, const FingerprintWords& mine, Rank peer,
       "", ": they planned other lengths, or call their plans in another order", ""};
   for (std::size_t w = 2; w > 0; --w) {  // other formats make another plan
     if (high_48(mine[w]) != high_48(theirs[w])) {
+      if (w == 1 && call_of(mine[0]) == CollectiveCall::expert_dispatch) {
+        return concat("present is ", name_of_present(mine[1]), " on rank ", me, ", ",
+                      name_of_present(theirs[1]), " on rank ", peer);
+      }
       return concat(describe_hash(names[w], mine[w], me, theirs[w], peer), reasons[w]);
     }
   }
@@ -158,6 +170,29 @@ bool FingerprintExchange::compare_if_sent(Rank peer) const {
   if (same_call(mine_, theirs)) return true;
   throw Disagreement(
       describe_disagreement(operation_, epoch_, transport_.rank(), mine_, peer, theirs));
+}
+
+void FingerprintExchange::wait_for(std::int64_t idx, Rank peer) const {
+  try {
+    (void)transport_.wait({&pad_, idx}, epoch_, peer, operation_);
+  } catch (const Timeout&) {
+    compare_all(peer);
+    throw;
+  }
+}
+
+void FingerprintExchange::enter(std::int64_t first_slot) const {
+  const std::int32_t world = transport_.topology().world_size;
+  const std::int32_t me = to_int(transport_.rank());
+  send();
+  for (std::int32_t k = 1; k < world; ++k) {
+    transport_.signal(Rank{(me + k) % world}, {&pad_, first_slot + me}, epoch_);
+  }
+  for (std::int32_t k = 1; k < world; ++k) {
+    const Rank peer{(me + k) % world};
+    wait_for(first_slot + to_int(peer), peer);
+    compare(peer);
+  }
 }
 
 void FingerprintExchange::compare(Rank peer) const {

@@ -22,7 +22,10 @@ enum class CollectiveCall : std::uint8_t {
   expert_dispatch,       ///< with counting
   expert_known_routing,  ///< a dispatch by the layout of an earlier one
   combine,
-  realign,  ///< an empty call, before or after a graph with an odd number of calls
+  realign,           ///< an empty call, before or after a graph with an odd number of calls
+  expert_weights,    ///< CopyExchange::fetch_weights
+  expert_gradients,  ///< CopyExchange::add_gradients
+  expert_versions,   ///< CopyExchange::exchange_versions
 };
 
 /// Bits of CallFingerprint::flags.
@@ -40,9 +43,11 @@ enum class CallFlag : std::uint8_t {
 /// of a single rank (num_sms, its number of tokens, biases) are not in it.
 struct CallFingerprint {
   CollectiveCall call = CollectiveCall::none;
-  std::uint8_t flags = 0;     ///< bits of CallFlag
-  std::uint32_t origin = 0;   ///< number of the dispatch that the call belongs to; 0: none
-  std::uint64_t plan = 0;     ///< hash of the plan: lines of all ranks, relay, batches
+  std::uint8_t flags = 0;    ///< bits of CallFlag
+  std::uint32_t origin = 0;  ///< number of the dispatch that the call belongs to; 0: none
+  /// Hash of the plan: lines of all ranks, relay, batches. Of a dispatch of experts that counts:
+  /// above the tag the number of the dispatch whose copies are `present`; 0: none.
+  std::uint64_t plan = 0;
   std::uint64_t formats = 0;  ///< hash of dtype, hidden and parts
   std::uint64_t options = 0;  ///< hash of what else must be the same
 };
@@ -111,6 +116,14 @@ class FingerprintExchange {
 
   /// To all other ranks, before whatever else they are told.
   void send() const;
+
+  /// Waits until slot `idx` of this rank is at the call's number. @throws as Transport::wait;
+  /// Disagreement instead of Timeout when a rank has said that it means another call
+  void wait_for(std::int64_t idx, Rank peer) const;
+
+  /// Enters the call: sends the words, raises slot `first_slot` + rank at all other ranks, and
+  /// waits until all have come and mean the same. @throws as wait_for
+  void enter(std::int64_t first_slot) const;
 
   /// With a rank that has come to this call. @throws Disagreement
   void compare(Rank peer) const;

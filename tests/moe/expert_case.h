@@ -56,16 +56,29 @@ struct ExpertCase {
   std::vector<HostTensor> scales;
   std::optional<HostTensor> positions;
 
-  [[nodiscard]] ExpertDispatch dispatch(const EPDispatchOptions& options = {}) const {
+  [[nodiscard]] ExpertDispatch dispatch(const EPDispatchOptions& options = {},
+                                        std::span<const std::int32_t> present = {}) const {
     const auto token_views = views_of(tokens);
     const auto id_views = views_of(ids);
     const auto weight_views = views_of(weights);
     const auto scale_views = views_of(scales);
     ExpertInputs inputs{token_views, id_views, weight_views, scale_views, std::nullopt};
     if (positions) inputs.full_scatter_indices = positions->view();
+    inputs.present = present;
     return simulate_expert_dispatch(config, inputs, options);
   }
 };
+
+/// The experts in the spare slots of a dispatch, as ExpertInputs::present.
+inline std::vector<std::int32_t> copies_in(const ExpertDispatch& dispatch) {
+  const EvenExperts& plan = dispatch.slots->plan;
+  std::vector<std::int32_t> copies;
+  for (std::int64_t i = 0; i < std::ssize(plan.slots); ++i) {
+    if (i % plan.slots_per_rank >= plan.slots_per_rank - dispatch.options.spare_experts)
+      copies.push_back(plan.slots[i]);
+  }
+  return copies;
+}
 
 /// The same with tokens as float8 elements and scales.
 inline ExpertCase quantized_case(ExpertCase sample) {

@@ -5,6 +5,7 @@ Rows are ordered by local expert, then source rank, then token, then topk slot: 
 """
 
 from .config import EPConfig
+from .copies import simulate_expert_copies, simulate_expert_copy_gradients
 from .even_experts import (
     EvenExperts,
     ExpertPlacement,
@@ -28,6 +29,8 @@ __all__ = [
     "predict",
     "quantize_fp8",
     "simulate_dispatch",
+    "simulate_expert_copies",
+    "simulate_expert_copy_gradients",
     "slot_ids",
     "summarize",
 ]

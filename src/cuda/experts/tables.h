@@ -21,24 +21,6 @@
 
 namespace waybill::cuda {
 
-/// Makes a device current in the calling thread, for a while.
-class OnDevice {
- public:
-  explicit OnDevice(int device) : device_(device) {
-    (void)cudaGetDevice(&before_);
-    if (before_ != device_) (void)cudaSetDevice(device_);
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-  ~OnDevice() {
-    if (before_ != device_) (void)cudaSetDevice(before_);
-  }
-
- private:
-  int device_;
-  int before_ = 0;
-};
-
 /// The stream of a call, and the CUDA graph that records the call; 0: none.
 struct TableCall {
   cudaStream_t stream = nullptr;
@@ -152,8 +134,9 @@ struct RoutingTables {
   DeviceTable addresses;  ///< int64
   DeviceTable records, grouped_to_compact, send_reqs;
   DeviceTable num_input_tokens, splits, segment_offsets, expert_counts, expert_offsets;
-  DeviceTable num_recv_rows;             ///< [W + 1]: of each rank, then the maximum
-  DeviceTable node_tokens, node_counts;  ///< see NodeRowsParams
+  DeviceTable num_recv_rows;              ///< [W + 1]: of each rank, then the maximum
+  DeviceTable node_tokens, node_counts;   ///< see NodeRowsParams
+  DeviceTable slot_experts, slot_quotas;  ///< spare experts: [W, P], see ExpertTableViews
   // These have one entry per received row.
   std::int64_t capacity_rows;
   DeviceTable tags;  ///< [capacity_rows, 4]: RowTag
