@@ -150,7 +150,7 @@ def cpp_pages(root: Path) -> Iterator[tuple[str, str]]:
         + ".\n\n"
     )
     pages = []
-    order = [name for name in contract_modules(root) if (include / name).is_dir()]
+    order = [name for name in dict.fromkeys(contract_modules(root)) if (include / name).is_dir()]
     for module in order:
         index += title(module, "-")
         for header in sorted((include / module).glob("*.h")):
