@@ -45,7 +45,10 @@ QUIET = YES
 WARN_IF_UNDOCUMENTED = NO
 WARN_IF_INCOMPLETE_DOC = NO
 WARN_AS_ERROR = YES
+INPUT_FILTER = "sed -f {out}/throws.sed"
 """
+#: After @throws comes prose, as "as plan.check()": a paragraph, not a list of names.
+THROWS = r"s#@throws #\n///\n/// **Throws** #"
 
 
 def stand_in() -> None:
@@ -65,6 +68,7 @@ def run_doxygen(root: Path, out: Path) -> None:
     if done.is_file() and done.stat().st_mtime > max(file.stat().st_mtime for file in headers):
         return
     out.mkdir(parents=True, exist_ok=True)
+    (out / "throws.sed").write_text(THROWS + "\n")
     settings = DOXYGEN.format(include=root / "include", out=out)
     subprocess.run(["doxygen", "-"], input=settings, text=True, check=True)
 
