@@ -4,13 +4,21 @@
 #
 #   scripts/site.sh              installs the package into build/venv first, for the reference
 #   scripts/site.sh --installed  takes the package as it is there
+#   scripts/site.sh --look       looks at what is built in headless Chromium; pictures of pages are
+#                                in build/site/look
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+version=$(sed -n 's/.*version_text = "\([0-9.]*\)".*/\1/p' include/waybill/version.h)
+html=build/site/html/$version
 case "${1:-}" in
   "" | --installed) ;;
+  --look)
+    scripts/setup.sh --look
+    exec python3 scripts/site/look.py "$html" build/site/look
+    ;;
   *)
-    echo "usage: scripts/site.sh [--installed]" >&2
+    echo "usage: scripts/site.sh [--installed | --look]" >&2
     exit 2
     ;;
 esac
@@ -37,9 +45,8 @@ if ! "${without_network[@]}" true 2>/dev/null; then
 fi
 
 source=build/site/source
-version=$(sed -n 's/.*version_text = "\([0-9.]*\)".*/\1/p' include/waybill/version.h)
-html=build/site/html/$version
 "$venv/bin/python" scripts/site/stage.py "$source"
+rm -rf "$html" # pages that are gone
 "${without_network[@]}" "$venv/bin/python" -m sphinx -q -W --keep-going -c scripts/site \
   -d build/site/doctrees "$source" "$html"
 rm -f "$html/.buildinfo"
