@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
@@ -13,8 +13,9 @@ from ..._errors import said_by, shown
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
 from ..._process_group import group_of
-from ...errors import InvalidArgument, TransportError, WrongType
+from ...errors import InvalidArgument, TransportError, Unsupported, WrongType
 from ...moe.config import EPConfig
+from ...moe.even_experts import spare_options
 from ...world import World, agree_on
 from .._tensors import (
     as_autocast,
@@ -32,6 +33,7 @@ from .._tensors import (
 from ..world import world_of
 from . import operations as ops
 from .autograd import tied_to_parameters
+from .copies import Copies, adapted
 from .grouped import SwiGLUExperts, ends_within
 from .layer import EPAll2AllLayer
 from .presets import PRESETS, preset_options
@@ -224,13 +226,27 @@ def check_choices(
             raise WrongType(f"{_WHO}: {name} = {shown(value)}, expected a module or function")
 
 
-def refuse_spare_experts(layer: Optional[EPAll2AllLayer], layer_options: Dict[str, Any]) -> None:
-    """Copies need weights, which this module does not bring."""
-    spare = layer_options.get("spare_experts", 0) if layer is None else layer.spare_experts
-    if spare != 0:
+def check_spare_experts(
+    world: World, layer: Optional[EPAll2AllLayer], spare: int, keep_copies: bool, operations: Any
+) -> None:
+    """Whether the weights of copies can be brought."""
+    if layer is not None and layer.spare_experts != spare:
         raise InvalidArgument(
-            f"{_WHO}: spare_experts = {shown(spare)}, expected 0: nothing brings the weights of"
-            " copies; EPAll2AllLayer takes it"
+            f"{_WHO}: spare_experts = {spare}, expected {layer.spare_experts}, as the layer has"
+        )
+    if spare == 0:
+        if keep_copies:
+            raise InvalidArgument(f"{_WHO}: keep_copies = True, expected spare_experts > 0 with it")
+        return
+    if world.device != "cpu":
+        raise Unsupported(
+            f"{_WHO}: spare_experts = {spare} on {world.device}, expected ranks on CPUs: weights of"
+            " copies do not travel between GPUs yet"
+        )
+    if operations:
+        raise Unsupported(
+            f"{_WHO}: operations = True with spare_experts = {spare}, expected operations = None:"
+            " weights of copies are not brought by operations of torch.library yet"
         )
 
 
@@ -371,6 +387,15 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
     :param operations: whether calls are operations of torch.library, which needs ``fixed_rows`` and
         no chunks; None: if torch compiles and they can be. Selective checkpoints need True
     :param layer: an ``EPAll2AllLayer`` to use instead, with its world, dtypes and options
+    :param spare_experts: slots per rank for copies of other ranks' hot experts, planned anew in each
+        forward, on CPU ranks. Their weights come from the experts' homes; their gradients are added
+        there in float32, home's first, then those of copies by rank. Parameters of experts are
+        [experts of this rank, ...], or experts has the methods ``expert_tensors(expert)``, the
+        tensors of a home expert, and ``use_tensors(slot, tensors)``, by which it computes a slot
+    :param limit, min_rows: as in ``even_experts``: a copy takes at least so many rows
+    :param keep_copies: False: all modules of a world have one pool for copies, and backward fetches
+        weights again; True: each module keeps its own, and fetches those that are not there. They
+        are void when weights change: see ``forget_copies``
     """
 
     _why_not_copied = (
@@ -396,6 +421,10 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         preset: Optional[str] = None,
         operations: Optional[bool] = None,
         layer: Optional[EPAll2AllLayer] = None,
+        spare_experts: int = 0,
+        limit: float = 1.02,
+        min_rows: int = 128,
+        keep_copies: bool = False,
         device: Any = None,
         **layer_options: Any,
     ) -> None:
@@ -409,6 +438,10 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
 
         def check() -> Dict[str, Any]:
             nonlocal num_experts, topk, hidden, max_tokens, most, chunks, operations, dtype
+            nonlocal spare_experts, keep_copies
+            spare = spare_options(spare_experts, limit, min_rows, who)
+            spare_experts = spare["spare_experts"]
+            keep_copies = flag(keep_copies, f"{who}: keep_copies")
             check_choices(experts, shared, gradients=gradients, weights=weights, windows=windows)
             num_experts = int64(num_experts, f"{who}: num_experts")
             topk, hidden = int64(topk, f"{who}: topk"), int64(hidden, f"{who}: hidden")
@@ -424,6 +457,8 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
                 )
                 options.update(dropped_id=-1, **preset_options(preset, world, **sizes))
                 options.update(layer_options, weight_dtype=of_weights)
+                if spare_experts != 0:
+                    options.update(spare)
                 fixed_rows = options.get("fixed_rows")
             else:
                 given_more = {
@@ -433,12 +468,15 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
                 check_layer(layer, num_experts, topk, hidden, max_tokens, given_more)
                 fixed_rows = layer.fixed_rows
             check_experts(experts, num_experts, world)
-            refuse_spare_experts(layer, layer_options)
+            check_spare_experts(world, layer, spare_experts, keep_copies, operations)
+            if spare_experts != 0:
+                adapted(experts, num_experts // world.world_size)
             if operations:
                 check_operations(fixed_rows, chunks, windows, layer_options)
             return {
                 "layer": "made" if layer is None else "given", "chunks": chunks, **sizes,
                 "max_tokens": most, "hidden": hidden, "gradients": gradients, "weights": weights,
+                "spare_experts": spare_experts, "keep_copies": keep_copies,
                 "windows": windows, "preset": (preset or PRESETS[0]) if layer is None else "",
                 "dtype": str(dtype).removeprefix("torch.") if layer is None else "",
                 "weight_dtype": str(options.get("weight_dtype", "")).removeprefix("torch."),
@@ -452,6 +490,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         else:
             box = LayerBox(None, layer)
         box.users += 1
+        self._copies = (Copies(experts, box.layer, keep_copies),) if spare_experts else ()
         self._boxes, self._released = (box,), False  # no submodule: others may have it, too
         self.experts, self.shared = experts, shared
         self.gradients, self.weights, self.windows = gradients, weights, windows
@@ -494,7 +533,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         """Whether a call now would be made of operations of torch.library."""
         if self.operations is not None:
             return self.operations
-        one = self.layer.fixed_rows is not None and self.chunks == 1
+        one = self.layer.fixed_rows is not None and self.chunks == 1 and not self._copies
         return one and has_operations() and torch.compiler.is_compiling()
 
     def take_overflow(self) -> int:
@@ -529,12 +568,35 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         """
         if not self._released:
             self._released = True
+            for copies in self._copies:
+                copies.release()
             self._boxes[0].release()
+
+    def forget_copies(self) -> None:
+        """With ``keep_copies``: weights of this rank's experts have changed in a way that torch's
+        version counters do not show, such as through ``data``. Steps of optimizers, load_state_dict
+        and edits in place are noticed. Not collective.
+        """
+        for copies in self._copies:
+            copies.forget()
+
+    def memory(self) -> Dict[str, int]:
+        """Bytes on this rank: ``windows``, the symmetric memory of the layer; ``copies``, the store
+        of this module's copies, which is shared in a pool; ``copy_gradients``, those that a backward
+        takes for a time; ``copies_if_kept``, the store with ``keep_copies``, of each module.
+        """
+        made = {"windows": self.layer.memory_bytes}
+        copies = self._copies[0] if self._copies else None
+        made["copies"] = 0 if copies is None else copies.store_bytes()
+        made["copy_gradients"] = 0 if copies is None else copies.gradient_bytes
+        made["copies_if_kept"] = 0 if copies is None else copies.size
+        return made
 
     def extra_repr(self) -> str:
         """For print(model)."""
         parts = [f"{name}={getattr(self, name)!r}" for name in ("gradients", "weights", "windows")]
         parts += [f"chunks={self.chunks}"] if self.chunks > 1 else []
+        parts += ["keep_copies=True"] if self._copies and self._copies[0].keep else []
         return ", ".join([*parts, self.layer.extra_repr()])
 
     def _all_chunks(
@@ -578,21 +640,39 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         """Rows are copied if they must live longer than the window is theirs."""
         kept = torch.is_grad_enabled() and (self.windows == "shared" or self.chunks > 1)
         with said_by("ExpertParallel: forward"):
-            return self.layer.dispatch(x, ids, weights, copy_out=self.layer.copy_out and kept)
+            layer, present = self.layer, None
+            for copies in self._copies:
+                present = copies.before_dispatch(layer, self.training)
+            copy_out = layer.copy_out and kept
+            return layer.dispatch(x, ids, weights, present=present, copy_out=copy_out)
 
     def _computed(self, rows: torch.Tensor, row_weights: torch.Tensor, layout: Any) -> Any:
         ends = ends_within(layout.recv_expert_offsets, self.layer.fixed_rows)
-        return self._outputs(rows, ends, row_weights, _tied), layout
+        return self._outputs(rows, ends, row_weights, _tied, layout), layout
 
     def _outputs(
-        self, rows: torch.Tensor, ends: torch.Tensor, row_weights: torch.Tensor, tied: Any
-    ) -> torch.Tensor:
+        self, rows: torch.Tensor, ends: torch.Tensor, row_weights: torch.Tensor, tied: Any,
+        layout: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
         """The outputs that the experts make of rows."""
         weights = [row_weights] if self.weights == "experts" else []
         name = f"{_WHO}: what the experts of rank {self.layer.rank} gave"
-        outputs = check_outputs(self.experts(rows, ends, *weights), rows, name)
+        if self._copies:
+            outputs = self._with_copies(layout, rows, ends, weights)
+        else:
+            outputs = self.experts(rows, ends, *weights)
+        check_outputs(outputs, rows, name)
         refuse_tangent(outputs, name)
         return tied(outputs.to(rows.dtype), self.experts, rows, row_weights)
+
+    @outside_graphs
+    def _with_copies(
+        self, layout: Any, rows: torch.Tensor, ends: torch.Tensor, weights: List[torch.Tensor]
+    ) -> torch.Tensor:
+        """Home experts work on their rows, copies on theirs."""
+        copies = self._copies[0]
+        with said_by("ExpertParallel: forward"):
+            return copies.run(copies.begin(self.layer, layout), rows, ends, weights)
 
     @outside_graphs
     def _combine(self, outputs: torch.Tensor, layout: Any) -> torch.Tensor:
