@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from ... import _core
+from ..._arrays import flag
 from ..._errors import shown
 from ..._graphs import outside_graphs
 from ...errors import InvalidArgument, Unsupported
+from ...moe.even_experts import spare_options
 from .._tensors import first_order, read_mark, save_mark
 
 _WHO = "ExpertParallel: spare_experts"
@@ -124,6 +126,44 @@ def adapted(experts: Any, num_experts: int) -> Any:
             " [experts of this rank, ...], or one with the methods expert_tensors and use_tensors"
         )
     return StackedExperts(experts, num_experts)
+
+
+def checked_copies(
+    spare_experts: Any, limit: Any, min_rows: Any, keep_copies: Any, world: Any, layer: Any,
+    operations: Any,
+) -> Dict[str, Any]:  # fmt: skip
+    """Checks the arguments of ExpertParallel for copies; returns the layer's options for them.
+
+    :param layer: one that was given, or None
+    """
+    options = spare_options(spare_experts, limit, min_rows, "ExpertParallel")
+    keeps = flag(keep_copies, "ExpertParallel: keep_copies")
+    if layer is not None and layer.spare_experts != spare_experts:
+        raise InvalidArgument(
+            f"{_WHO} = {spare_experts}, expected {layer.spare_experts}, as the layer has"
+        )
+    if spare_experts == 0:
+        if keeps:
+            raise InvalidArgument(
+                "ExpertParallel: keep_copies = True, expected spare_experts > 0 with it"
+            )
+        return {}
+    if world.device != "cpu":
+        raise Unsupported(
+            f"{_WHO} = {spare_experts} on {world.device}, expected ranks on CPUs: weights of copies"
+            " do not travel between GPUs yet"
+        )
+    if operations:
+        raise Unsupported(
+            f"ExpertParallel: operations = True with spare_experts = {spare_experts}, expected"
+            " operations = None: no operation of torch.library brings weights of copies yet"
+        )
+    return options
+
+
+def copies_for(experts: Any, layer: Any, keep_copies: bool) -> Tuple[Copies, ...]:
+    """One for a layer that has spare experts. Collective."""
+    return (Copies(experts, layer, keep_copies),) if layer.spare_experts else ()
 
 
 class Store:
@@ -238,15 +278,14 @@ class Copies:
         """Tensors of an expert."""
         return len(self._parts)
 
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the gradients of all copies in a backward."""
-        wide = (8 if dtype == torch.float64 else 4 for _, dtype in self._parts)
-        return self._spare * sum(math.prod(s) * n for (s, _), n in zip(self._parts, wide))
-
-    def store_bytes(self) -> int:
-        """Bytes for copies of the store: the pool's are those of all modules."""
-        return len(self._pool().buffer)
+    def memory(self) -> Dict[str, int]:
+        """As ``ExpertParallel.memory`` says."""
+        wide = (_wide(dtype).itemsize for _, dtype in self._parts)
+        gradients = sum(math.prod(s) * n for (s, _), n in zip(self._parts, wide))
+        return {
+            "copies": len(self._pool().buffer), "copy_gradients": self._spare * gradients,
+            "copies_if_kept": self.size,
+        }  # fmt: skip
 
     def forget(self) -> None:
         """Copies of this rank's experts are void, on all ranks."""

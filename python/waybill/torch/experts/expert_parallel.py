@@ -13,9 +13,8 @@ from ..._errors import said_by, shown
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
 from ..._process_group import group_of
-from ...errors import InvalidArgument, TransportError, Unsupported, WrongType
+from ...errors import InvalidArgument, TransportError, WrongType
 from ...moe.config import EPConfig
-from ...moe.even_experts import spare_options
 from ...world import World, agree_on
 from .._tensors import (
     as_autocast,
@@ -33,7 +32,7 @@ from .._tensors import (
 from ..world import world_of
 from . import operations as ops
 from .autograd import tied_to_parameters
-from .copies import Copies, adapted
+from .copies import adapted, checked_copies, copies_for
 from .grouped import SwiGLUExperts, ends_within
 from .layer import EPAll2AllLayer
 from .presets import PRESETS, preset_options
@@ -193,7 +192,7 @@ def check_operations(fixed_rows: Any, chunks: int, windows: str, options: Dict[s
         )
 
 
-def check_experts(experts: Any, num_experts: int, world: World) -> None:
+def check_experts(experts: Any, num_experts: int, world: World, has_copies: bool) -> None:
     """Checks the number of a rank's experts, where they say it."""
     wanted = num_experts // world.world_size
     if isinstance(experts, SwiGLUExperts) and len(experts.gate) != wanted:
@@ -201,6 +200,8 @@ def check_experts(experts: Any, num_experts: int, world: World) -> None:
             f"{_WHO}: experts has {len(experts.gate)} experts, expected {wanted} on rank"
             f" {world.rank}: num_experts = {num_experts} over {world.world_size} ranks"
         )
+    if has_copies:
+        adapted(experts, wanted)
 
 
 def check_choices(
@@ -224,30 +225,6 @@ def check_choices(
     for name, value in (("experts", experts), ("shared", shared)):
         if not callable(value) and not (name == "shared" and value is None):
             raise WrongType(f"{_WHO}: {name} = {shown(value)}, expected a module or function")
-
-
-def check_spare_experts(
-    world: World, layer: Optional[EPAll2AllLayer], spare: int, keep_copies: bool, operations: Any
-) -> None:
-    """Whether the weights of copies can be brought."""
-    if layer is not None and layer.spare_experts != spare:
-        raise InvalidArgument(
-            f"{_WHO}: spare_experts = {spare}, expected {layer.spare_experts}, as the layer has"
-        )
-    if spare == 0:
-        if keep_copies:
-            raise InvalidArgument(f"{_WHO}: keep_copies = True, expected spare_experts > 0 with it")
-        return
-    if world.device != "cpu":
-        raise Unsupported(
-            f"{_WHO}: spare_experts = {spare} on {world.device}, expected ranks on CPUs: weights of"
-            " copies do not travel between GPUs yet"
-        )
-    if operations:
-        raise Unsupported(
-            f"{_WHO}: operations = True with spare_experts = {spare}, expected operations = None:"
-            " weights of copies are not brought by operations of torch.library yet"
-        )
 
 
 def check_layer(
@@ -387,11 +364,11 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
     :param operations: whether calls are operations of torch.library, which needs ``fixed_rows`` and
         no chunks; None: if torch compiles and they can be. Selective checkpoints need True
     :param layer: an ``EPAll2AllLayer`` to use instead, with its world, dtypes and options
-    :param spare_experts: slots per rank for copies of other ranks' hot experts, planned anew in each
-        forward, on CPU ranks. Their weights come from the experts' homes; their gradients are added
-        there in float32, home's first, then those of copies by rank. Parameters of experts are
-        [experts of this rank, ...], or experts has the methods ``expert_tensors(expert)``, the
-        tensors of a home expert, and ``use_tensors(slot, tensors)``, by which it computes a slot
+    :param spare_experts: slots per rank for copies of other ranks' hot experts, planned in each
+        forward, on CPU ranks. Weights come from the experts' homes; gradients are added there in
+        float32, home's first, then those of copies by rank. Parameters of experts are [experts of
+        this rank, ...], or experts has the methods ``expert_tensors(expert)``, the tensors of a
+        home expert, and ``use_tensors(slot, tensors)``, by which it computes a slot
     :param limit, min_rows: as in ``even_experts``: a copy takes at least so many rows
     :param keep_copies: False: all modules of a world have one pool for copies, and backward fetches
         weights again; True: each module keeps its own, and fetches those that are not there. They
@@ -438,18 +415,15 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
 
         def check() -> Dict[str, Any]:
             nonlocal num_experts, topk, hidden, max_tokens, most, chunks, operations, dtype
-            nonlocal spare_experts, keep_copies
-            spare = spare_options(spare_experts, limit, min_rows, who)
-            spare_experts = spare["spare_experts"]
-            keep_copies = flag(keep_copies, f"{who}: keep_copies")
+            spare = (spare_experts, limit, min_rows, keep_copies)
+            options.update(checked_copies(*spare, world, layer, operations))
             check_choices(experts, shared, gradients=gradients, weights=weights, windows=windows)
             num_experts = int64(num_experts, f"{who}: num_experts")
             topk, hidden = int64(topk, f"{who}: topk"), int64(hidden, f"{who}: hidden")
             operations = None if operations is None else flag(operations, f"{who}: operations")
             chunks = at_least(chunks, 1, f"{who}: chunks")
             most = max_tokens = int64(max_tokens, f"{who}: max_tokens")
-            if max_tokens > 0:
-                max_tokens = -(-max_tokens // chunks)
+            max_tokens = -(-most // chunks) if most > 0 else most
             sizes = {"max_tokens": max_tokens, "num_experts": num_experts, "topk": topk}
             if layer is None:
                 dtype, of_weights = check_options(
@@ -457,8 +431,6 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
                 )
                 options.update(dropped_id=-1, **preset_options(preset, world, **sizes))
                 options.update(layer_options, weight_dtype=of_weights)
-                if spare_experts != 0:
-                    options.update(spare)
                 fixed_rows = options.get("fixed_rows")
             else:
                 given_more = {
@@ -467,16 +439,13 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
                 }  # fmt: skip
                 check_layer(layer, num_experts, topk, hidden, max_tokens, given_more)
                 fixed_rows = layer.fixed_rows
-            check_experts(experts, num_experts, world)
-            check_spare_experts(world, layer, spare_experts, keep_copies, operations)
-            if spare_experts != 0:
-                adapted(experts, num_experts // world.world_size)
+            check_experts(experts, num_experts, world, spare_experts != 0)
             if operations:
                 check_operations(fixed_rows, chunks, windows, layer_options)
             return {
                 "layer": "made" if layer is None else "given", "chunks": chunks, **sizes,
                 "max_tokens": most, "hidden": hidden, "gradients": gradients, "weights": weights,
-                "spare_experts": spare_experts, "keep_copies": keep_copies,
+                "keep_copies": keep_copies,
                 "windows": windows, "preset": (preset or PRESETS[0]) if layer is None else "",
                 "dtype": str(dtype).removeprefix("torch.") if layer is None else "",
                 "weight_dtype": str(options.get("weight_dtype", "")).removeprefix("torch."),
@@ -490,13 +459,12 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         else:
             box = LayerBox(None, layer)
         box.users += 1
-        self._copies = (Copies(experts, box.layer, keep_copies),) if spare_experts else ()
+        self._copies = copies_for(experts, box.layer, keep_copies)
         self._boxes, self._released = (box,), False  # no submodule: others may have it, too
         self.experts, self.shared = experts, shared
         self.gradients, self.weights, self.windows = gradients, weights, windows
         self.operations = operations
-        self._side = Lane()
-        self._moving = Lane()
+        self._side, self._moving = Lane(), Lane()
 
     @property
     def layer(self) -> EPAll2AllLayer:
@@ -582,15 +550,13 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
 
     def memory(self) -> Dict[str, int]:
         """Bytes on this rank: ``windows``, the symmetric memory of the layer; ``copies``, the store
-        of this module's copies, which is shared in a pool; ``copy_gradients``, those that a backward
+        of copies, which modules share unless they keep theirs; ``copy_gradients``, which a backward
         takes for a time; ``copies_if_kept``, the store with ``keep_copies``, of each module.
         """
-        made = {"windows": self.layer.memory_bytes}
-        copies = self._copies[0] if self._copies else None
-        made["copies"] = 0 if copies is None else copies.store_bytes()
-        made["copy_gradients"] = 0 if copies is None else copies.gradient_bytes
-        made["copies_if_kept"] = 0 if copies is None else copies.size
-        return made
+        made = {"copies": 0, "copy_gradients": 0, "copies_if_kept": 0}
+        for copies in self._copies:
+            made = copies.memory()
+        return {"windows": self.layer.memory_bytes, **made}
 
     def extra_repr(self) -> str:
         """For print(model)."""
