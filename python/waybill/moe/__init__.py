@@ -1,4 +1,5 @@
-"""Experts: tokens of all ranks to their experts and back, in one process, for numpy arrays.
+"""Experts: tokens of all ranks to their experts and back, for numpy arrays: in one process
+(``simulate_dispatch``), and between ranks in host memory (``EPAll2AllLayer``).
 
 Rows are ordered by local expert, then source rank, then token, then topk slot: always. What
 ``simulate_dispatch`` delivers is what a layer must deliver on any world, bit for bit.
@@ -13,10 +14,12 @@ from .even_experts import (
     plan_expert_placement,
     slot_ids,
 )
+from .layer import EPAll2AllLayer
 from .predict import ExpertCallPrediction, ExpertSummary, predict, summarize
 from .simulate import EPAllToAllLayoutDesc, ExpertDispatch, quantize_fp8, simulate_dispatch
 
 __all__ = [
+    "EPAll2AllLayer",
     "EPAllToAllLayoutDesc",
     "EPConfig",
     "EvenExperts",
