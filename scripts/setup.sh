@@ -4,6 +4,8 @@
 #   scripts/setup.sh         to build, test and benchmark
 #   scripts/setup.sh --ci    and to lint and fuzz
 #   scripts/setup.sh --cuda  and to compile for GPUs: CUDA 13 from NVIDIA's repository for Debian 12
+#   scripts/setup.sh --site  and for scripts/site.sh
+#   scripts/setup.sh --look  and for scripts/site.sh --look
 #
 # Installs as root or with sudo. Where neither is possible it names the missing packages and exits 1.
 set -euo pipefail
@@ -18,8 +20,10 @@ case "${1:-}" in
   "") ;;
   --ci) packages+=("${ci_packages[@]}") ;;
   --cuda) [[ -x /usr/local/cuda/bin/nvcc ]] || packages+=("${cuda_packages[@]}") ;;
+  --site) packages+=(doxygen) ;;
+  --look) packages+=(doxygen chromium) ;;
   *)
-    echo "usage: scripts/setup.sh [--ci | --cuda]" >&2
+    echo "usage: scripts/setup.sh [--ci | --site | --look | --cuda]" >&2
     exit 2
     ;;
 esac
