@@ -38,7 +38,7 @@ import sys
 from typing import Any, Callable
 
 import torch
-from attention_ways import WAYS, ByHand, draw, held_pieces, kernel_of
+from attention_ways import by_hand, draw
 from ring_attention import ring_milliseconds
 from step_bench import join, run_workloads
 from step_clock import StepClock
@@ -46,6 +46,7 @@ from step_profile import profiled
 from torch import distributed
 
 import waybill.torch as waybill
+from waybill._bench.attention_ways import WAYS, held_pieces, kernel_of
 from waybill.torch.attention.moves import SideStream, calls_of
 
 MODULES = {
@@ -115,7 +116,7 @@ class Bench:
             if way == "waybill":
                 self.planned, self.chosen = self.planned + 1, self.chosen + plan.in_place
             return plan
-        return ByHand(way, lengths, self.device) if way in WAYS else None
+        return by_hand(way, lengths, self.device) if way in WAYS else None
 
     def prepare(self, way: str, lengths: list[int]) -> Callable[..., Any]:
         """A step of this way, with its rows in place: a function of the batch's tables, and of one
@@ -185,7 +186,7 @@ class Bench:
             out, inputs = self.prepare(way, lengths)(self.tables(way, lengths))
             rows = torch.arange(self.rank * self.per_rank, (self.rank + 1) * self.per_rank)
             if way in WAYS:
-                rows = ByHand(way, lengths, self.device).token_rows()
+                rows = by_hand(way, lengths, self.device).token_rows()
             mine = (out.detach(), *(t.grad for t in inputs))
             found[way] = [self._everywhere(rows.to(self.device), t) for t in mine]
         reference = found["waybill"]
