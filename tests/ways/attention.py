@@ -44,6 +44,7 @@ class AttentionWay(Way):
     edges: dict[str, Any] = field(default_factory=lambda: SEQUENCE_EDGES)
     in_place: bool = True
     fixed: bool = False
+    relay: str = "auto"
 
     def excluded(self, edge: str, device: str) -> str | None:
         """Rows of attention are heads."""
@@ -61,8 +62,9 @@ class AttentionWay(Way):
         wide = world.device != "cpu"
         heads, kv_heads, size, dtype = WIDE if wide else SMALL
         attend = wt.ContextParallelAttention(
-            world, heads, kv_heads, size, dtype=dtype, block_tokens=4, in_place=self.in_place
-        )
+            world, heads, kv_heads, size, dtype=dtype, block_tokens=4, in_place=self.in_place,
+            relay=self.relay,
+        )  # fmt: skip
         plans = [attend.plan(pieces_of(batch)) for batch in case.batches]
         fixed, rows = None, None
         if self.fixed:
@@ -174,10 +176,17 @@ def _ways() -> Iterator[AttentionWay]:
     yield AttentionWay("attention", "one node, attention, all rows dispatched", in_place=False)
     yield AttentionWay("attention_in_place", "one node, attention in place")
     yield AttentionWay("attention_fixed", "one node, attention, a fixed plan", fixed=True)
+    yield AttentionWay(
+        "attention_relay", "one node, attention, ranks forward K and V", relay="always"
+    )
     over = ((4, 2),)
     yield AttentionWay(
         "attention_nodes", "several nodes, mapped, attention in place", topologies=over
     )
+    yield AttentionWay(
+        "attention_nodes_relay", "several nodes, mapped, attention, ranks forward K and V",
+        topologies=over, relay="always",
+    )  # fmt: skip
 
 
 WAYS = {way.name: way for way in _ways()}

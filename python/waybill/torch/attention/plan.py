@@ -62,6 +62,9 @@ class BatchPlanner(WrittenOnce, Unchanging):
         latent_dim: of rows of which K and V are projected where they arrive; None: K and V travel.
         costs: what the kernel takes besides (query, key) pairs, as calibrate_attention measures it;
             the same on all ranks.
+        relay: whether ranks forward K and V that they received to others. "auto": in a batch whose
+            predicted step is shorter with it; "never"; "always": wherever rows travel.
+        ranks_per_node: consecutive ranks with NVLink between them; None: all.
     """
 
     __slots__ = (
@@ -71,6 +74,7 @@ class BatchPlanner(WrittenOnce, Unchanging):
         "costs",
         "in_place",
         "latent_dim",
+        "relay",
         "shape",
         "world_size",
     )
@@ -92,6 +96,8 @@ class BatchPlanner(WrittenOnce, Unchanging):
         imbalance_target: float = 1.01,
         costs: Optional[AttentionCosts] = None,
         latent_dim: Optional[int] = None,
+        relay: str = "auto",
+        ranks_per_node: Optional[int] = None,
         who: str = "BatchPlanner",
     ) -> None:
         self._called = f"{who}.plan"
@@ -100,6 +106,8 @@ class BatchPlanner(WrittenOnce, Unchanging):
         self.in_place = _in_place(in_place, who)
         self.costs = costs
         self.latent_dim = 0 if latent_dim is None else at_least(latent_dim, 1, f"{who}: latent_dim")
+        self.relay = choice(relay, f"{who}: relay", "auto", "never", "always")
+        nodes = max(8, self.world_size) if ranks_per_node is None else ranks_per_node
         self._given = (heads, kv_heads, head_dim, v_head_dim)
         shape = self.shape
         kv_row = shape.kv_heads * (shape.head_dim + shape.v_head_dim)
@@ -110,7 +118,7 @@ class BatchPlanner(WrittenOnce, Unchanging):
             "dtype": dtype_name(shape.dtype), "mask": mask, "window": window or 0,
             "max_tokens_per_rank": 0, "relay": False, "kv_layout": "per_query",
             "block_tokens": at_least(block_tokens, 1, f"{who}: block_tokens"),
-            "ranks_per_node": max(8, self.world_size),
+            "ranks_per_node": at_least(nodes, 1, f"{who}: ranks_per_node"),
             "imbalance_target": number(imbalance_target, f"{who}: imbalance_target"),
             "byte_weight": 0.0, "message_seconds": 0.4e-6, "pairs_per_second": 0.0,
             "tails": True, **LinkSpeeds().rates, **planned(costs, who),
@@ -145,10 +153,12 @@ class BatchPlanner(WrittenOnce, Unchanging):
         another make other plans.
         """
         options = self._options
-        own = ("block_tokens", "imbalance_target", "row_pairs", "shard_pairs", "pairs_per_second")
+        own = ("block_tokens", "imbalance_target", "row_pairs", "shard_pairs", "pairs_per_second",
+               "ranks_per_node")  # fmt: skip
         return {
             **self.shape._asdict(), "latent_dim": self.latent_dim or None,
-            "in_place": self.in_place, **{name: options[name] for name in own},
+            "in_place": self.in_place, "relay": self.relay,
+            **{name: options[name] for name in own},
         }  # fmt: skip
 
     @property
@@ -166,6 +176,7 @@ class BatchPlanner(WrittenOnce, Unchanging):
                 "latent_dim": self.latent_dim or None,
                 "block_tokens": options["block_tokens"],
                 "imbalance_target": options["imbalance_target"],
+                "relay": self.relay, "ranks_per_node": options["ranks_per_node"],
                 "who": self._called.removesuffix(".plan"),
             },
         )  # fmt: skip
@@ -185,12 +196,21 @@ class BatchPlan(WrittenOnce):
     module makes its tables of it the first time that it is used there.
     """
 
-    __slots__ = ("__weakref__", "_pieces", "_routings", "in_place", "planner", "qkv_plan")
+    __slots__ = (
+        "__weakref__",
+        "_pieces",
+        "_routings",
+        "_tables",
+        "in_place",
+        "planner",
+        "qkv_plan",
+    )
     planner: BatchPlanner
     qkv_plan: QkvPlan
     in_place: bool  #: whether rows that stay are attended to where they are
     _pieces: list[IntArray]
     _routings: list[Any]  #: one, once it was asked for
+    _tables: list[Any]  #: the same
 
     def __init__(self) -> None:
         raise InvalidArgument("BatchPlan: got a constructor call, expected BatchPlanner.plan(...)")
@@ -208,6 +228,7 @@ class BatchPlan(WrittenOnce):
                 in_place, routing = False, None
         self.planner, self.qkv_plan, self._pieces = planner, plan, pieces
         self.in_place, self._routings = in_place, [] if routing is None else [routing]
+        self._tables = []
         return self
 
     @property
@@ -277,6 +298,20 @@ class BatchPlan(WrittenOnce):
         if not self._routings:
             self._routings.append(_core.compute_varlen_routing(self.qkv_plan._plan, self.in_place))
         return self._routings[0]
+
+    def tables(self) -> Any:
+        """The compiled part's tables: the routing with who forwards what, for predictions too."""
+        if not self._tables:
+            routing, planner = self.routing(), self.planner
+            options = _core.planner_options(**planner._options)
+            made = _core.BatchTables(self.qkv_plan._plan, routing, options, planner.relay)
+            self._tables.append(made)
+        return self._tables[0]
+
+    @property
+    def forwards(self) -> bool:
+        """Whether ranks forward K and V that they received to others."""
+        return not self.tables().relay.empty
 
     def _table(self, rank: int, who: str) -> IntArray:
         return self._pieces[within(rank, 0, self.world_size - 1, f"BatchPlan.{who}: rank")]
