@@ -37,8 +37,8 @@ if [[ -f $programs/libwaybill_nvshmem.so ]]; then
   scripts/start_ranks.sh -n "$gpus" "$programs/waybill_bench_gpu_processes" --nvshmem
 fi
 if python3 -c 'import torch' 2>/dev/null; then
-  python3 bench/baselines/all_to_all.py
+  python3 bench/python/all_to_all.py
 fi
 if python3 -c 'import torch, waybill; raise SystemExit(waybill.num_gpus() < 2)' 2>/dev/null; then
-  python3 bench/baselines/experts.py
+  python3 -m waybill bench
 fi

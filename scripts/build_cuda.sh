@@ -17,7 +17,7 @@ cmake -S . -B build/cuda -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release
 scripts/check_flags.py build/cuda
 cmake --build build/cuda --target waybill_cuda waybill_nvshmem waybill_tests_cuda example_launch \
   waybill_bench_gpu_link waybill_bench_gpu_moe waybill_bench_gpu_sequence \
-  waybill_bench_gpu_processes waybill_bench_gpu_blocking
+  waybill_bench_gpu_processes waybill_bench_gpu_blocking waybill_bench_gpu_planner
 architectures=$(sed -n 's/^WAYBILL_CUDA_ARCHITECTURES:[A-Z]*=//p' build/cuda/CMakeCache.txt)
 scripts/check_device_code.py "$architectures" build/cuda/src/cuda/libwaybill_cuda.a
 status=0

@@ -4,12 +4,16 @@
 - every function, type and member function of the public headers is named on some page of docs/
 - every relative link of a Markdown file leads to a file, and its #part to a heading
 - every page of docs/functions has an example that runs, in C++ or Python, and stands in the index
+- every page stands in a section of the site (scripts/site/navigation.py)
 """
 
 import re
 import sys
 
 from extract_doc_examples import ROOT, examples_of
+
+sys.path.append(str(ROOT / "scripts" / "site"))
+import navigation
 
 SKIP_FOLDERS = {"build", ".git"}
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -32,7 +36,7 @@ NOT_NAMES = {
     "void",
     "operator",
 }
-LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)\)")
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def statements(text):
@@ -134,7 +138,7 @@ def main():
         if not SKIP_FOLDERS & set(page.relative_to(ROOT).parts)
     ]
     docs = [page for page in every_page if page.relative_to(ROOT).parts[0] == "docs"]
-    problems = [*check_names(docs), *check_functions()]
+    problems = [*check_names(docs), *check_functions(), *navigation.problems(ROOT)]
     for page in every_page:
         problems.extend(check_links(page))
     for problem in problems:

@@ -59,15 +59,15 @@ FOLDERS = {
         "rank",
         "nccl",
         "transport",
+        "planner",
         "experts",
         "sequence",
-        "planner",
         "self_test",
     )
 }
 
 # The folders within a folder, the same; each takes what lies above it, which takes nothing of them.
-INNER_FOLDERS = {"src/cuda/experts": ("nodes", "executor")}
+INNER_FOLDERS = {"src/cuda/experts": ("nodes", "spare", "executor")}
 
 # What programs include: all other public headers come with them.
 FOR_USERS = ("waybill/plan.h", "waybill/sequence.h", "waybill/experts.h")

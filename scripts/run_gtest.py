@@ -2,15 +2,17 @@
 """Runs the tests of a GoogleTest program, as many in a process as go: run_gtest.py PROGRAM.
 
 A test of faults loses the device for all that follow in its process, and a process with a device
-takes a second to start. So tests follow each other in one process until one fails, crashes or takes
-longer than the limit. That one runs again in a process of its own, which gives its verdict; then a
-new process goes on.
+takes a second to start. So tests follow each other in a process until one fails, crashes or takes
+longer than the limit; then a new process goes on. Some processes run side by side (--jobs). What
+failed runs again when they are done, in a process of its own and with the machine for itself: that
+run gives the verdict.
 
-Prints one line per test that did not pass in its turn, and a summary. Exit status 1 when a test
-failed, or when no test passed.
+Prints one line per test that was skipped or failed, the slowest tests, and a summary. Exit status 1
+when a test failed, or when no test passed.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import os
 import re
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import time
 
-VERDICT = re.compile(r"^\[\s+(RUN|OK|FAILED|SKIPPED)\s+\] ([\w/]+\.[\w/]+)")
+VERDICT = re.compile(r"^\[\s+(RUN|OK|FAILED|SKIPPED)\s+\] ([\w/]+\.[\w/]+)(?:.*\((\d+) ms\))?")
 
 
 def list_tests(program, pattern):
@@ -49,13 +51,13 @@ def run_process(program, names, limit_s):
     """Runs tests in one process until one fails.
 
     :return: (verdicts of those that ran, in order, as {name: "OK" | "SKIPPED" | "FAILED ..."},
-        what the process printed since the last verdict "OK")
+        what the process printed since the last verdict "OK", seconds of those that ended)
     """
     process = subprocess.Popen(
         [program, "--gtest_fail_fast", "--gtest_color=no", "--gtest_filter=" + ":".join(names)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
-    verdicts, printed, running, rest = {}, [], None, b""
+    verdicts, printed, seconds, running, rest = {}, [], {}, None, b""
     deadline = time.monotonic() + limit_s
     with selectors.DefaultSelector() as ready:
         ready.register(process.stdout, selectors.EVENT_READ)
@@ -63,7 +65,7 @@ def run_process(program, names, limit_s):
             if not ready.select(max(0, deadline - time.monotonic())):
                 kill(process)
                 verdicts[running or names[0]] = f"FAILED: not done after {limit_s} s"
-                return verdicts, "\n".join(printed)
+                return verdicts, "\n".join(printed), seconds
             chunk = os.read(process.stdout.fileno(), 65536)
             if not chunk:
                 break
@@ -73,38 +75,65 @@ def run_process(program, names, limit_s):
                 verdict = VERDICT.match(line)
                 if not verdict:
                     continue
-                state, name = verdict.groups()
+                state, name, ms = verdict.groups()
                 if state == "RUN":
                     running, deadline = name, time.monotonic() + limit_s
                 elif name == running:
                     verdicts[name], running = state, None
+                    seconds[name] = int(ms or 0) / 1000
                     if state == "FAILED":  # what fail_fast leaves out is said to be skipped
                         kill(process)
-                        return verdicts, "\n".join(printed)
+                        return verdicts, "\n".join(printed), seconds
                     printed.clear()
     status = process.wait()
     if running is not None or status != 0:  # whose fault the end of a process is, nobody knows
         for name in [running] if running else list(verdicts) or names[:1]:
             verdicts[name] = f"FAILED: the process ended with {status}"
-    return verdicts, "\n".join(printed)
+    return verdicts, "\n".join(printed), seconds
 
 
-def run_all(program, names, limit_s):
-    """Runs the tests; yields (name, verdict, output, seconds) when a test has its verdict."""
-    left, alone = list(names), []
-    while left or alone:
-        start = time.monotonic()
-        queue = alone or left
-        group = queue[:1] if alone else list(queue)
-        verdicts, output = run_process(program, group, limit_s)
-        if not verdicts:
-            raise SystemExit(f"run_gtest: {program} does not run {group[0]}")
-        for name, verdict in verdicts.items():
-            queue.remove(name)
-            if verdict.startswith("FAILED") and len(group) > 1:
-                alone.append(name)
-            else:
-                yield name, verdict, output, time.monotonic() - start
+class Run:
+    """The verdicts of the tests of a program."""
+
+    def __init__(self, program, names, limit_s):
+        self.program, self.names, self.limit_s = program, names, limit_s
+        self.start = time.monotonic()
+        self.passed, self.skipped, self.failed, self.again = [], [], [], []
+        self.seconds = {}
+
+    def shard(self, names):
+        """Runs tests one after another; those that fail are to run again, alone."""
+        left = list(names)
+        while left:
+            verdicts, _, seconds = run_process(self.program, left, self.limit_s)
+            self.seconds |= seconds
+            if not verdicts:
+                raise SystemExit(f"run_gtest: {self.program} does not run {left[0]}")
+            for name, verdict in verdicts.items():
+                left.remove(name)
+                if verdict.startswith("FAILED"):
+                    self.again.append(name)
+                else:
+                    self.keep(name, verdict, "")
+
+    def alone(self):
+        """Runs what failed again, each test in a process of its own."""
+        for name in sorted(self.again, key=self.names.index):
+            verdicts, output, seconds = run_process(self.program, [name], self.limit_s)
+            self.seconds |= seconds
+            self.keep(name, verdicts.get(name, "FAILED: it did not run"), output)
+
+    def keep(self, name, verdict, output):
+        """Writes down a verdict, and prints one that is not OK."""
+        lists = {"OK": self.passed, "SKIPPED": self.skipped}
+        lists.get(verdict, self.failed).append(name)
+        if verdict not in lists:
+            print(output)
+        if verdict != "OK":
+            print(f"run_gtest: {name}: {verdict}", flush=True)
+        if sys.stderr.isatty():
+            done = len(self.passed) + len(self.skipped) + len(self.failed)
+            print(f"\r{done} of {len(self.names)} ", end="", file=sys.stderr, flush=True)
 
 
 def main():
@@ -112,27 +141,23 @@ def main():
     parser.add_argument("program")
     parser.add_argument("--filter", default="*", help="as of GoogleTest")
     parser.add_argument("--limit-s", type=float, default=120, help="seconds that a test may take")
+    parser.add_argument("--jobs", type=int, default=min(6, os.cpu_count() or 1))
     given = parser.parse_args()
     names = list_tests(given.program, given.filter)
-    counts, failed, start = {"OK": 0, "SKIPPED": 0}, [], time.monotonic()
-    for name, verdict, output, seconds in run_all(given.program, names, given.limit_s):
-        if verdict in counts:
-            counts[verdict] += 1
-        else:
-            failed.append(name)
-            print(output)
-        if verdict != "OK":
-            print(f"run_gtest: {name}: {verdict} ({seconds:.0f} s)", flush=True)
-        done = counts["OK"] + counts["SKIPPED"] + len(failed)
-        if sys.stderr.isatty():
-            print(f"\r{done} of {len(names)} ", end="", file=sys.stderr, flush=True)
+    run = Run(given.program, names, given.limit_s)
+    shards = [names[i :: given.jobs] for i in range(min(given.jobs, len(names)))]
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(shards))) as pool:
+        list(pool.map(run.shard, shards))
+    run.alone()
+    slowest = sorted(run.seconds, key=run.seconds.get)[:-6:-1]
+    print("run_gtest: slowest:", ", ".join(f"{name} {run.seconds[name]:.1f} s" for name in slowest))
     print(
-        f"run_gtest: {counts['OK']} passed, {counts['SKIPPED']} skipped, {len(failed)} failed of"
-        f" {len(names)} in {time.monotonic() - start:.0f} s"
+        f"run_gtest: {len(run.passed)} passed, {len(run.skipped)} skipped, {len(run.failed)} failed"
+        f" of {len(names)} in {time.monotonic() - run.start:.0f} s"
     )
-    for name in failed:
+    for name in run.failed:
         print(f"run_gtest: FAILED {name}")
-    return 1 if failed or counts["OK"] == 0 else 0
+    return 1 if run.failed or not run.passed else 0
 
 
 if __name__ == "__main__":

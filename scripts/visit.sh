@@ -156,8 +156,8 @@ benches() {
   gpu_step sequence 120 "$programs/waybill_bench_gpu_sequence"
   gpu_step nodes_of_one 120 "$programs/waybill_bench_gpu_moe" --ranks-per-node 1
   gpu_step processes 60 scripts/start_ranks.sh -n "$gpus" "$programs/waybill_bench_gpu_processes"
-  gpu_step nccl 60 "$python" bench/baselines/all_to_all.py
-  gpu_step deep_ep 120 "$python" bench/baselines/experts.py
+  gpu_step nccl 60 "$python" bench/python/all_to_all.py
+  gpu_step deep_ep 120 "$python" -m waybill bench
   gpu_step doctor 60 "$python" -m waybill doctor --measure
 }
 

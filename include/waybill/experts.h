@@ -5,6 +5,7 @@
 
 #include "waybill/core/error.h"
 #include "waybill/core/host_tensor.h"
+#include "waybill/core/small_floats.h"
 #include "waybill/core/topology.h"
 #include "waybill/experts/dispatch_combine_context.h"
 #include "waybill/experts/ep_all2all_layer.h"

@@ -6,6 +6,7 @@
 #include "waybill/core/error.h"
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/index_array.h"
+#include "waybill/core/small_floats.h"
 #include "waybill/core/topology.h"
 #include "waybill/cost_model/predict_step.h"
 #include "waybill/json/file.h"

@@ -4,6 +4,7 @@
 
 #include "waybill/core/error.h"
 #include "waybill/core/host_tensor.h"
+#include "waybill/core/small_floats.h"
 #include "waybill/core/topology.h"
 #include "waybill/routing/qkv_routing.h"
 #include "waybill/runtime/sequence_dispatcher.h"
@@ -11,6 +12,7 @@
 #include "waybill/transport/bootstrap.h"
 #include "waybill/version.h"
 
-#if __has_include("waybill/cuda/gpu_world.h")
-#include "waybill/cuda/gpu_world.h"  // only where Waybill was built with CUDA
+#if __has_include("waybill/cuda/gpu_world.h")  // only where Waybill was built with CUDA
+#include "waybill/cuda/device_metadata.h"
+#include "waybill/cuda/gpu_world.h"
 #endif

@@ -1,4 +1,5 @@
-"""``python -m waybill``: the program ``waybill`` that comes with the package, and ``selftest``.
+"""``python -m waybill``: the program ``waybill`` that comes with the package, ``selftest``, and
+``bench``.
 
 ``doctor`` gets what Python knows.
 """
@@ -33,6 +34,10 @@ def main() -> NoReturn:
         from . import _selftest
 
         sys.exit(_selftest.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["bench"]:
+        from . import _bench
+
+        sys.exit(_bench.main(sys.argv[2:]))
     path = program()
     arguments = sys.argv[1:]
     if arguments[:1] == ["doctor"]:

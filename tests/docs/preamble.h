@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <filesystem>
 #include <iostream>
@@ -27,6 +28,7 @@
 #include "waybill/core/host_tensor.h"
 #include "waybill/core/index_array.h"
 #include "waybill/core/random.h"
+#include "waybill/core/small_floats.h"
 #include "waybill/core/topology.h"
 #include "waybill/core/wait.h"
 #include "waybill/cost_model/predict_experts.h"

@@ -159,6 +159,25 @@ def overlap(face):
         face.module.orchestrate_simulate(*given, overlap="reject")
 
 
+@line("`orchestrate_simulate`: an output that shares memory")
+def shared_memory(face):
+    tensor, _, metadata = simulation(face, [[0], [1]], [[0], [0]], [[2], [2]])
+    with pytest.raises(waybill.ShapeMismatch, match="shares memory"):
+        face.module.orchestrate_simulate(tensor, tensor, metadata)
+
+
+@line("`get_slice(-1)`")
+def from_the_end(face):
+    forward, _ = face.module.compute_metadata(integers(face, [[6]]), integers(face, [[0]]))
+    refuses("rank = -1, expected 0..0", forward.get_slice, -1)
+
+
+@line("`mask_by_neg` of unsigned numbers")
+def unsigned(face):
+    numbers = face.array(np.array([5, 6], np.uint8))
+    assert values(face, face.module.mask_by_neg(numbers, integers(face, [1, 0]))) == [5, -1]
+
+
 @line("`normalize_dtype` with values that do not fit")
 def narrow(face):
     tables = [integers(face, t) for t in ([[0]], [[2**32]], [[3]], [[3, 3]])]
@@ -283,6 +302,47 @@ def experts(face, **options):
     return there, sums
 
 
+@line("`topk` above 32")
+def more_than_a_warp(face):
+    refuses("topk = 33, expected 1..32", waybill.moe.EPConfig, 4, 8, 33, 66, 0, 2, 2, "float32")
+
+
+@line("`offset_dtype` other than int32")
+def wide_offsets(face):
+    sizes = (4, 8, 2, 2, 0, 2, 2, "float32", "float32")
+    refuses("offset_dtype = int64", waybill.moe.EPConfig, *sizes, "int64")
+
+
+@line("`capacity` of `DispatchCombineContext.create`")
+@line("`combine` by a descriptor")
+@line("`finalize` | frees")
+def a_ranks_objects(face):
+    """Of torch's face alone: the other has no such objects."""
+    if face.name == "numpy":
+        return
+
+    def body(world):
+        moe, torch = waybill.torch.moe, face.torch
+        config = moe.EPConfig(4, 8, 2, 2, world.rank, 2, 2, torch.float32)
+        with pytest.raises(waybill.WrongType, match=r"capacity = 1\.5"):
+            moe.DispatchCombineContext.create(config, capacity=1.5, world=world)
+        layer = moe.EPAll2AllLayer(world, 4, 8, 2, world.rank, 2, 2, 2, torch.float32)
+        tokens, ids = torch.zeros(2, 8), torch.zeros(2, 2, dtype=torch.int64)
+        rows, _, layout = layer.dispatch(tokens, ids)
+        own = moe.EPAllToAllLayoutDesc(
+            layout.num_dispatch_token_cur_rank, layout.num_input_tokens_per_rank, None,
+            layout.topk_indices_tensor, layout.token_dst_scatter_idx, None, None,
+        )  # fmt: skip
+        refuses("expected one that dispatch gave", layer.combine, rows, own)
+        layer.combine(rows, layout)
+        for _ in range(2):
+            layer.finalize()
+        with pytest.raises(waybill.TransportError, match="finalized"):
+            layer.dispatch(tokens, ids)
+
+    waybill.torch.run_threads(2, body)
+
+
 @line("order of the received rows")
 def order(face):
     there, _ = experts(face)
@@ -346,9 +406,10 @@ def test_line(face, begin):
 
 
 def test_every_line_has_a_test():
+    page, _, _ = PAGE.read_text(encoding="utf-8").partition("\n## In C++\n")
     lines = [
         re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", re.sub(r"^\| (R\d \| )?", "", text))
-        for text in PAGE.read_text(encoding="utf-8").splitlines()
+        for text in page.splitlines()
         if text.startswith("| ") and not text.startswith(("| call", "| | call", "| page", "|---"))
     ]
     begins = [*TESTED, *ELSEWHERE]

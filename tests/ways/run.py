@@ -200,9 +200,11 @@ def cells_of(ways: list[Any], device: str) -> list[Cell]:
     ]
 
 
-def run_all(device: str, only: str, limit_s: float, keep: Callable[[Results], None]) -> Results:
+def run_all(
+    device: str, only: str, limit_s: float, jobs: int, keep: Callable[[Results], None]
+) -> Results:
     """The results of all cells of the ways whose name fits the pattern; ``keep`` gets them as they
-    come.
+    come. So many processes run ways side by side.
     """
     from ranks import WAYS
 
@@ -210,9 +212,7 @@ def run_all(device: str, only: str, limit_s: float, keep: Callable[[Results], No
     run = Run(device, WAYS, limit_s, keep)
     of_each = 8 if device == "cuda" else 24
     groups = [cells_of(group, device) for group in groups_of(ways, of_each)]
-    # On CPUs two processes at a time; on GPUs one way has the device for itself.
-    parts = [groups] if device == "cuda" else [groups[0::2], groups[1::2]]
-    busy = [threading.Thread(target=run.groups, args=(part,)) for part in parts]
+    busy = [threading.Thread(target=run.groups, args=(groups[i::jobs],)) for i in range(jobs)]
     for one in busy:
         one.start()
     for one in busy:
@@ -251,6 +251,7 @@ def main() -> int:
     parser.add_argument("--write", type=pathlib.Path, help="the page; its numbers lie beside it")
     parser.add_argument("--page", type=pathlib.Path, help="writes the page again, runs nothing")
     parser.add_argument("--limit-s", type=float, default=480.0)
+    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes")
     parser.add_argument("--worker", choices=("threads", "processes"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
@@ -269,7 +270,7 @@ def main() -> int:
         if given.write:
             table.update(given.write, given.device, results)
 
-    wrong = summary(run_all(given.device, given.only, given.limit_s, keep))
+    wrong = summary(run_all(given.device, given.only, given.limit_s, given.jobs, keep))
     return 1 if wrong else 0
 
 

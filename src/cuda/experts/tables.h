@@ -21,24 +21,6 @@
 
 namespace waybill::cuda {
 
-/// Makes a device current in the calling thread, for a while.
-class OnDevice {
- public:
-  explicit OnDevice(int device) : device_(device) {
-    (void)cudaGetDevice(&before_);
-    if (before_ != device_) (void)cudaSetDevice(device_);
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-  ~OnDevice() {
-    if (before_ != device_) (void)cudaSetDevice(before_);
-  }
-
- private:
-  int device_;
-  int before_ = 0;
-};
-
 /// The stream of a call, and the CUDA graph that records the call; 0: none.
 struct TableCall {
   cudaStream_t stream = nullptr;

@@ -46,6 +46,24 @@ template <class Query>
   return status;
 }
 
+/// Makes a device current in the calling thread, for a while.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) : device_(device) {
+    (void)cudaGetDevice(&before_);
+    if (before_ != device_) (void)cudaSetDevice(device_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+  ~OnDevice() {
+    if (before_ != device_) (void)cudaSetDevice(before_);
+  }
+
+ private:
+  int device_;
+  int before_ = 0;
+};
+
 /// Makes zeros in the memory of the current device, cleared on `stream` (not the default stream, on
 /// which calls may wait for other ranks). They are freed whatever state the device is in.
 [[nodiscard]] inline std::shared_ptr<void> device_memory(std::int64_t size_bytes,
@@ -56,11 +74,8 @@ template <class Query>
   const auto size = static_cast<std::size_t>(size_bytes > 0 ? size_bytes : 1);
   cuda_check(cudaMalloc(&memory, size), "allocating device memory");
   std::shared_ptr<void> owner(memory, [device](void* at) {
-    int current = 0;
-    (void)cudaGetDevice(&current);
-    (void)cudaSetDevice(device);
+    const OnDevice on(device);
     (void)cudaFree(at);
-    (void)cudaSetDevice(current);
   });
   cuda_check(cudaMemsetAsync(memory, 0, size, stream), "clearing device memory");
   cuda_check(

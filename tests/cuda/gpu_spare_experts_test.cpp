@@ -1,0 +1,209 @@
+// Copies of experts on GPUs: slots in place of experts, for one rank of many.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "core/to_size.h"
+#include "cuda/experts/launch.h"
+#include "cuda/experts/spare/params.h"
+#include "cuda/one_of_many.h"
+#include "cuda/planner/even_experts.h"
+#include "support/even_experts_cases.h"
+#include "waybill/core/random.h"
+#include "waybill/planner/expert_balance.h"
+
+namespace waybill {
+namespace {
+
+using cuda::MoeShape;
+using cuda::MoeState;
+using detail::to_size;
+using test::DeviceBlocks;
+using test::OneOfMany;
+using Ints = std::vector<std::int32_t>;
+
+/// One rank's part in planning a microbatch.
+struct SlotsCase {
+  std::int32_t world_size, rank, num_experts, topk, num_tokens;
+  const char* family;  ///< of loads, see weights_of
+  EvenExpertsOptions options = {.spare_experts = 2};
+  int blocks = 1;
+  bool wide_ids = false;
+  std::int32_t dropped_id = -1;
+};
+
+/// Experts of T tokens: random by the weights, every ninth topk slot dropped.
+Ints draw_ids(const SlotsCase& one, const std::vector<double>& weights, std::int32_t num_tokens,
+              Random& random) {
+  std::vector<double> upto;
+  for (const double weight : weights) upto.push_back((upto.empty() ? 0 : upto.back()) + weight);
+  Ints ids;
+  for (std::int32_t i = 0; i < num_tokens * one.topk; ++i) {
+    const double drawn = random.uniform_float() * upto.back();
+    const auto expert = std::ranges::lower_bound(upto, drawn) - upto.begin();
+    ids.push_back(i % 9 == 5 ? one.dropped_id : static_cast<std::int32_t>(expert));
+  }
+  return ids;
+}
+
+/// Runs the kernels of one rank, to which all others have sent their counts.
+class Slots {
+ public:
+  explicit Slots(const SlotsCase& one) : one_(one), many_(one.world_size, one.rank) {
+    Random random(static_cast<std::uint64_t>(one.world_size * 31 + one.num_tokens));
+    const std::int32_t homes = one.num_experts / one.world_size;
+    const auto weights = test::weights_of(one.family, one.num_experts, homes, random);
+    for (std::int32_t r = 0; r < one.world_size; ++r) {
+      const bool mine = r == one.rank;
+      const Ints ids = draw_ids(one, weights, mine ? one.num_tokens : r % 5 * 9, random);
+      if (mine) ids_ = ids;
+      std::vector<std::int64_t> counts(one.num_experts);
+      for (const std::int32_t id : ids) {
+        if (0 <= id && id < one.num_experts) ++counts[id];
+      }
+      rows_.insert(rows_.end(), counts.begin(), counts.end());
+    }
+    plan_ = even_experts(rows_, one.world_size, one.num_experts, one.options);
+    fill();
+  }
+
+  void run() {
+    cuda::GpuEvenExperts planner(one_.world_size, one_.num_experts, one_.options, nullptr);
+    params_.slots = planner.tables().slots;
+    params_.quotas = planner.tables().quotas;
+    params_.local_rows = planner.tables().local_rows;
+    params_.first_row = planner.tables().first_row;
+    test::cuda_ok(cuda::prepare_spare());
+    ASSERT_TRUE(cuda::spare_kernels_fit(params_.experts.shape, num_slots()));
+    test::cuda_ok(cuda::launch_count_experts(params_, one_.blocks, nullptr));
+    planner.plan(params_.rows, nullptr);
+    test::cuda_ok(cuda::launch_slot_ids(params_, one_.blocks, nullptr));
+    ASSERT_TRUE(many_.finish());
+  }
+
+  void check() const {
+    const auto same = [](const Ints& got, const auto& expected) {
+      return std::ranges::equal(got, expected);
+    };
+    EXPECT_TRUE(same(DeviceBlocks::download(params_.rows, std::ssize(rows_)), rows_));
+    EXPECT_TRUE(same(DeviceBlocks::download(params_.slot_experts, num_slots()), plan_.slots));
+    EXPECT_TRUE(same(DeviceBlocks::download(params_.slot_quotas, num_slots()), plan_.quotas));
+    Ints expected = slot_ids(plan_, rows_, ids_, one_.rank);
+    for (std::int32_t& id : expected) id = id < 0 ? num_slots() : id;
+    EXPECT_EQ(DeviceBlocks::download(params_.slot_ids, std::ssize(expected)), expected);
+    // The route of the same call begins as if nothing had run.
+    const auto state = DeviceBlocks::download(params_.experts.m.state, 1)[0];
+    EXPECT_EQ(state.arrived_blocks, 0U);
+    EXPECT_EQ(state.call.blocks, 0U);
+    EXPECT_EQ(state.call.epoch, 0U);
+  }
+
+ private:
+  [[nodiscard]] std::int32_t num_slots() const {
+    return one_.world_size * (one_.num_experts / one_.world_size + one_.options.spare_experts);
+  }
+
+  [[nodiscard]] MoeShape shape() const {
+    MoeShape shape{};
+    shape.rank = one_.rank;
+    shape.world_size = one_.world_size;
+    shape.num_experts = one_.num_experts;
+    shape.experts_per_rank = one_.num_experts / one_.world_size;
+    shape.topk = one_.topk;
+    shape.num_tokens = one_.num_tokens;
+    shape.max_tokens = one_.num_tokens;
+    shape.alignment = 1;
+    shape.num_nodes = 1;
+    shape.node_ranks = one_.world_size;
+    return shape;
+  }
+
+  void fill() {
+    DeviceBlocks& blocks = many_.blocks();
+    cuda::RouteParams& of = params_.experts;
+    of.m.state =
+        reinterpret_cast<MoeState*>(blocks.take<std::byte>(cuda::moe_state_bytes(one_.world_size)));
+    of.m.arrive = many_.arrive(cuda::FaultKind::moe_dispatch, &of.m.state->call);
+    of.shape = shape();
+    of.ids = one_.wide_ids ? static_cast<const void*>(
+                                 blocks.upload(std::vector<std::int64_t>(ids_.begin(), ids_.end())))
+                           : static_cast<const void*>(blocks.upload(ids_));
+    of.wide_ids = one_.wide_ids;
+    of.dropped_id = one_.dropped_id;
+    of.max_per_expert = std::numeric_limits<std::int32_t>::max();
+    const std::int64_t n = cuda::num_counts(of.shape);
+    std::vector<std::uint64_t> words(one_.world_size * n);
+    for (std::int32_t r = 0; r < one_.world_size; ++r) {
+      for (std::int32_t e = 0; e < one_.num_experts && r != one_.rank; ++e) {
+        words[r * n + e] = OneOfMany::epoch << cuda::count_epoch_shift |
+                           to_size(rows_[std::int64_t{r} * one_.num_experts + e]);
+      }
+    }
+    of.own_counts = blocks.upload(words);
+    auto* const others = blocks.take<std::uint64_t>(std::ssize(words));
+    of.peers = many_.peers(reinterpret_cast<std::byte*>(of.own_counts),
+                           reinterpret_cast<std::byte*>(others));
+    of.tile_counts = blocks.take<std::int32_t>(one_.blocks * n);
+    params_.rows = blocks.take<std::int32_t>(std::ssize(rows_));
+    params_.slots_per_rank = num_slots() / one_.world_size;
+    params_.slot_ids = blocks.take<std::int32_t>(std::ssize(ids_));
+    params_.slot_experts = blocks.take<std::int32_t>(num_slots());
+    params_.slot_quotas = blocks.take<std::int32_t>(num_slots());
+  }
+
+  SlotsCase one_;
+  OneOfMany many_;
+  Ints ids_;
+  std::vector<std::int64_t> rows_;
+  EvenExperts plan_;
+  cuda::SpareParams params_{};
+};
+
+void expect_slots(const SlotsCase& one) {
+  SCOPED_TRACE(::testing::Message() << one.family << ", rank " << one.rank << " of "
+                                    << one.world_size << ", " << one.num_tokens << " tokens");
+  Slots slots(one);
+  slots.run();
+  slots.check();
+}
+
+TEST(GpuSpareExperts, SlotsAreThoseOfTheHost) {
+  for (const char* family : {"flat", "lognormal", "skewed", "zipf", "hot rank", "few"}) {
+    expect_slots({8, 3, 64, 8, 300, family, {.spare_experts = 2}, 4});
+    expect_slots({8, 0, 64, 8, 128, family, {.spare_experts = 1}, 1, true});
+    expect_slots({64, 63, 256, 8, 500, family, {.spare_experts = 2}, 8});
+    expect_slots({128, 77, 256, 4, 700, family, {.spare_experts = 2, .limit = 1.02}, 3});
+    expect_slots({16, 9, 48, 3, 100, family, {.spare_experts = 3, .min_rows = 16}, 2});
+    if (testing::Test::HasFailure()) return;
+  }
+}
+
+TEST(GpuSpareExperts, EdgesOfRanksAndTokens) {
+  expect_slots({1, 0, 4, 2, 50, "zipf"});
+  expect_slots({2, 1, 2, 1, 40, "few", {.spare_experts = 1}});
+  expect_slots({8, 5, 64, 8, 0, "zipf"});
+  expect_slots({8, 5, 64, 8, 1, "zipf"});
+  expect_slots({8, 5, 64, 32, 70, "zipf", {.spare_experts = 8}, 5});
+  expect_slots({8, 2, 64, 8, 200, "zipf", {.spare_experts = 0}, 2});
+  SlotsCase dropped{8, 5, 64, 8, 90, "zipf"};
+  dropped.dropped_id = 64;
+  expect_slots(dropped);
+}
+
+/// As many warps as have space for their counts, at last one.
+TEST(GpuSpareExperts, ManyExperts) {
+  expect_slots({2, 1, 2048, 8, 300, "zipf", {.spare_experts = 2}, 3});
+  MoeShape shape{};
+  shape.world_size = shape.node_ranks = 2;
+  shape.num_experts = 2048;
+  EXPECT_TRUE(cuda::spare_kernels_fit(shape, 2052));
+  shape.num_experts = 8192;
+  EXPECT_FALSE(cuda::spare_kernels_fit(shape, 8196));
+}
+
+}  // namespace
+}  // namespace waybill
