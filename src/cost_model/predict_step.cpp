@@ -128,9 +128,12 @@ double end_of(const PhasePrediction& phase) {
   return *std::max_element(phase.end.begin(), phase.end.end());
 }
 
-// Takes dK and dV back as K and V went, where that is sooner than straight.
-void try_forwarded_gradient(const StepFlows& flows, const Topology& nodes, StepPrediction& step) {
+// Takes dK and dV back as K and V went, where that is sooner than straight. Those of a batch go
+// straight on one node, as the dispatcher sends them there.
+void try_forwarded_gradient(const StepFlows& flows, const Topology& nodes, bool is_batch,
+                            StepPrediction& step) {
   if (step.options.transfer == TransferMode::direct) return;
+  if (is_batch && nodes.num_nodes() == 1) return;
   PhasePrediction forwarded;
   forwarded.phase = StepPhase::kv_gradient;
   forwarded.begin = step.phases.back().begin;
@@ -297,7 +300,7 @@ StepPrediction predict_plan(const TimedPlan& timed, const StepOptions& options, 
     run_phase(flows, nodes, step, even, staying, phase);
     begin = phase.end;
   }
-  try_forwarded_gradient(flows, nodes, step);
+  try_forwarded_gradient(flows, nodes, !timed.stays.empty(), step);
   step.seconds = end_of(step.phases.back());
   step.forward_seconds = end_of(step.phase(StepPhase::output));
   step.path = path_of(step);
