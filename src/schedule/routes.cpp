@@ -247,8 +247,7 @@ ChosenWay choose_way(const char* who, SequenceOperation operation,
     auto relay = hops_by_schedules(who, parts, hops);
     limits.relay_seconds = seconds(relay);
     // On the way back on one node, adding up on the way costs more than the links give back.
-    const bool pays =
-        relay_pays(limits.relay_seconds, without) && !(back && topology.num_nodes() == 1);
+    const bool pays = limits.relay_seconds <= 0.9 * without && !(back && topology.num_nodes() == 1);
     if (options.plan.relay == RelayUse::always ||
         (options.plan.relay == RelayUse::automatic && pays)) {
       limits.way = TransferMode::relay;

@@ -65,8 +65,8 @@ def test_always_with_random_batches(seed):
     tensors = tensors_of(pieces, 2, 1, 8, 8, seed)
     mask = rng.choice(({}, {"window": 9}, {"mask": "full"}))
     got, ways = results(
-        pieces, tensors, rng.choice((None, 2, 1)), relay="always", in_place=rng.choice((True, False)),
-        block_tokens=4, **mask,
+        pieces, tensors, rng.choice((None, 2, 1)), relay="always",
+        in_place=rng.choice((True, False)), **mask,
     )  # fmt: skip
     assert all(way in (["relay", "relay"], [None, None]) for way in ways) or not any(
         rank[0] == "relay" for rank in ways
