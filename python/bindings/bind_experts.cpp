@@ -91,6 +91,8 @@ constexpr std::pair<std::string_view, ConstTensorView ExpertTableViews::*> named
     {"num_recv_tokens_per_rank", &ExpertTableViews::num_recv_rows},
     {"required_rows", &ExpertTableViews::required_rows},
     {"splits", &ExpertTableViews::splits},
+    {"all_slot_experts", &ExpertTableViews::slot_experts},
+    {"all_slot_quotas", &ExpertTableViews::slot_quotas},
     {"weights", &ExpertTableViews::weights},
 };
 
@@ -110,7 +112,8 @@ nb::tuple dispatch_tokens_py(RankLayer& layer, const TensorArg& tokens, const Op
                              const OptionalTensor& weights, const OptionalTensor& scales,
                              const OptionalTensor& positions, const LayoutHandle* layout,
                              std::uintptr_t stream, bool needs_gradients,
-                             bool weights_need_gradients, bool of_backward, std::uint32_t origin) {
+                             bool weights_need_gradients, bool of_backward, std::uint32_t origin,
+                             const LayoutHandle* present) {
   ExpertDispatchInput input;
   input.tokens = view_from<ConstTensorView>(tokens);
   input.ids = view_or_none(ids);
@@ -121,6 +124,7 @@ nb::tuple dispatch_tokens_py(RankLayer& layer, const TensorArg& tokens, const Op
   input.weights_need_gradients = weights_need_gradients;
   input.of_backward = of_backward;
   input.origin = origin;
+  input.present = present == nullptr ? nullptr : present->layout.get();
   const Stream queue = stream_from(stream);
   const auto send = [&](EPAll2AllLayer& given) {
     EPDispatched arrived = layout == nullptr ? given.dispatch(input, queue)
@@ -239,7 +243,8 @@ void bind_layer(nb::module_& m) {
            })
       .def("dispatch", dispatch_tokens_py, "tokens"_a, "ids"_a.none(), "weights"_a.none(),
            "scales"_a.none(), "positions"_a.none(), "layout"_a.none(), "stream"_a,
-           "needs_gradients"_a, "weights_need_gradients"_a, "of_backward"_a, "origin"_a)
+           "needs_gradients"_a, "weights_need_gradients"_a, "of_backward"_a, "origin"_a,
+           "present"_a.none())
       .def("combine", combine_rows_py, "rows"_a, "layout"_a, "output"_a, "weighted"_a, "biases"_a,
            "stream"_a, "needs_gradients"_a, "of_backward"_a, "of_companion"_a)
       .def("weigh_gradients", weigh_gradients_py, "gradients"_a, "weights"_a.none(),

@@ -50,13 +50,18 @@ EPConfig config_py(std::int64_t max_tokens, std::int64_t hidden, std::int32_t to
 
 EPDispatchOptions dispatch_options_py(const EPConfig& config,
                                       std::optional<std::int32_t> dropped_id, std::string_view rows,
-                                      std::int64_t expert_alignment, std::string_view payload) {
+                                      std::int64_t expert_alignment, std::string_view payload,
+                                      std::int32_t spare_experts, double limit,
+                                      std::int64_t min_rows) {
   const EPDispatchOptions options = {
       .dropped_id = dropped_id,
       .rows = detail::option_of<EPRows>(detail::row_names, rows, "EPDispatchOptions: rows"),
       .expert_alignment = expert_alignment,
       .payload = detail::option_of<EPPayload>(detail::payload_names, payload,
-                                              "EPDispatchOptions: payload")};
+                                              "EPDispatchOptions: payload"),
+      .spare_experts = spare_experts,
+      .limit = limit,
+      .min_rows = min_rows};
   options.check(config, "EPDispatchOptions");
   return options;
 }
@@ -85,6 +90,9 @@ nb::dict layout_dict(EPAllToAllLayoutDesc&& layout) {
   result["recv_topk_indices"] = numpy_or_none(std::move(layout.recv_topk_indices));
   result["compact_to_grouped"] = numpy_or_none(std::move(layout.compact_to_grouped));
   result["grouped_to_compact"] = numpy_or_none(std::move(layout.grouped_to_compact));
+  result["slot_experts"] = numpy_or_none(std::move(layout.slot_experts));
+  result["all_slot_experts"] = numpy_or_none(std::move(layout.all_slot_experts));
+  result["all_slot_quotas"] = numpy_or_none(std::move(layout.all_slot_quotas));
   return result;
 }
 
@@ -117,12 +125,13 @@ nb::tuple simulate_dispatch_py(const EPConfig& config, const EPDispatchOptions& 
                                const std::vector<PayloadArg>& ids,
                                const std::vector<PayloadArg>& weights,
                                const std::vector<PayloadArg>& scales,
-                               const std::optional<PayloadArg>& positions) {
+                               const std::optional<PayloadArg>& positions,
+                               const std::vector<std::int32_t>& present) {
   const auto token_views = views_of(tokens, token_dtype);
   const auto id_views = views_of(ids, "int64");
   const auto weight_views = views_of(weights, dtype_name(config.weight_dtype));
   const auto scale_views = views_of(scales, "float32");
-  ExpertInputs inputs{token_views, id_views, weight_views, scale_views, std::nullopt};
+  ExpertInputs inputs{token_views, id_views, weight_views, scale_views, std::nullopt, present};
   if (positions) inputs.full_scatter_indices = tensor_view(*positions, "int64");
   auto dispatch = std::make_shared<ExpertDispatch>(
       unlocked([&] { return simulate_expert_dispatch(config, inputs, options); }));
@@ -417,9 +426,10 @@ void bind_moe(nb::module_& m) {
   m.def("ep_config", config_py, "max_tokens"_a, "hidden"_a, "topk"_a, "num_experts"_a, "rank"_a,
         "world_size"_a, "local_world_size"_a, "token_dtype"_a, "weight_dtype"_a);
   m.def("ep_dispatch_options", dispatch_options_py, "config"_a, "dropped_id"_a.none(), "rows"_a,
-        "expert_alignment"_a, "payload"_a);
+        "expert_alignment"_a, "payload"_a, "spare_experts"_a = 0, "limit"_a = 1.0,
+        "min_rows"_a = 0);
   m.def("simulate_expert_dispatch", simulate_dispatch_py, "config"_a, "options"_a, "tokens"_a,
-        "token_dtype"_a, "ids"_a, "weights"_a, "scales"_a, "positions"_a.none());
+        "token_dtype"_a, "ids"_a, "weights"_a, "scales"_a, "positions"_a.none(), "present"_a);
   m.def("grown_output_rows", grown_output_rows, "rows"_a, "largest"_a);
   m.def("quantize_rows", quantize_py, "rows"_a, "dtype"_a);
   bind_expert_calls(m);

@@ -1,7 +1,8 @@
-"""``python -m waybill``: the program ``waybill`` that comes with the package, ``selftest``, and
-``bench``.
+"""``python -m waybill``: the program ``waybill`` that comes with the package, and three commands.
 
-``doctor`` gets what Python knows.
+``selftest`` checks this installation, ``bench`` measures. ``cmake-dir`` prints the folder in which
+CMake finds the library in C++: ``cmake -Dwaybill_DIR="$(python -m waybill cmake-dir)"``. ``doctor``
+gets what Python knows.
 """
 
 from __future__ import annotations
@@ -10,36 +11,37 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import os
-import shutil
 import sys
 from typing import NoReturn
 
+from . import _core
+
+_FOLDER = os.path.dirname(os.path.abspath(_core.__file__))
+
 
 def program() -> str:
-    """Path of the program: where this package's installer put it, else the one on PATH."""
-    for file in importlib.metadata.files("waybill") or []:
-        if file.name == "waybill" and file.parent.name in ("bin", "Scripts"):
-            path = os.path.normpath(str(file.locate()))
-            if os.access(path, os.X_OK):
-                return path
-    found = shutil.which("waybill")
-    if found is None:
+    """Path of the program, in the folder of the package."""
+    path = os.path.join(_FOLDER, "bin", "waybill")
+    if not os.access(path, os.X_OK):
         sys.exit("waybill: the program is not installed beside the package; run pip install again")
-    return found
+    return path
 
 
 def main() -> NoReturn:
     """Checks this installation, or becomes the program with this process's arguments."""
-    if sys.argv[1:2] == ["selftest"]:
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["selftest"]:
         from . import _selftest
 
-        sys.exit(_selftest.main(sys.argv[2:]))
-    if sys.argv[1:2] == ["bench"]:
+        sys.exit(_selftest.main(arguments[1:]))
+    if arguments == ["cmake-dir"]:
+        print(os.path.join(_FOLDER, "lib", "cmake", "waybill"))
+        sys.exit(0)
+    if arguments[:1] == ["bench"]:
         from . import _bench
 
-        sys.exit(_bench.main(sys.argv[2:]))
+        sys.exit(_bench.main(arguments[1:]))
     path = program()
-    arguments = sys.argv[1:]
     if arguments[:1] == ["doctor"]:
         arguments += _facts()
     os.execv(path, ["waybill", *arguments])

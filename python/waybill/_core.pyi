@@ -584,7 +584,14 @@ def ep_config(
     weight_dtype: str,
 ) -> EPConfig: ...
 def ep_dispatch_options(
-    config: EPConfig, dropped_id: int | None, rows: str, expert_alignment: int, payload: str
+    config: EPConfig,
+    dropped_id: int | None,
+    rows: str,
+    expert_alignment: int,
+    payload: str,
+    spare_experts: int = 0,
+    limit: float = 1.0,
+    min_rows: int = 0,
 ) -> EPDispatchOptions: ...
 def simulate_expert_dispatch(
     config: EPConfig,
@@ -595,6 +602,7 @@ def simulate_expert_dispatch(
     weights: Sequence[NDArray[Any]],
     scales: Sequence[NDArray[Any]],
     positions: NDArray[Any] | None,
+    present: Sequence[int],
 ) -> tuple[Any, ...]: ...
 def grown_output_rows(rows: int, largest: int) -> int: ...
 def quantize_rows(rows: NDArray[Any], dtype: str) -> tuple[Any, ...]: ...
@@ -717,6 +725,7 @@ class ExpertLayer:
         weights_need_gradients: bool,
         of_backward: bool,
         origin: int,
+        present: EPLayout | None,
     ) -> tuple[Any, ...]: ...
     def combine(
         self,

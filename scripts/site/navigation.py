@@ -53,6 +53,7 @@ SECTIONS: dict[str, list[str]] = {
         "docs/architecture.md",
         "docs/engine/",
         "docs/sequence_kernel.md",
+        "docs/expert_kernels.md",
         "docs/decisions/",
         "CONTRIBUTING.md",
         "scripts/README.md",

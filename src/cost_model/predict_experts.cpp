@@ -487,6 +487,8 @@ std::vector<ExpertCallPrediction> predict_experts(const EPConfig& config,
                                                   const ExpertCostOptions& options) {
   config.check("predict_experts");
   dispatch.check(config, "predict_experts");
+  require(dispatch.spare_experts == 0, "predict_experts: spare_experts = ", dispatch.spare_experts,
+          ", expected 0: price_expert_copies prices copies");
   options.check("predict_experts");
   detail::check_ids("predict_experts", config, ids);
   const std::vector<ExpertRankLoad> loads = count_expert_load(config, dispatch, ids);

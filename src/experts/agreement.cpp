@@ -1,7 +1,9 @@
 #include "agreement.h"
 
 #include <algorithm>
+#include <charconv>
 #include <initializer_list>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -11,6 +13,12 @@
 
 namespace waybill::detail {
 namespace {
+
+/// The shortest text that no other number has.
+std::string exactly(double value) {
+  char text[32];
+  return {text, std::to_chars(std::begin(text), std::end(text), value).ptr};
+}
 
 /// The one list: calls visit(name, value as text, whether it is part of the tensors' format).
 template <class Visit>
@@ -30,6 +38,9 @@ void visit_fields(const EPConfig& config, const EPLayerOptions& options, Visit&&
   visit("rows", std::string(name_of(dispatch.rows)), option);
   visit("expert_alignment", concat(dispatch.expert_alignment), option);
   visit("payload", std::string(name_of(dispatch.payload)), format);
+  visit("spare_experts", concat(dispatch.spare_experts), option);
+  visit("limit", exactly(dispatch.limit), option);
+  visit("min_rows", concat(dispatch.min_rows), option);
   visit("enable_local_combine", std::string(options.enable_local_combine ? "true" : "false"),
         option);
   visit("combine", std::string(options.push_combine ? "push" : "pull"), option);
@@ -69,7 +80,7 @@ CallFingerprint layer_fingerprint(const EPConfig& config, const EPLayerOptions& 
 }
 
 CallFingerprint dispatch_fingerprint(CallFingerprint layer, const ExpertDispatchInput& input,
-                                     std::optional<std::uint32_t> routing) {
+                                     std::optional<std::uint32_t> routing, std::uint32_t present) {
   layer.call = routing ? CollectiveCall::expert_known_routing : CollectiveCall::expert_dispatch;
   layer.flags =
       flags_of({{CallFlag::weights, is_given(input.weights)},
@@ -78,6 +89,7 @@ CallFingerprint dispatch_fingerprint(CallFingerprint layer, const ExpertDispatch
                 {CallFlag::weights_need_gradients, input.weights_need_gradients},
                 {CallFlag::backward, input.of_backward}});
   layer.origin = routing.value_or(input.origin);
+  layer.plan = std::uint64_t{present} << fingerprint_tag_bits;
   return layer;
 }
 

@@ -22,10 +22,13 @@ namespace waybill::detail {
 [[nodiscard]] CallFingerprint layer_fingerprint(const EPConfig& config,
                                                 const EPLayerOptions& options);
 
-/// A dispatch. @param routing number of the dispatch whose routing it takes; not given: it counts
+/// A dispatch.
+/// @param routing number of the dispatch whose routing it takes; not given: it counts
+/// @param present number of the dispatch whose copies are there already; 0: none
 [[nodiscard]] CallFingerprint dispatch_fingerprint(CallFingerprint layer,
                                                    const ExpertDispatchInput& input,
-                                                   std::optional<std::uint32_t> routing);
+                                                   std::optional<std::uint32_t> routing,
+                                                   std::uint32_t present);
 
 /// A combine of the rows of dispatch `number`.
 [[nodiscard]] CallFingerprint combine_fingerprint(CallFingerprint layer,

@@ -18,9 +18,14 @@ constexpr const char* context_name = "DispatchCombineContext";
 constexpr std::int64_t int_bytes = sizeof(std::int32_t);
 constexpr std::int64_t max_rows = std::numeric_limits<std::int32_t>::max();
 
-/// Refuses sums in float64 on GPUs, which have none. @throws Unsupported
-void check_dtypes(const World& world, const EPConfig& config, const char* who) {
+/// Refuses what GPUs do not have: sums in float64, spare experts. @throws Unsupported
+void check_for_gpus(const World& world, const EPConfig& config, const EPDispatchOptions& options,
+                    const char* who) {
   if (dynamic_cast<ExpertExecutorFactory*>(&world.executor()) == nullptr) return;
+  if (options.spare_experts > 0) {
+    throw Unsupported(concat(who, ": spare_experts = ", options.spare_experts,
+                             " on GPUs, expected 0: copies are for ranks in host memory"));
+  }
   for (const auto& [name, dtype] :
        {std::pair{"token_dtype", config.token_dtype}, {"weight_dtype", config.weight_dtype}}) {
     if (dtype != DType::float64) continue;
@@ -73,6 +78,11 @@ ExpertWorkspaceLayout expert_workspace_layout(const EPConfig& config,
   for (std::int64_t& counts : layout.counts) {
     counts = parts.take(config.world_size * num_counts(config) * int_bytes);
   }
+  const std::int64_t of_slots =
+      options.spare_experts > 0 ? num_counts(slot_config(config, options)) : 0;
+  for (std::int64_t& counts : layout.slot_counts) {
+    counts = parts.take(config.world_size * of_slots * int_bytes);
+  }
   // On one node nothing is forwarded, and every part below is empty.
   const std::int64_t nodes = config.is_intra_node() ? 0 : config.num_nodes();
   const std::int64_t tokens = nodes * config.max_tokens;
@@ -114,7 +124,7 @@ DispatchCombineContext DispatchCombineContext::make(const World& world, const EP
             world.topology().ranks_per_node, ", as the world has");
     require(config.rank == to_int(world.rank()), who, ": rank = ", config.rank, ", expected ",
             world.rank(), ", as in the world");
-    check_dtypes(world, config, who);
+    check_for_gpus(world, config, options, who);
     if (!given_rows) check_options(layer, who);
     rows = given_rows             ? *given_rows
            : layer.fixed_rows > 0 ? layer.fixed_rows

@@ -77,6 +77,7 @@ struct ExpertCall {
   bool may_grow = false;  ///< windows may: the host has waited for the counts of its dispatches
   std::int64_t max_per_expert = 0;  ///< for dispatches, see EPLayerOptions
   bool sums_locally = false;  ///< for dispatches: weighted sums may be local, see EPCombineOptions
+  const ExpertTables* present = nullptr;  ///< for dispatches, see ExpertDispatchInput
 };
 
 /// Does the work of one layer on a world's kind of memory.
@@ -87,7 +88,8 @@ struct ExpertCall {
 /// raises `arrived` after its last row and ends when all ranks of the node have. A combine on one
 /// node writes to the receive slabs of its parity before others have entered, sums its own, and
 /// ends when it has summed and all have entered; on several nodes it reads the combine windows of
-/// the ranks of the node. All waits have the transport's deadline.
+/// the ranks of the node. With spare experts a dispatch that counts raises `planned` when its
+/// counts of slots can be read. All waits have the transport's deadline.
 class ExpertExecutor {
  public:
   ExpertExecutor() = default;
@@ -102,7 +104,8 @@ class ExpertExecutor {
                        std::uint32_t /*next_combine*/) {}
 
   /// First half of a dispatch: enters the call with this rank's counts; when all have, places rows
-  /// and fills the tables. GPU worlds queue it and return.
+  /// and fills the tables. With spare experts ranks plan copies in between, put slots in place of
+  /// ids, and exchange what they count of slots. GPU worlds queue it and return.
   /// @throws Timeout; InvalidArgument for ids out of range, where the host reads them
   [[nodiscard]] virtual std::shared_ptr<ExpertTables> route(const ExpertCall& call,
                                                             const ExpertDispatchInput& input) = 0;

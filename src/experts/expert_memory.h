@@ -32,7 +32,8 @@ struct ExpertWindowLayout {
 /// Byte offsets in the workspace, through which ranks exchange data of fixed size. M = max_tokens,
 /// N nodes. An entry by source node is written by the rank with the same local index there.
 struct ExpertWorkspaceLayout {
-  std::int64_t counts[2] = {};  ///< [W, num_counts] int32, by parity of the dispatch
+  std::int64_t counts[2] = {};       ///< [W, num_counts] int32, by parity of the dispatch
+  std::int64_t slot_counts[2] = {};  ///< with spare experts: the same of slot_config
   // Several nodes only:
   std::int64_t forward_rows = 0;     ///< [N, M, row_bytes]: tokens to forward in this node
   std::int64_t forward_scales = 0;   ///< [N, M, num_scales] float32
@@ -68,8 +69,9 @@ enum class ExpertSignal : std::uint8_t {
   arrived,    ///< this rank has written all its rows into the windows of its node
   shared,     ///< several nodes: sums of this rank's node have arrived
   posted,     ///< several nodes, on GPUs: ids and weights have arrived, rows not yet
+  planned,    ///< with spare experts: counts of slots are on the workspace
 };
-inline constexpr std::int64_t num_expert_signals = 5;
+inline constexpr std::int64_t num_expert_signals = 6;
 
 /// Signals before the fingerprints (with_fingerprints).
 [[nodiscard]] constexpr std::int64_t num_layer_signals(std::int32_t world_size) {

@@ -17,13 +17,13 @@
 namespace waybill::detail {
 namespace {
 
-/// All ranks compute the same rows of a call, so the ranks that are threads of one process share
-/// them. At 1024 ranks the tables take 17 MB.
+/// All ranks compute the same tables of a call, so the ranks that are threads of one process share
+/// them. At 1024 ranks the rows take 17 MB.
 /// @param memory one part of the layer's memory, the same for all
-std::shared_ptr<const ExpertRows> share_rows(const std::shared_ptr<void>& memory,
-                                             std::uint64_t epoch,
-                                             const std::function<ExpertRows()>& make) {
-  using Shared = std::pair<std::mutex, std::optional<ExpertRows>>;  // held while the rows are made
+template <class Tables>
+std::shared_ptr<const Tables> share_tables(const std::shared_ptr<void>& memory, std::uint64_t epoch,
+                                           const std::function<Tables()>& make) {
+  using Shared = std::pair<std::mutex, std::optional<Tables>>;  // held while they are made
   using Calls = std::map<std::uint64_t, std::weak_ptr<Shared>>;
   static std::mutex mutex;
   static std::map<std::weak_ptr<void>, Calls, std::owner_less<>> layers;
@@ -40,8 +40,8 @@ std::shared_ptr<const ExpertRows> share_rows(const std::shared_ptr<void>& memory
   }
   const std::lock_guard lock(shared->first);
   if (!shared->second) shared->second = make();
-  const ExpertRows* const rows = &*shared->second;
-  return {std::move(shared), rows};
+  const Tables* const tables = &*shared->second;
+  return {std::move(shared), tables};
 }
 
 std::int64_t slice(const HostExpertCall& at, std::int32_t node) {
@@ -70,15 +70,52 @@ void clear_tags(const HostExpertCall& at, HostExpertRouting& routing) {
 /// The counts of all ranks, which each rank keeps in its own workspace: copies for the others would
 /// be W^2 num_counts integers, 8.6 GB for 1024 ranks with an expert each. They stay until all ranks
 /// have entered the next dispatch, and so left this one.
-std::vector<std::span<const std::int32_t>> counts_of_all(const HostExpertCall& at) {
+/// @param offsets of the counts in the workspace, by parity. @param config whose experts they count
+std::vector<std::span<const std::int32_t>> counts_of_all(const HostExpertCall& at,
+                                                         const std::int64_t (&offsets)[2],
+                                                         const EPConfig& config) {
   std::vector<std::span<const std::int32_t>> counts;
   for (std::int32_t r = 0; r < at.config.world_size; ++r) {
     const auto* const part = static_cast<const std::byte*>(at.memory.workspace.memory[r].get());
-    counts.emplace_back(reinterpret_cast<const std::int32_t*>(
-                            part + at.memory.workspace_layout.counts[at.call.parity]),
-                        num_counts(at.config));
+    counts.emplace_back(reinterpret_cast<const std::int32_t*>(part + offsets[at.call.parity]),
+                        num_counts(config));
   }
   return counts;
+}
+
+void put_counts(const HostExpertCall& at, const std::int64_t (&offsets)[2],
+                const std::vector<std::int32_t>& counts) {
+  at.put(at.memory.workspace, at.config.rank, offsets[at.call.parity], counts.data(),
+         std::ssize(counts) * std::int64_t{sizeof(counts[0])});
+}
+
+/// The experts in the spare slots of an earlier dispatch, as EvenExpertsOptions::present.
+std::vector<std::int32_t> copies_of(const HostExpertCall& at, const ExpertTables* earlier) {
+  std::vector<std::int32_t> present;
+  if (earlier == nullptr) return present;
+  const auto& plan = static_cast<const HostExpertTables*>(earlier)->routing().slots->plan;
+  const std::int32_t homes = at.experts.num_experts_per_rank();
+  for (std::int64_t i = 0; i < std::ssize(plan.slots); ++i) {
+    if (i % plan.slots_per_rank >= homes) present.push_back(plan.slots[i]);
+  }
+  return present;
+}
+
+/// Plans copies from the counts of all ranks, puts slots in place of ids and exchanges their
+/// counts.
+std::vector<std::int32_t> take_slots(const HostExpertCall& at, const std::vector<std::int32_t>& ids,
+                                     HostExpertRouting& routing) {
+  const ExpertWorkspaceLayout& workspace = at.memory.workspace_layout;
+  routing.slots = share_tables<ExpertSlots>(at.memory.workspace.memory.front(), at.call.epoch, [&] {
+    return plan_slots(at.experts, at.options, counts_of_all(at, workspace.counts, at.experts),
+                      copies_of(at, at.call.present));
+  });
+  const auto& [rows, plan] = *routing.slots;
+  routing.slot_quotas.assign(plan.quotas.begin(), plan.quotas.end());
+  auto slots = slot_ids(plan, rows, ids, at.config.rank);
+  put_counts(at, workspace.slot_counts, count_topk_slots(at.config, slots));
+  at.share_plan();
+  return slots;
 }
 
 void take_weights(const HostExpertCall& at, const ExpertDispatchInput& input,
@@ -343,23 +380,28 @@ void finish_rows(const HostExpertCall& at, HostExpertTables& tables) {
 std::shared_ptr<HostExpertTables> host_route(const HostExpertCall& at,
                                              const ExpertDispatchInput& input) {
   const EPConfig& config = at.config;
+  const ExpertWorkspaceLayout& workspace = at.memory.workspace_layout;
+  const bool has_spare = at.options.spare_experts > 0;
   const auto routing = std::make_shared<HostExpertRouting>(config, at.options);
-  const auto ids = read_expert_ids(config, at.options, input.ids, at.call.operation);
+  auto ids = read_expert_ids(at.experts, at.options, input.ids, at.call.operation);
   if (is_given(input.full_scatter_indices)) {
     routing->positions = read_integers(input.full_scatter_indices);
   }
   if (!routing->positions.empty()) clear_tags(at, *routing);
-  const auto counts = count_topk_slots(config, ids);
-  for (std::int32_t e = 0; at.call.max_per_expert > 0 && e < config.num_experts; ++e) {
+  const auto counts = count_topk_slots(at.experts, ids);
+  for (std::int32_t e = 0; at.call.max_per_expert > 0 && e < at.experts.num_experts; ++e) {
     require(counts[e] <= at.call.max_per_expert, at.call.operation, ": exp_indices of rank ",
             config.rank, " hold expert ", e, " more than max_per_expert = ", at.call.max_per_expert,
             " times");
   }
-  at.put(at.memory.workspace, config.rank, at.memory.workspace_layout.counts[at.call.parity],
-         counts.data(), std::ssize(counts) * std::int64_t{sizeof(counts[0])});
+  put_counts(at, workspace.counts, counts);
   at.enter();
-  routing->rows = share_rows(at.memory.workspace.memory.front(), at.call.epoch,
-                             [&] { return locate_rows(config, at.options, counts_of_all(at)); });
+  if (has_spare) ids = take_slots(at, ids, *routing);
+  routing->rows = share_tables<ExpertRows>(at.memory.workspace.memory.front(), at.call.epoch, [&] {
+    return locate_rows(
+        config, at.options,
+        counts_of_all(at, has_spare ? workspace.slot_counts : workspace.counts, config));
+  });
   routing->required_rows = static_cast<std::int32_t>(routing->rows->largest_recv_rows);
   routing->dst_rows.assign(slice(at, config.num_nodes()) * config.topk, -1);
   if (config.is_intra_node()) {

@@ -46,6 +46,10 @@ ExpertTableViews HostExpertRouting::views() const {
   views.compact_to_grouped = table(compact_to_grouped, {received, topk});
   views.grouped_to_compact = table(grouped_to_compact, {std::ssize(grouped_to_compact)});
   views.recv_tags = {tags.data(), DType::int32, {received, 4}};
+  if (slots != nullptr) {
+    views.slot_experts = table(slots->plan.slots, {world, experts});
+    views.slot_quotas = table(slot_quotas, {world, experts});
+  }
   return views;
 }
 
@@ -142,6 +146,12 @@ void HostExpertCall::arrive_and_wait() const {
   for (std::int32_t k = 1; k < count; ++k) wait_for(ExpertSignal::arrived, other(k));
 }
 
+void HostExpertCall::share_plan() const {
+  const auto other = [&](std::int32_t k) { return (config.rank + k) % config.world_size; };
+  for (std::int32_t k = 1; k < config.world_size; ++k) raise(ExpertSignal::planned, other(k));
+  for (std::int32_t k = 1; k < config.world_size; ++k) wait_for(ExpertSignal::planned, other(k));
+}
+
 void HostExpertCall::enter() const {
   const auto other = [&](std::int32_t k) { return (config.rank + k) % config.world_size; };
   const FingerprintExchange exchange = exchange_of(*this);
@@ -159,7 +169,11 @@ class HostExpertExecutor final : public ExpertExecutor {
  public:
   HostExpertExecutor(Transport& transport, const EPConfig& config, const EPDispatchOptions& options,
                      const ExpertMemory& memory)
-      : transport_(transport), config_(config), options_(options), memory_(memory) {}
+      : transport_(transport),
+        experts_(config),
+        config_(slot_config(config, options)),
+        options_(options),
+        memory_(memory) {}
 
   std::shared_ptr<ExpertTables> route(const ExpertCall& call,
                                       const ExpertDispatchInput& input) override {
@@ -209,7 +223,7 @@ class HostExpertExecutor final : public ExpertExecutor {
 
  private:
   [[nodiscard]] HostExpertCall at(const ExpertCall& call) const {
-    return {transport_, config_, options_, memory_, call};
+    return {transport_, config_, experts_, options_, memory_, call};
   }
 
   /// The rows of a tensor that have arrived.
@@ -220,7 +234,8 @@ class HostExpertExecutor final : public ExpertExecutor {
   }
 
   Transport& transport_;
-  EPConfig config_;
+  EPConfig experts_;
+  EPConfig config_;  ///< slot_config
   EPDispatchOptions options_;
   const ExpertMemory& memory_;
   ExpertOverflow overflow_;

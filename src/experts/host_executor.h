@@ -14,7 +14,8 @@
 
 namespace waybill::detail {
 
-/// The routing of a dispatch in host memory. N nodes, M = max_tokens, K = topk.
+/// The routing of a dispatch in host memory. N nodes, M = max_tokens, K = topk. `config` is
+/// slot_config.
 class HostExpertRouting final : public ExpertRouting {
  public:
   HostExpertRouting(const EPConfig& config, const EPDispatchOptions& options)
@@ -54,8 +55,10 @@ class HostExpertRouting final : public ExpertRouting {
   /// Compact rows: makes the maps to and from grouped rows. @param received [R, K] local experts
   void read_topk(std::span<const std::int32_t> received);
 
-  std::shared_ptr<const ExpertRows> rows;  ///< perhaps shared with other ranks
-  std::int32_t required_rows = 0;          ///< rows->largest_recv_rows
+  std::shared_ptr<const ExpertRows> rows;    ///< perhaps shared with other ranks
+  std::shared_ptr<const ExpertSlots> slots;  ///< with spare experts; the same
+  std::vector<std::int32_t> slot_quotas;     ///< those of slots->plan
+  std::int32_t required_rows = 0;            ///< rows->largest_recv_rows
   std::vector<std::int32_t> ids;        ///< one node [T, K], else [N, M, K], -1 where there is none
   std::vector<std::int32_t> dst_rows;   ///< [N, M, K]
   std::vector<std::int32_t> send_reqs;  ///< several nodes: [N, 2, M]
@@ -112,7 +115,8 @@ class HostExpertTables final : public ExpertTables {
 /// One rank's part in one call: the surroundings, and what ranks exchange in host memory.
 struct HostExpertCall {
   Transport& transport;
-  const EPConfig& config;
+  const EPConfig& config;   ///< slot_config: what is said of experts is of slots
+  const EPConfig& experts;  ///< the config given: without spare experts the same
   const EPDispatchOptions& options;
   const ExpertMemory& memory;
   const ExpertCall& call;
@@ -123,6 +127,9 @@ struct HostExpertCall {
 
   /// @throws Timeout; Disagreement instead when a rank has said that it means another call
   void wait_for(ExpertSignal kind, std::int32_t peer) const;
+
+  /// Raises `planned` at all other ranks and waits for them.
+  void share_plan() const;
 
   /// Raises `arrived` at the other ranks of the node and waits for all of them.
   void arrive_and_wait() const;

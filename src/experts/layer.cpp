@@ -39,6 +39,9 @@ void check_positions(const EPConfig& config, const EPDispatchOptions& options,
   constexpr const char* who = "dispatch";
   require(options.rows == EPRows::grouped && options.expert_alignment == 1, who,
           ": full_scatter_indices are for grouped rows without padding");
+  require(options.spare_experts == 0, who,
+          ": full_scatter_indices are given, expected none with spare_experts = ",
+          options.spare_experts);
   require(positions.dtype == DType::int32 || positions.dtype == DType::int64, who,
           ": full_scatter_indices is ", positions.dtype, ", expected int32 or int64");
   require(positions.ndim() == 2 && positions.shape[1] == config.topk, who,
@@ -162,6 +165,13 @@ EPAll2AllLayoutDesc EPLayout::describe() const {
     desc.compact_to_grouped = copied(tables.compact_to_grouped);
     desc.grouped_to_compact = copied(tables.grouped_to_compact);
   }
+  if (is_given(tables.slot_experts)) {
+    const std::int64_t slots = tables.slot_experts.shape[1];
+    const auto* const all = reinterpret_cast<const std::int32_t*>(tables.slot_experts.data);
+    desc.slot_experts = IndexArray::copy_of(all + config_.rank * slots, {slots}, DType::int32);
+    desc.all_slot_experts = copied(tables.slot_experts);
+    desc.all_slot_quotas = copied(tables.slot_quotas);
+  }
   return desc;
 }
 
@@ -182,6 +192,7 @@ struct EPAll2AllLayer::State {
   [[nodiscard]] bool may_take_second_place(const Stream& stream) const;
   EPDispatched dispatch(const ExpertDispatchInput& input, const EPLayout* known,
                         const Stream& stream);
+  [[nodiscard]] const ExpertTables* present_tables(const EPLayout* present) const;
   void grow_for(const ExpertTables& tables, const Stream& stream);
   [[nodiscard]] bool goes_alike(const EPLayout& layout) const;
   void check_rows(const ExpertCombineInput& input, const EPLayout& layout) const;
@@ -267,6 +278,15 @@ void EPAll2AllLayer::State::grow_for(const ExpertTables& tables, const Stream& s
   (void)context.reallocate_dispatch_output_buf(rows);
 }
 
+/// @return the tables whose copies are there already; null: none
+const ExpertTables* EPAll2AllLayer::State::present_tables(const EPLayout* present) const {
+  if (present == nullptr) return nullptr;
+  require(options.dispatch.spare_experts > 0,
+          "dispatch: present is given, expected none without spare experts");
+  require(present->layer_ == id, "dispatch: present belongs to another layer");
+  return present->tables_.get();
+}
+
 /// @param known null: the dispatch counts
 EPDispatched EPAll2AllLayer::State::dispatch(const ExpertDispatchInput& input,
                                              const EPLayout* known, const Stream& stream) {
@@ -279,9 +299,12 @@ EPDispatched EPAll2AllLayer::State::dispatch(const ExpertDispatchInput& input,
             input.tokens.shape[0], " tokens, expected ", known->num_tokens_, ", as the layout");
     routing = known->routing_;
   }
-  const ExpertCall call =
+  const ExpertTables* const present = known == nullptr ? present_tables(input.present) : nullptr;
+  ExpertCall call =
       next_call("dispatch", num_dispatches, stream,
-                detail::dispatch_fingerprint(fingerprint_now(), input, routing));
+                detail::dispatch_fingerprint(fingerprint_now(), input, routing,
+                                             present == nullptr ? 0 : input.present->routing_));
+  call.present = present;
   std::shared_ptr<ExpertTables> begun;
   abort_state.guard([&] {
     dispatch_capture = realign(call);
@@ -348,7 +371,8 @@ bool EPAll2AllLayer::State::goes_alike(const EPLayout& layout) const {
   const EPDispatchOptions& other = layout.options_;
   return layout.world_ == &world.transport() && layout.fixed_rows_ == options.fixed_rows &&
          theirs == config && other.rows == mine.rows &&
-         other.expert_alignment == mine.expert_alignment;
+         other.expert_alignment == mine.expert_alignment &&
+         other.spare_experts == mine.spare_experts;
 }
 
 /// Refuses rows in a combine window unless combine_input gave that place for the next combine.

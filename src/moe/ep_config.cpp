@@ -10,12 +10,13 @@ namespace waybill {
 namespace {
 
 constexpr std::int64_t growth_rows = 1024;
+constexpr double max_limit = 1e9;  // as even_experts has it
 constexpr std::int64_t max_int32 = std::numeric_limits<std::int32_t>::max();
 
 /// Repeated experts are allowed, so all topk slots of all ranks may meet on one rank.
 std::int64_t max_grouped_rows(const EPConfig& config, const EPDispatchOptions& options) {
   return config.world_size * config.max_tokens * config.topk +
-         config.num_experts_per_rank() * (options.expert_alignment - 1);
+         options.slots_per_rank(config) * (options.expert_alignment - 1);
 }
 
 }  // namespace
@@ -53,6 +54,12 @@ void EPDispatchOptions::check(const EPConfig& config, const char* who) const {
           " for a payload with scales");
   require(payload != EPPayload::quantized || config.token_dtype != DType::float64, who,
           ": token_dtype = float64, expected bfloat16, float16 or float32 for a quantized payload");
+  require(0 <= spare_experts && spare_experts <= config.num_experts, who,
+          ": spare_experts = ", spare_experts, ", expected 0..num_experts = ", config.num_experts);
+  require(1 <= limit && limit < max_limit, who, ": limit = ", limit, ", expected >= 1");
+  require(0 <= min_rows, who, ": min_rows = ", min_rows, ", expected >= 0");
+  require(std::int64_t{config.world_size} * slots_per_rank(config) <= max_int32, who,
+          ": spare_experts = ", spare_experts, ", expected fewer than 2^31 slots of all ranks");
   // Compact rows have places in the grouped order, too.
   const std::int64_t grouped = max_grouped_rows(config, *this);
   require(grouped <= max_int32, who, ": a rank could ",

@@ -172,6 +172,22 @@ std::vector<std::int32_t> count_topk_slots(const EPConfig& config,
   return counts;
 }
 
+ExpertSlots plan_slots(const EPConfig& config, const EPDispatchOptions& options,
+                       std::span<const std::span<const std::int32_t>> counts,
+                       std::span<const std::int32_t> present) {
+  ExpertSlots slots;
+  for (const auto record : counts) {
+    slots.rows.insert(slots.rows.end(), record.begin(), record.begin() + config.num_experts);
+  }
+  slots.plan = even_experts(slots.rows, config.world_size, config.num_experts,
+                            {.spare_experts = options.spare_experts,
+                             .present = present,
+                             .min_rows = options.min_rows,
+                             .limit = options.limit,
+                             .alignment = options.expert_alignment});
+  return slots;
+}
+
 ExpertRows locate_rows(const EPConfig& config, const EPDispatchOptions& options,
                        std::span<const std::span<const std::int32_t>> counts) {
   const std::int64_t world = config.world_size;

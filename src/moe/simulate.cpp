@@ -37,6 +37,9 @@ std::vector<std::int64_t> read_positions(const EPConfig& config, const EPDispatc
           ": full_scatter_indices are for grouped rows without padding; got ",
           options.rows == EPRows::grouped ? "grouped" : "compact",
           " rows, expert_alignment = ", options.expert_alignment);
+  require(options.spare_experts == 0, in_dispatch,
+          ": full_scatter_indices are given, expected none with spare_experts = ",
+          options.spare_experts);
   require(view.dtype == DType::int32 || view.dtype == DType::int64, in_dispatch,
           ": full_scatter_indices is ", view.dtype, ", expected int32 or int64");
   require(view.shape == Shape{total_tokens, config.topk}, in_dispatch,
@@ -86,8 +89,25 @@ std::vector<std::int64_t> take_inputs(const ExpertInputs& inputs, ExpertDispatch
     }
     total_tokens += count;
   }
+  require(inputs.present.empty() || options.spare_experts > 0, in_dispatch,
+          ": present is given, expected none without spare experts");
   if (!inputs.full_scatter_indices) return {};
   return read_positions(config, options, *inputs.full_scatter_indices, total_tokens);
+}
+
+/// Plans copies and puts slots in place of ids.
+void take_slots(const ExpertInputs& inputs, ExpertDispatch& dispatch) {
+  const EPConfig experts = dispatch.config;
+  std::vector<std::vector<std::int32_t>> counts;
+  for (const auto& ids : dispatch.ids) counts.push_back(count_topk_slots(experts, ids));
+  dispatch.slots = plan_slots(
+      experts, dispatch.options,
+      std::vector<std::span<const std::int32_t>>(counts.begin(), counts.end()), inputs.present);
+  for (std::int32_t src = 0; src < experts.world_size; ++src) {
+    dispatch.ids[src] =
+        slot_ids(dispatch.slots->plan, dispatch.slots->rows, dispatch.ids[src], src);
+  }
+  dispatch.config = slot_config(experts, dispatch.options);
 }
 
 void place_all(ExpertDispatch& dispatch, std::span<const std::int64_t> positions) {
@@ -266,6 +286,16 @@ void fill_compact_maps(const ExpertDispatch& dispatch, std::int32_t rank,
   desc.grouped_to_compact = int32_array(to_compact, {places});
 }
 
+void fill_slots(const ExpertDispatch& dispatch, std::int32_t rank, EPAll2AllLayoutDesc& desc) {
+  if (!dispatch.slots) return;
+  const EvenExperts& plan = dispatch.slots->plan;
+  const std::int64_t slots = plan.slots_per_rank;
+  const Shape all{plan.num_ranks, slots};
+  desc.slot_experts = int32_array(plan.slots, {slots}, rank * slots);
+  desc.all_slot_experts = int32_array(plan.slots, all);
+  desc.all_slot_quotas = IndexArray(all, plan.quotas).to(DType::int32, in_dispatch);
+}
+
 /// The descriptors of all ranks, from ids, dst_row, rows and origins.
 void fill_layouts(ExpertDispatch& dispatch, bool positions_given) {
   const EPConfig& config = dispatch.config;
@@ -281,6 +311,7 @@ void fill_layouts(ExpertDispatch& dispatch, bool positions_given) {
     fill_columns(dispatch, rank, positions_given, desc);
     fill_duplicate_maps(dispatch, rank, desc);
     fill_compact_maps(dispatch, rank, desc);
+    fill_slots(dispatch, rank, desc);
     dispatch.layout.push_back(std::move(desc));
   }
 }
@@ -335,6 +366,7 @@ ExpertDispatch simulate_expert_dispatch(const EPConfig& config, const ExpertInpu
   dispatch.config = config;
   dispatch.options = options;
   const std::vector<std::int64_t> positions = take_inputs(inputs, dispatch);
+  if (options.spare_experts > 0) take_slots(inputs, dispatch);
   place_all(dispatch, positions);
   allocate_outputs(dispatch);
 

@@ -127,6 +127,8 @@ ExpertSummary summarize_experts(const EPConfig& config, const EPDispatchOptions&
                                 std::span<const std::vector<std::int32_t>> ids) {
   config.check("summarize_experts");
   options.check(config, "summarize_experts");
+  require(options.spare_experts == 0, "summarize_experts: spare_experts = ", options.spare_experts,
+          ", expected 0: price_expert_copies counts copies");
   detail::check_ids("summarize_experts", config, ids);
   ExpertSummary summary;
   summary.config = config;

@@ -51,6 +51,11 @@ constexpr std::pair<CallFlag, const char*> flag_names[] = {
     {CallFlag::weights_need_gradients, "weights_need_gradients"},
     {CallFlag::backward, "backward"}};
 
+std::string name_of_present(std::uint64_t word) {
+  const std::uint64_t number = word >> fingerprint_tag_bits;
+  return number == 0 ? "none" : concat("that of dispatch ", number);
+}
+
 /// The first flag that differs.
 std::string describe_flags(std::uint8_t mine, Rank me, std::uint8_t theirs, Rank peer) {
   for (const auto& [flag, name] : flag_names) {
@@ -91,6 +96,10 @@ std::string describe_first(Rank me, const FingerprintWords& mine, Rank peer,
       "", ": they planned other lengths, or call their plans in another order", ""};
   for (std::size_t w = 2; w > 0; --w) {  // other formats make another plan
     if (high_48(mine[w]) != high_48(theirs[w])) {
+      if (w == 1 && call_of(mine[0]) == CollectiveCall::expert_dispatch) {
+        return concat("present is ", name_of_present(mine[1]), " on rank ", me, ", ",
+                      name_of_present(theirs[1]), " on rank ", peer);
+      }
       return concat(describe_hash(names[w], mine[w], me, theirs[w], peer), reasons[w]);
     }
   }

@@ -40,9 +40,11 @@ enum class CallFlag : std::uint8_t {
 /// of a single rank (num_sms, its number of tokens, biases) are not in it.
 struct CallFingerprint {
   CollectiveCall call = CollectiveCall::none;
-  std::uint8_t flags = 0;     ///< bits of CallFlag
-  std::uint32_t origin = 0;   ///< number of the dispatch that the call belongs to; 0: none
-  std::uint64_t plan = 0;     ///< hash of the plan: lines of all ranks, relay, batches
+  std::uint8_t flags = 0;    ///< bits of CallFlag
+  std::uint32_t origin = 0;  ///< number of the dispatch that the call belongs to; 0: none
+  /// Hash of the plan: lines of all ranks, relay, batches. Of a dispatch of experts that counts:
+  /// above the tag the number of the dispatch whose copies are `present`; 0: none.
+  std::uint64_t plan = 0;
   std::uint64_t formats = 0;  ///< hash of dtype, hidden and parts
   std::uint64_t options = 0;  ///< hash of what else must be the same
 };

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cmath>
 #include <thread>
 
 #include "experts/disagreeing_ranks.h"
@@ -35,6 +36,10 @@ std::vector<SettingCase> setting_cases() {
       {"expert_alignment = 4", [](auto&, auto& options) { options.dispatch.expert_alignment = 4; }},
       {"payload = quantized",
        [](auto&, auto& options) { options.dispatch.payload = EPPayload::quantized; }},
+      {"spare_experts = 1", [](auto&, auto& options) { options.dispatch.spare_experts = 1; }},
+      {"limit = 1.0000000000000002",
+       [](auto&, auto& options) { options.dispatch.limit = std::nextafter(1.0, 2.0); }},
+      {"min_rows = 7", [](auto&, auto& options) { options.dispatch.min_rows = 7; }},
       {"enable_local_combine = true",
        [](auto&, auto& options) { options.enable_local_combine = true; }},
       {"combine = push", [](auto&, auto& o) { o.push_combine = !o.push_combine; }},

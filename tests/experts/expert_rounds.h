@@ -43,10 +43,11 @@ inline HostTensor random_rows(const EPConfig& config, std::int64_t rows, Random&
 }
 
 inline ExpertRoundCase make_round(const ExpertCase& inputs, const EPLayerOptions& layer,
-                                  Random& random, int num_biases = 0, bool weighted = false) {
+                                  Random& random, int num_biases = 0, bool weighted = false,
+                                  std::span<const std::int32_t> present = {}) {
   ExpertRoundCase round;
   round.inputs = inputs;
-  round.dispatch = inputs.dispatch(layer.dispatch);
+  round.dispatch = inputs.dispatch(layer.dispatch, present);
   round.combine = {layer.enable_local_combine, weighted};
   const EPConfig& config = inputs.config;
   for (const std::int32_t rows : round.dispatch.rows.num_recv_rows) {
@@ -95,6 +96,9 @@ inline void expect_same(const EPAll2AllLayoutDesc& got, const EPAll2AllLayoutDes
   EXPECT_EQ(got.recv_topk_indices, wanted.recv_topk_indices);
   EXPECT_EQ(got.compact_to_grouped, wanted.compact_to_grouped);
   EXPECT_EQ(got.grouped_to_compact, wanted.grouped_to_compact);
+  EXPECT_EQ(got.slot_experts, wanted.slot_experts);
+  EXPECT_EQ(got.all_slot_experts, wanted.all_slot_experts);
+  EXPECT_EQ(got.all_slot_quotas, wanted.all_slot_quotas);
 }
 
 inline void expect_dispatched(const EPDispatched& got, const ExpertRoundCase& round,

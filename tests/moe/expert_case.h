@@ -56,13 +56,15 @@ struct ExpertCase {
   std::vector<HostTensor> scales;
   std::optional<HostTensor> positions;
 
-  [[nodiscard]] ExpertDispatch dispatch(const EPDispatchOptions& options = {}) const {
+  [[nodiscard]] ExpertDispatch dispatch(const EPDispatchOptions& options = {},
+                                        std::span<const std::int32_t> present = {}) const {
     const auto token_views = views_of(tokens);
     const auto id_views = views_of(ids);
     const auto weight_views = views_of(weights);
     const auto scale_views = views_of(scales);
     ExpertInputs inputs{token_views, id_views, weight_views, scale_views, std::nullopt};
     if (positions) inputs.full_scatter_indices = positions->view();
+    inputs.present = present;
     return simulate_expert_dispatch(config, inputs, options);
   }
 };

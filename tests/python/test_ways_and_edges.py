@@ -177,13 +177,13 @@ ARGUMENTS = {
     "EPAll2AllLayer": {
         "all": "ep_group max_tokens hidden topk rank num_tot_experts local_world_size world_size"
         " dtype weight_dtype num_sm dropped_id capacity",
-        "none": "use_aot max_per_expert device",
+        "none": "use_aot max_per_expert device spare_experts limit min_rows",
         "node_local": "enable_local_combine", "node_compact": "rows",
         "node_padded": "expert_alignment", "node_scaled": "payload", "node_fixed": "fixed_rows",
         "node_views": "copy_out", "node_push": "combine",
     },
     "EPAll2AllLayer.dispatch": {
-        "all": "self input exp_indices weight", "none": "copy_out",
+        "all": "self input exp_indices weight", "none": "copy_out present",
         "node_positions": "full_scatter_indices", "node_scaled": "scales",
         "node_known": "layout_desc",
     },

@@ -14,9 +14,11 @@ inline constexpr std::int64_t gradient_partial_sums = 256;
 /// Whether a tensor was given at all; one without a shape was not. One of no tokens may be null.
 [[nodiscard]] inline bool is_given(const ConstTensorView& view) { return !view.shape.empty(); }
 
+class EPLayout;
+
 /// The tensors that a rank dispatches: contiguous views of the world's memory. All ranks give
 /// weights, or none. Ranks compare whether weights and full_scatter_indices are given, and the last
-/// four fields.
+/// five fields.
 struct ExpertDispatchInput {
   ConstTensorView tokens{};   ///< [T, hidden]
   ConstTensorView ids{};      ///< [T, K], int32 or int64, unchecked where the host cannot read them
@@ -30,6 +32,9 @@ struct ExpertDispatchInput {
   /// EPLayout::number() of the dispatch that this one belongs to, perhaps in another layer; 0:
   /// none. Not looked at when the routing is known.
   std::uint32_t origin = 0;
+  /// With spare experts: the layout of an earlier dispatch of this layer, whose copies are there
+  /// already: EvenExpertsOptions::present. Null: none is. Not looked at when the routing is known.
+  const EPLayout* present = nullptr;
 };
 
 struct ExpertCombineInput {
@@ -80,6 +85,9 @@ struct ExpertTableViews {
   ConstTensorView grouped_to_compact{};  ///< compact rows: [most grouped rows]
   ConstTensorView recv_topk{};           ///< compact rows: [capacity_rows, K]
   ConstTensorView recv_tags{};           ///< [capacity_rows, 4]: RowTag, kept beyond the window
+  // With spare experts alone. Experts above are then slots, as slot_config says: P slots per rank.
+  ConstTensorView slot_experts{};  ///< [W, P]: the expert of each slot, -1: it is empty
+  ConstTensorView slot_quotas{};   ///< [W, P]: rows that each slot takes, without padding
 };
 
 /// Rows that windows of fixed size had no room for, the same on all ranks.

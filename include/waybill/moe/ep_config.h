@@ -69,18 +69,36 @@ struct EPDispatchOptions {
   /// grouped rows; with compact rows, of the grouped places that the maps speak of.
   std::int64_t expert_alignment = 1;
   EPPayload payload = EPPayload::plain;
+  /// Slots per rank for copies of other ranks' experts. Each dispatch then plans copies with
+  /// even_experts, from the rows of all ranks, and rows land in slots: see slot_config.
+  std::int32_t spare_experts = 0;
+  /// As in EvenExpertsOptions; the alignment there is expert_alignment.
+  double limit = 1.0;
+  std::int64_t min_rows = 0;
 
+  /// A rank's home experts, then its spare slots.
+  [[nodiscard]] std::int32_t slots_per_rank(const EPConfig& config) const {
+    return config.num_experts_per_rank() + spare_experts;
+  }
   [[nodiscard]] std::int32_t dropped(const EPConfig& config) const {
     return dropped_id.value_or(config.num_experts);
   }
 
   /// @throws InvalidArgument for a dropped_id that is neither, an alignment < 1, a payload with
-  ///   scales unless scale_group divides hidden, or when a rank could get 2^31 rows or more; `who`
-  ///   begins the text.
+  ///   scales unless scale_group divides hidden, when a rank could get 2^31 rows or more, or for
+  ///   spare_experts outside 0..num_experts, a limit < 1 and min_rows < 0; `who` begins the text.
   void check(const EPConfig& config, const char* who) const;
 
   friend bool operator==(const EPDispatchOptions&, const EPDispatchOptions&) = default;
 };
+
+/// The config of a layer whose experts are slots: slot s of rank r is expert r * slots_per_rank + s
+/// there. The tables of a dispatch with spare experts are those of this config. Without spare
+/// experts it is `config`.
+[[nodiscard]] inline EPConfig slot_config(EPConfig config, const EPDispatchOptions& options) {
+  config.num_experts = config.world_size * options.slots_per_rank(config);
+  return config;
+}
 
 /// The dtype of the rows that travel.
 [[nodiscard]] inline DType payload_dtype(const EPConfig& config, const EPDispatchOptions& options) {

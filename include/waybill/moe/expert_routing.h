@@ -6,6 +6,7 @@
 
 #include "waybill/core/host_tensor.h"
 #include "waybill/moe/ep_config.h"
+#include "waybill/planner/expert_balance.h"
 
 namespace waybill {
 
@@ -32,6 +33,19 @@ namespace waybill {
 /// The counts of one rank, from what read_expert_ids gave. @return [num_counts]
 [[nodiscard]] std::vector<std::int32_t> count_topk_slots(const EPConfig& config,
                                                          std::span<const std::int32_t> ids);
+
+/// The copies of one dispatch with spare experts: the same on all ranks.
+struct ExpertSlots {
+  std::vector<std::int64_t> rows;  ///< [W, E]: topk slots of each expert by source rank
+  EvenExperts plan;  ///< a plan of these rows; slot_ids puts its slots in place of ids
+};
+
+/// Plans the copies of a dispatch with even_experts; copies take multiples of expert_alignment.
+/// @param counts [W] of at least [E], by rank, from count_topk_slots
+/// @param present as in EvenExpertsOptions
+[[nodiscard]] ExpertSlots plan_slots(const EPConfig& config, const EPDispatchOptions& options,
+                                     std::span<const std::span<const std::int32_t>> counts,
+                                     std::span<const std::int32_t> present);
 
 /// Where every receiver keeps the rows of every expert and source: the same on all ranks.
 struct ExpertRows {

@@ -49,6 +49,12 @@ struct EPAll2AllLayoutDesc {
   /// Compact rows only: [recv_expert_offsets[P]] place in the grouped order to compact row, -1 for
   /// padding.
   std::optional<IndexArray> grouped_to_compact;
+
+  // With spare experts alone. Experts in the tables above are then slots, see slot_config: P counts
+  // this rank's slots, and a dropped topk slot is the number of all slots.
+  std::optional<IndexArray> slot_experts;      ///< [P]: the expert of each slot, -1: it is empty
+  std::optional<IndexArray> all_slot_experts;  ///< [W, P]: the same of all ranks
+  std::optional<IndexArray> all_slot_quotas;   ///< [W, P]: rows that a slot takes, without padding
 };
 
 /// Triton-distributed's name.
@@ -61,8 +67,11 @@ struct ExpertInputs {
   std::span<const ConstTensorView> weights;      ///< none, or [T, topk] of weight_dtype each
   std::span<const ConstTensorView> scales;       ///< scaled payload: [T, hidden / 128] float32
   /// The caller's choice of each row: [sum of T, topk], int32 or int64; positions in the outputs of
-  /// all ranks, one after another. Only with grouped rows and no padding.
+  /// all ranks, one after another. Only with grouped rows, without padding and spare experts.
   std::optional<ConstTensorView> full_scatter_indices;
+  /// With spare experts: none, or the experts in the spare slots, [W, spare_experts], -1: empty; as
+  /// in EvenExpertsOptions.
+  std::span<const std::int32_t> present = {};
 };
 
 /// Payloads that cross links. A token goes once to each rank; between nodes once to each node, to
@@ -80,8 +89,9 @@ struct ExpertTraffic {
 
 /// A dispatch of all ranks, and what belongs to it: one entry per rank.
 struct ExpertDispatch {
-  EPConfig config;
+  EPConfig config;  ///< slot_config of the config given
   EPDispatchOptions options;
+  std::optional<ExpertSlots> slots;  ///< with spare experts; ids are then slots
   ExpertRows rows;
   std::vector<std::vector<std::int32_t>> ids;  ///< [T, topk]; a dropped topk slot is num_experts
   std::vector<std::vector<std::int32_t>> dst_row;  ///< [T, topk]: row on the expert's rank; -1
@@ -96,7 +106,8 @@ struct ExpertDispatch {
 
 /// Dispatches the tokens of all ranks: rows and their order as EPRows says, always the same.
 /// Rows grouped by expert hold a token once for each topk slot; all forms carry its weight.
-/// `config.rank` is not looked at.
+/// `config.rank` is not looked at. With spare experts the rows of all ranks are counted, copies
+/// planned by even_experts, and slot_ids take the place of ids.
 /// Source: the behaviour of EPAll2AllLayer.dispatch of Triton-distributed, with a fixed order.
 /// @throws InvalidArgument naming the argument and the rank, before anything is moved
 [[nodiscard]] ExpertDispatch simulate_expert_dispatch(const EPConfig& config,

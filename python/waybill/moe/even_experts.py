@@ -8,7 +8,16 @@ from typing import Any, Optional
 import numpy as np
 
 from .. import _core
-from .._arrays import AnyArray, ArrayLike, IntArray, as_numpy, index_array, number, whole_numbers
+from .._arrays import (
+    AnyArray,
+    ArrayLike,
+    IntArray,
+    as_numpy,
+    index_array,
+    int64,
+    number,
+    whole_numbers,
+)
 from ..errors import InvalidArgument
 
 
@@ -76,22 +85,35 @@ def even_experts(
     numbers = {"spare_experts": spare_experts, "min_rows": min_rows, "alignment": alignment}
     _check_integers("even_experts", numbers, 2**53, "2^53")
     factor = number(1.0 if limit is None else limit, "even_experts: limit")
-    lying: list[int] = []
-    if present is not None:
-        table = index_array(present, "even_experts: present")
-        shape = [counts.shape[0], spare_experts]
-        if list(table.shape) != shape:
-            raise InvalidArgument(
-                f"even_experts: present has shape {list(table.shape)}, expected {shape}"
-            )
-        if table.size and not -1 <= int(table.min()) <= int(table.max()) < 2**31:
-            raise InvalidArgument("even_experts: present has no experts, expected -1 or an expert")
-        lying = table.ravel().tolist()
+    lying = present_copies(present, counts.shape[0], spare_experts, "even_experts: present")
     plan = _core.even_experts(counts, spare_experts, lying, min_rows, factor, alignment)
     made = {field.name: getattr(plan, field.name) for field in fields(EvenExperts)}
     for name in ("slots", "quotas", "local_rows", "first_row"):
         made[name] = made[name].reshape([counts.shape[0], -1])
     return EvenExperts(**made)
+
+
+def present_copies(present: Any, num_ranks: int, spare_experts: int, name: str) -> list[int]:
+    """The experts in the spare slots of all ranks, one rank after another; [] for None."""
+    if present is None:
+        return []
+    table = index_array(present, name)
+    shape = [num_ranks, spare_experts]
+    if list(table.shape) != shape:
+        raise InvalidArgument(f"{name} has shape {list(table.shape)}, expected {shape}")
+    if table.size and not -1 <= int(table.min()) <= int(table.max()) < 2**31:
+        raise InvalidArgument(f"{name} has no experts, expected -1 or an expert")
+    experts: list[int] = table.ravel().tolist()
+    return experts
+
+
+def spare_options(spare_experts: Any, limit: Any, min_rows: Any, who: str) -> dict[str, Any]:
+    """The options of a dispatch with spare experts, as numbers; the compiled part checks them."""
+    return {
+        "spare_experts": int64(spare_experts, f"{who}: spare_experts"),
+        "limit": number(limit, f"{who}: limit"),
+        "min_rows": int64(min_rows, f"{who}: min_rows"),
+    }
 
 
 def slot_ids(plan: EvenExperts, rows: ArrayLike, ids: ArrayLike, *, rank: int) -> IntArray:

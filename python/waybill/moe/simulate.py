@@ -8,11 +8,22 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 
 from .. import _core
-from .._arrays import BITS, AnyArray, IntArray, as_numpy, flag, index_array, instance, sequence
+from .._arrays import (
+    BITS,
+    AnyArray,
+    ArrayLike,
+    IntArray,
+    as_numpy,
+    flag,
+    index_array,
+    instance,
+    sequence,
+)
 from .._errors import said_by
 from .._lifetime import Made, OfThisProcess
 from ..errors import InvalidArgument
 from .config import EPConfig
+from .even_experts import present_copies, spare_options
 
 _NUMPY = {"float32": np.float32, "float16": np.float16, "float64": np.float64}
 
@@ -171,6 +182,11 @@ class EPAllToAllLayoutDesc:
     recv_tags: Optional[Any] = None
     num_recv_tokens_per_rank: Optional[Any] = None  #: layers only: [W] rows that each rank received
     recv_scales: Optional[Any] = None  #: layers with a float8 payload: [R, hidden / 128]
+    #: With spare experts alone. Experts in the other tables are then slots: P counts this rank's,
+    #: and slot s of rank r is r * P + s where ids of all ranks stand.
+    slot_experts: Optional[Any] = None  #: [P] the expert of each slot; -1: it is empty
+    all_slot_experts: Optional[Any] = None  #: [W, P] the same of all ranks
+    all_slot_quotas: Optional[Any] = None  #: [W, P] rows that each slot takes, without padding
 
 
 class ExpertDispatch(OfThisProcess, Made):
@@ -235,6 +251,10 @@ def simulate_dispatch(
     rows: str = "grouped",
     expert_alignment: int = 1,
     payload: str = "plain",
+    spare_experts: int = 0,
+    limit: float = 1.0,
+    min_rows: int = 0,
+    present: Optional[ArrayLike] = None,
 ) -> ExpertDispatch:
     """Dispatches the tokens of all ranks. Rows and their order are always the same.
 
@@ -249,6 +269,10 @@ def simulate_dispatch(
     :param rows: "grouped", a row per topk slot; "compact", a row per token and rank
     :param expert_alignment: rows of each local expert padded to a multiple, with zeros
     :param payload: "plain"; "quantized": sent as float8 e4m3 with scales; "scaled": given so
+    :param spare_experts: slots per rank for copies of other ranks' experts, which ``even_experts``
+        plans from the rows of all ranks; rows then lie in slots, see ``layout[r].slot_experts``
+    :param limit, min_rows: as in ``even_experts``; its alignment is ``expert_alignment``
+    :param present: [W, spare_experts] experts in the spare slots already, -1: the slot is empty
     :raises InvalidArgument: naming argument and rank, before anything is moved
     """
     who = "simulate_dispatch"
@@ -256,7 +280,10 @@ def simulate_dispatch(
     config, compiled = config._for_use()
     world, hidden, topk = config.world_size, config.hidden, config.topk
     with said_by(who):
-        options = _core.ep_dispatch_options(compiled, dropped_id, rows, expert_alignment, payload)
+        spare = spare_options(spare_experts, limit, min_rows, who)
+        options = _core.ep_dispatch_options(
+            compiled, dropped_id, rows, expert_alignment, payload, **spare
+        )
     scaled = payload == "scaled"
     token_dtype = "float8_e4m3fn" if scaled else config.token_dtype_name
     if scaled:
@@ -278,8 +305,9 @@ def simulate_dispatch(
     positions = None
     if full_scatter_indices is not None:
         positions = id_array(full_scatter_indices, topk, f"{who}: full_scatter_indices")
+    copies = present_copies(present, world, spare["spare_experts"], f"{who}: present")
     made = _core.simulate_expert_dispatch(
-        compiled, options, bits, token_dtype, id_arrays, weight_bits, scale_bits, positions
+        compiled, options, bits, token_dtype, id_arrays, weight_bits, scale_bits, positions, copies
     )
     return _result(config, made, native, weights_native, weights is not None)
 

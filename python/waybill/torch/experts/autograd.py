@@ -24,12 +24,12 @@ class Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, layer: Any, tokens: Any, weight: Any, ids: Any, positions: Any, layout: Any,
-        copy_out: Any, holder: Any,
+        present: Any, copy_out: Any, holder: Any,
     ) -> Any:  # fmt: skip
         _, tokens_need, weight_needs, *_ = ctx.needs_input_grad
         rows, weights, made = layer._dispatch(
             tokens, ids, weight, positions, None, layout, tokens_need, weight_needs,
-            copy_out=copy_out,
+            present=present, copy_out=copy_out,
         )  # fmt: skip
         holder.append(made)
         # A copy: the descriptor will hold the token, which holds this node of the graph. A circle
@@ -60,7 +60,7 @@ class Dispatch(torch.autograd.Function):
                 tokens_gradient = layer._combine(rows, ctx.layout, False, (), of_backward=True)
             if ctx.needs_input_grad[2]:
                 weight_gradient = weights_home(layer, ctx.layout, weights).to(ctx.weight_dtype)
-        return None, tokens_gradient, weight_gradient, None, None, None, None, None
+        return None, tokens_gradient, weight_gradient, None, None, None, None, None, None
 
 
 def weights_home(of: Any, brought: Any, gradient: torch.Tensor) -> torch.Tensor:

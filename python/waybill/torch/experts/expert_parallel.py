@@ -224,6 +224,16 @@ def check_choices(
             raise WrongType(f"{_WHO}: {name} = {shown(value)}, expected a module or function")
 
 
+def refuse_spare_experts(layer: Optional[EPAll2AllLayer], layer_options: Dict[str, Any]) -> None:
+    """Copies need weights, which this module does not bring."""
+    spare = layer_options.get("spare_experts", 0) if layer is None else layer.spare_experts
+    if spare != 0:
+        raise InvalidArgument(
+            f"{_WHO}: spare_experts = {shown(spare)}, expected 0: nothing brings the weights of"
+            " copies; EPAll2AllLayer takes it"
+        )
+
+
 def check_layer(
     layer: Any, num_experts: int, topk: int, hidden: int, max_tokens: int, more: Dict[str, Any]
 ) -> None:
@@ -423,6 +433,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
                 check_layer(layer, num_experts, topk, hidden, max_tokens, given_more)
                 fixed_rows = layer.fixed_rows
             check_experts(experts, num_experts, world)
+            refuse_spare_experts(layer, layer_options)
             if operations:
                 check_operations(fixed_rows, chunks, windows, layer_options)
             return {

@@ -14,6 +14,7 @@ from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess, Unwinding
 from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc, EPConfig
+from ...moe.even_experts import spare_options
 from ...world import agreed_world
 from .._tensors import (
     as_autocast,
@@ -31,11 +32,12 @@ from .presets import number_of_rows, room_of, suggested_sms
 
 _L = TypeVar("_L", bound="LayerLayout")
 _ONE_NODE = ("skipped_token_mapping_indices", "skipped_token_topk_mapping_indices")
+_SLOTS = ("all_slot_experts", "all_slot_quotas")
 _COMPACT = ("recv_topk_indices", "compact_to_grouped", "grouped_to_compact")
 _TABLES = (
     "num_input_tokens_per_rank", "send_reqs_recv_tensor", "topk_indices_tensor",
     "token_dst_scatter_idx", *_ONE_NODE, "recv_expert_counts", "recv_expert_offsets", *_COMPACT,
-    "recv_tags", "num_recv_tokens_per_rank", "required_rows",
+    "recv_tags", "num_recv_tokens_per_rank", "required_rows", "all_slot_experts", "all_slot_quotas",
 )  # fmt: skip
 
 
@@ -54,11 +56,13 @@ class LayerLayout(OfThisProcess, EPAllToAllLayoutDesc):
     capacity_rows: int  #: rows of the windows
 
     def __init__(
-        self, handle: Any, one_node: bool, grouped: bool, device: torch.device, capacity_rows: int
-    ) -> None:
+        self, handle: Any, one_node: bool, grouped: bool, device: torch.device, capacity_rows: int,
+        rank: Optional[int],
+    ) -> None:  # fmt: skip
         self._handle = handle
         self._device = device
         self._one_node, self._grouped = one_node, grouped
+        self._rank = rank  #: with spare experts: whose slots are this rank's
         self._tensors: Dict[str, Optional[torch.Tensor]] = {}
         self._token: Optional[torch.Tensor] = None
         self._weights: Optional[torch.Tensor] = (
@@ -81,6 +85,14 @@ class LayerLayout(OfThisProcess, EPAllToAllLayoutDesc):
         assert required is not None
         return required > self.capacity_rows
 
+    @property
+    def slot_experts(self) -> Optional[torch.Tensor]:  # type: ignore[override]
+        """[P] int32 on the device: the expert of each slot of this rank, -1: it is empty. None
+        without spare experts.
+        """
+        slots = self._table("all_slot_experts")
+        return None if slots is None or self._rank is None else slots[self._rank]
+
     @outside_graphs
     def _table(self, name: str) -> Optional[torch.Tensor]:
         if name not in self._tensors:
@@ -93,6 +105,8 @@ class LayerLayout(OfThisProcess, EPAllToAllLayoutDesc):
         if (self._one_node and nodes_only) or (self._grouped and name in _COMPACT):
             return None
         if maps and not (self._one_node and self._grouped):
+            return None
+        if self._rank is None and name in _SLOTS:
             return None
         table = view_of(self._handle.table(name, stream_of(self._device)), torch.int32)
         return table.to(torch.int64) if maps and table is not None else table
@@ -159,6 +173,10 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
     :param max_per_expert: topk slots of one expert that a rank may have in a dispatch, None: any
         number. More, of tokens that choose an expert twice, are an InvalidArgument: in host memory
         before any communication, on GPUs the device reports it
+    :param spare_experts: slots per rank for copies of other ranks' experts, on CPU ranks. Each
+        dispatch plans copies with ``even_experts``; a rank's rows lie in its slots: home experts,
+        then copies. ``layout.slot_experts`` says which expert each slot holds
+    :param limit, min_rows: as in ``even_experts``; its alignment is ``expert_alignment``
     :param combine: provisional, until both have been timed over links: "pull": ranks fetch expert
         outputs from where they are; "push": they send them to the ranks of the tokens, which takes
         more memory. The same on all ranks; results are the same bits. Over several nodes they pull.
@@ -202,6 +220,9 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         fixed_rows: Union[int, float, None] = None,
         copy_out: bool = True,
         max_per_expert: Optional[int] = None,
+        spare_experts: int = 0,
+        limit: float = 1.0,
+        min_rows: int = 0,
         combine: str = "pull",
         device: Any = None,
     ) -> None:
@@ -222,20 +243,22 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
                 who, called, max_tokens, hidden, topk, num_tot_experts, rank, world_size,
                 local_world_size, *dtypes, torch.int32,
             )  # fmt: skip
-            self._take_sizes(self.ep_config)
             self._options: dict[str, Any] = {
                 "dropped_id": (
                     None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
                 ),
                 "rows": choice(rows, f"{who}: rows", *_core.ep_row_names),
                 "expert_alignment": int64(expert_alignment, f"{who}: expert_alignment"),
+                **spare_options(spare_experts, limit, min_rows, who),
             }  # those that the layer of the weights' gradients has, too
+            self._take_sizes(self.ep_config)
             choice(payload, f"{who}: payload", *_core.ep_payload_names)
             with said_by(who, words=called):
                 options = _core.ep_dispatch_options(compiled, **self._options, payload=payload)
             fixed = number_of_rows(
                 fixed_rows, who, world_size=self.world_size, max_tokens=self.max_tokens, rows=rows,
                 topk=self.topk, num_experts=self.num_tot_experts, expert_alignment=expert_alignment,
+                spare_experts=spare_experts,
             )  # fmt: skip
             self.num_sm = 1 if num_sm is None else at_least(num_sm, 1, f"{who}: num_sm", 2**31)
             self.copy_out = flag(copy_out, f"{who}: copy_out")
@@ -253,8 +276,6 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         self._group = group_of_layer(ep_group)
         self.device = torch.device(self.world.device)
         self.payload, self.rows, self.fixed_rows = payload, rows, fixed
-        given_id = self._options["dropped_id"]
-        self.dropped_id: int = self.num_tot_experts if given_id is None else given_id
         layer_options = _core.layer_options(
             options, self.num_sm, self.enable_local_combine, factor, fixed or 0, most,
             self.combine_way == "push",
@@ -266,7 +287,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         self._slot_layers: list[EPAll2AllLayer] = []  # one at most; no submodule: a part of this
 
     def _take_sizes(self, config: EPConfig) -> None:
-        """The attributes of Triton-distributed's layer."""
+        """The attributes of Triton-distributed's layer, and of slots."""
         self.max_tokens, self.hidden, self.topk = config.max_tokens, config.hidden, config.topk
         self.rank, self.world_size = config.rank, config.world_size
         self.local_world_size, self.nnodes = config.local_world_size, config.num_nodes
@@ -277,6 +298,12 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         self.dtype = config.token_dtype
         self.weight_dtype = config.weight_dtype
         self.offset_dtype: torch.dtype = config.offset_dtype
+        given_id = self._options["dropped_id"]
+        self.dropped_id: int = config.num_experts if given_id is None else given_id
+        self.spare_experts: int = self._options["spare_experts"]
+        self.limit: float = self._options["limit"]
+        self.min_rows: int = self._options["min_rows"]
+        self.slots_per_rank = config.num_experts_per_rank + self.spare_experts
 
     @property
     def ep_group(self) -> Any:
@@ -294,6 +321,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         *,
         scales: Optional[torch.Tensor] = None,
         layout_desc: Optional[EPAllToAllLayoutDesc] = None,
+        present: Optional[EPAllToAllLayoutDesc] = None,
         copy_out: Optional[bool] = None,
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor], EPAllToAllLayoutDesc]:
         """Collective: (rows [R, hidden], weights [R] or None, descriptor).
@@ -307,6 +335,8 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
             ``layout_desc.recv_scales``
         :param layout_desc: of an earlier dispatch of the same ``exp_indices``, on all ranks:
             nothing is counted
+        :param present: with spare experts: the descriptor of an earlier dispatch, on all ranks,
+            whose copies are there already and used again at no cost
         :param copy_out: of this call, instead of the layer's
         :raises InvalidArgument: before any communication; Disagreement; Timeout naming the rank
         """
@@ -324,8 +354,8 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         if differentiable and (input.requires_grad or weight_needs):
             holder: list[Any] = []
             outputs = Dispatch.apply(
-                self, input, weight, exp_indices, full_scatter_indices, layout_desc, copy_out,
-                holder,
+                self, input, weight, exp_indices, full_scatter_indices, layout_desc, present,
+                copy_out, holder,
             )  # fmt: skip
             received, weights, token = outputs
             if weight_needs:
@@ -335,7 +365,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         else:
             received, weights, layout = self._dispatch(
                 input, exp_indices, weight, full_scatter_indices, scales, layout_desc,
-                copy_out=copy_out,
+                present=present, copy_out=copy_out,
             )  # fmt: skip
         layout._weights = weights if weight is not None else None
         return received, layout._weights, layout
@@ -407,6 +437,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         parts = [sizes, f"world_size={config.world_size}", f"dtype={config.token_dtype}"]
         parts += [f"num_sm={self.num_sm}", f"enable_local_combine={self.enable_local_combine}"]
         parts += [] if self.fixed_rows is None else [f"fixed_rows={self.fixed_rows}"]
+        parts += [f"spare_experts={self.spare_experts}"] if self.spare_experts else []
         parts += [] if self.combine_way == "pull" else [f"combine={self.combine_way}"]
         return ", ".join(parts)
 
@@ -515,12 +546,12 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
     def _dispatch(
         self, tokens: Any, ids: Any, weight: Any, positions: Any, scales: Any, layout: Any,
         needs_gradients: bool = False, weights_need_gradients: bool = False, origin: int = 0,
-        copy_out: Optional[bool] = None,
+        present: Any = None, copy_out: Optional[bool] = None,
     ) -> Tuple[Any, Any, LayerLayout]:  # fmt: skip
         with self._lock:  # another thread's dispatch waits until the rows are copied out
             rows, weights, scales, made = self._arrive(
                 tokens, ids, weight, positions, scales, layout,
-                needs_gradients, weights_need_gradients, origin,
+                needs_gradients, weights_need_gradients, origin, present=present,
             )  # fmt: skip
             keeps = torch.is_grad_enabled() or needs_gradients or weights_need_gradients
             copies = self.copy_out if copy_out is None else copy_out
@@ -538,7 +569,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
     def _arrive(
         self, tokens: Any, ids: Any, weight: Any, positions: Any, scales: Any, layout: Any,
         needs_gradients: bool = False, weights_need_gradients: bool = False, origin: int = 0,
-        of_backward: bool = False,
+        of_backward: bool = False, present: Any = None,
     ) -> Tuple[Any, Any, Any, LayerLayout]:  # fmt: skip
         """(rows, weights, scales, descriptor): views of the window."""
         tokens_given, kept = given(tokens, "dispatch: input", self.device)
@@ -550,13 +581,16 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
                 (positions, "dispatch: full_scatter_indices"),
             )
         ]  # fmt: skip
+        if layout is not None and present is not None:
+            raise InvalidArgument("dispatch: present is given, expected none with layout_desc")
         if layout is None and ids is None:
             raise InvalidArgument("dispatch: exp_indices is None, expected [num_tokens, topk]")
         handle = None if layout is None else checked_layout(layout, "dispatch: layout_desc")._handle
+        copies = None if present is None else checked_layout(present, "dispatch: present")._handle
         payload_dtype = self.dtype if self.payload == "plain" else torch.float8_e4m3fn
         bits, weights, scale_bits, made = self._layer.dispatch(
             tokens_given, *(view for view, _ in others), handle, stream_of(self.device),
-            needs_gradients, weights_need_gradients, of_backward, origin,
+            needs_gradients, weights_need_gradients, of_backward, origin, copies,
         )  # fmt: skip
         del kept
         self._end_views(made.number, weight is not None)
@@ -566,8 +600,9 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
             view_of(scale_bits, torch.float32),
         )
         layout = LayerLayout(
-            made, self.is_intra_node, self.rows == "grouped", self.device, self._layer.output_rows
-        )
+            made, self.is_intra_node, self.rows == "grouped", self.device, self._layer.output_rows,
+            self.rank if self.spare_experts > 0 else None,
+        )  # fmt: skip
         return (*views, layout)
 
     def _end_views(self, number: int, brings_weights: bool) -> None:

@@ -31,7 +31,7 @@ def suggested_sms(world: World, max_tokens: int) -> int:
 
 def number_of_rows(
     fixed_rows: Union[int, float, None], who: str, *, world_size: int, max_tokens: int, topk: int,
-    num_experts: int, rows: str, expert_alignment: int,
+    num_experts: int, rows: str, expert_alignment: int, spare_experts: int = 0,
 ) -> Optional[int]:  # fmt: skip
     """``fixed_rows`` as a number: a float is a share of what a rank gets at worst, when all tokens
     of all ranks choose its experts, each as many different ones as there are.
@@ -50,7 +50,8 @@ def number_of_rows(
     local = max(1, num_experts // world_size)
     each = min(topk, local) if rows == "grouped" else 1
     share = math.ceil(fixed_rows * world_size * max_tokens * each)
-    return max(1, share) + (local * (expert_alignment - 1) if rows == "grouped" else 0)
+    slots = local + spare_experts
+    return max(1, share) + (slots * (expert_alignment - 1) if rows == "grouped" else 0)
 
 
 def preset_options(
