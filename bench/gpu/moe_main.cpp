@@ -326,6 +326,28 @@ void run_on_nodes(std::int32_t ranks_per_node) {
   table.expect_right();
 }
 
+/// What copies of experts add to a dispatch: ranks count twice and plan in between.
+void run_spare() {
+  const std::int32_t world_size = std::max(2, num_gpus());
+  Table table(world_size, 60);
+  const Call check_rows = [](MoeRank& rank) { rank.check_rows(); };
+  for (const std::int64_t tokens : {std::int64_t{1}, std::int64_t{128}, std::int64_t{4096}}) {
+    const MoeWorkload workload = uniform_moe(world_size, tokens, 7168, 8, 256);
+    const std::int64_t wire = rows_of(workload).wire * workload.config.hidden * 2;
+    for (const std::int32_t spare : {0, 2}) {
+      EPDispatchOptions options;
+      options.spare_experts = spare;
+      std::printf("\n-- spare experts per rank: %d", spare);
+      table.run(
+          workload, options,
+          {{"counting and placing alone", 16, [](MoeRank& rank) { rank.route(); }, {}, 0, 0, true},
+           {"dispatch bf16, grouped, with counting", 16, [](MoeRank& rank) { rank.dispatch(); },
+            check_rows, wire, 0, true}});
+    }
+  }
+  table.expect_right();
+}
+
 enum class Extent { all, quick, few };
 
 /// `few`: no more tokens than decoding has.
@@ -350,9 +372,10 @@ void run(Extent extent) {
 }  // namespace
 }  // namespace waybill::bench
 
-/// waybill_bench_gpu_moe [--quick | --few | --combine [SMS ...] | --ranks-per-node N]: a GPU for
-/// each rank; --few: at most 128 tokens; --combine: combines alone, with so many multiprocessors;
-/// --ranks-per-node: on logical nodes of N ranks.
+/// waybill_bench_gpu_moe [--quick | --few | --combine [SMS ...] | --ranks-per-node N | --spare]: a
+/// GPU for each rank; --few: at most 128 tokens; --combine: combines alone, with so many
+/// multiprocessors; --ranks-per-node: on logical nodes of N ranks; --spare: dispatches with and
+/// without copies of experts.
 int main(int argc, char** argv) {
   if (waybill::num_gpus() < 1) {
     std::fprintf(stderr, "error: no GPU\n");
@@ -364,6 +387,8 @@ int main(int argc, char** argv) {
       std::vector<int> sms;
       for (int i = 2; i < argc; ++i) sms.push_back(std::max(1, std::atoi(argv[i])));
       waybill::bench::run_combines(sms.empty() ? std::vector<int>{16, 32} : sms);
+    } else if (way == "--spare") {
+      waybill::bench::run_spare();
     } else if (way == "--ranks-per-node" && argc > 2) {
       waybill::bench::run_on_nodes(std::atoi(argv[2]));
     } else {

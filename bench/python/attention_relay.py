@@ -36,7 +36,7 @@ def families(ranks: int, tokens: int, seeds: int) -> Iterator[tuple[str, Held]]:
     yield "one document on rank 0, eighths elsewhere", [[tokens]] + [half] * (ranks - 1)
     single = [ranks * tokens]
     yield "one document over all ranks", _held("contiguous", single, ranks)
-    yield "one document in zigzag", _held("zigzag", single, ranks)
+    yield "one document in zigzag", _held("per document", single, ranks)
 
 
 def _held(way: str, lengths: list[int], ranks: int) -> Held:

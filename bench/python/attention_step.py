@@ -14,7 +14,7 @@ and gradients of all are compared first.
 Times are the slowest rank's, medians over the steps; beside them by phase, on the device and on
 the host. Ways:
 
-  contiguous, zigzag, hybrid   by hand, see attention_ways.py
+  contiguous, per document, hybrid  by hand, see attention_ways.py
   ulysses                      by hand, heads split instead of tokens; where heads divide
   waybill                      the module, which decides between the next and the last of these:
   waybill, in place            rows that stay are attended to where they are

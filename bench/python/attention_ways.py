@@ -18,7 +18,7 @@ from torch import distributed
 
 import waybill.torch as waybill
 
-WAYS = ("contiguous", "zigzag", "hybrid")
+WAYS = ("contiguous", "per document", "hybrid")
 
 
 class HeldPiece(NamedTuple):
@@ -55,8 +55,9 @@ def waybill_lengths(name: str, seed: int, total: int) -> list[int]:
 
 
 def held_pieces(way: str, rank: int, size: int, lengths: Sequence[int]) -> list[HeldPiece]:
-    """contiguous: as packed. zigzag: every document in 2 W pieces. hybrid: documents of up to an
-    eighth of a rank's tokens whole, on the rank with the least work; longer ones zigzag.
+    """contiguous: as packed. per document: every document in 2 W pieces, of which a rank has the
+    i-th and the i-th from the end. hybrid: documents of up to an eighth of a rank's tokens whole,
+    on the rank with the least work; longer ones per document.
     """
     per_rank = sum(lengths) // size
     loads, pieces, start = [0.0] * size, [], 0

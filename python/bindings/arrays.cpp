@@ -1,6 +1,7 @@
 #include "arrays.h"
 
 #include <array>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -136,6 +137,18 @@ nb::object numpy_array(HostTensor&& tensor) {
   const Shape shape = tensor.shape();
   return keep_and_view(std::move(tensor), dtype, shape,
                        [](HostTensor& t) -> void* { return t.bytes().data(); });
+}
+
+std::vector<std::int32_t> int32s_from(const IndexArray& array, const char* who) {
+  const Int64View numbers(array);
+  std::vector<std::int32_t> result;
+  result.reserve(numbers.span().size());
+  for (const std::int64_t value : numbers.span()) {
+    require(-1 <= value && value <= std::numeric_limits<std::int32_t>::max(), who, ": ", value,
+            ", expected -1 or an expert");
+    result.push_back(static_cast<std::int32_t>(value));
+  }
+  return result;
 }
 
 nb::object numpy_or_none(std::optional<IndexArray>&& array) {

@@ -29,6 +29,10 @@ using OutputArg = nb::ndarray<nb::device::cpu>;
 /// @return false, without a copy, for another dtype than the five
 [[nodiscard]] bool copy_indices(const ArrayArg& array, IndexArray& copy);
 
+/// Experts, slots or ids. @param who argument in errors
+/// @throws InvalidArgument for a number below -1 or of more than 32 bits
+[[nodiscard]] std::vector<std::int32_t> int32s_from(const IndexArray& array, const char* who);
+
 /// A numpy array over the memory of `array`, which it keeps.
 [[nodiscard]] nb::object numpy_array(IndexArray&& array);
 [[nodiscard]] nb::object numpy_array(std::vector<std::int64_t>&& values);

@@ -1,11 +1,13 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <memory>
@@ -16,10 +18,12 @@
 #include <utility>
 #include <vector>
 
+#include "arrays.h"
 #include "bindings.h"
 #include "experts/expert_memory.h"
 #include "rank_world.h"
 #include "runtime/executor.h"
+#include "waybill/experts/copy_exchange.h"
 #include "waybill/experts/dispatch_combine_context.h"
 #include "waybill/experts/ep_all2all_layer.h"
 
@@ -332,6 +336,69 @@ void bind_contexts(nb::module_& m) {
       });
 }
 
+/// Tensors of an expert: (elements, dtype).
+using PartArgs = std::vector<std::pair<std::int64_t, std::string>>;
+using AddressArgs = std::vector<std::uintptr_t>;
+using RankCopies = OnRank<CopyExchange>;
+
+/// @param move fetch_weights or add_gradients
+void move_copies_py(RankCopies& exchange, const char* who,
+                    void (CopyExchange::*move)(const ExpertCopyCall&), const IndexArray& slots,
+                    std::int32_t num_experts, const PartArgs& parts, const AddressArgs& home,
+                    const AddressArgs& copies, std::uint64_t owner) {
+  const std::vector<std::int32_t> experts = int32s_from(slots, who);
+  std::vector<ExpertPart> sizes;
+  for (const auto& [elements, dtype] : parts) sizes.push_back({elements, dtype_from_name(dtype)});
+  const auto pointers = [](const AddressArgs& addresses) {
+    std::vector<std::byte*> tensors;
+    for (const std::uintptr_t address : addresses) {
+      // Those that Python has of the caller's tensors.
+      tensors.push_back(
+          reinterpret_cast<std::byte*>(address));  // NOLINT(performance-no-int-to-ptr)
+    }
+    return tensors;
+  };
+  const auto to_home = pointers(home);
+  const auto to_copies = pointers(copies);
+  exchange.call(who, [&](CopyExchange& given) {
+    (given.*move)({.slots = {exchange.rank()->world().world_size(), num_experts, experts},
+                   .parts = sizes,
+                   .home = to_home,
+                   .copies = to_copies,
+                   .owner = owner});
+  });
+}
+
+void bind_copies(nb::module_& m) {
+  nb::class_<RankCopies> type(m, "CopyExchange");
+  type.def("__init__", [](RankCopies* self, const WorldHandle& world) {
+    new (self)
+        RankCopies(world, "CopyExchange", [](const World& ranks) { return CopyExchange(ranks); });
+  });
+  const auto add = [&](const char* who, void (CopyExchange::*move)(const ExpertCopyCall&)) {
+    type.def(
+        who,
+        [who, move](RankCopies& exchange, const IndexArray& slots, std::int32_t num_experts,
+                    const PartArgs& parts, const AddressArgs& home, const AddressArgs& copies,
+                    std::uint64_t owner) {
+          move_copies_py(exchange, who, move, slots, num_experts, parts, home, copies, owner);
+        },
+        "slots"_a, "num_experts"_a, "parts"_a, "home"_a, "copies"_a, "owner"_a);
+  };
+  add("fetch_weights", &CopyExchange::fetch_weights);
+  add("add_gradients", &CopyExchange::add_gradients);
+  type.def(
+          "exchange_versions",
+          [](RankCopies& exchange, std::int64_t mine, std::uint64_t owner) {
+            return exchange.call("exchange_versions", [&](CopyExchange& given) {
+              return given.exchange_versions(mine, owner);
+            });
+          },
+          "mine"_a, "owner"_a)
+      .def("finalize",
+           [](RankCopies& exchange) { exchange.call_always("finalize", &CopyExchange::finalize); });
+}
+
 }  // namespace
 
 void bind_experts(nb::module_& m) {
@@ -346,6 +413,7 @@ void bind_experts(nb::module_& m) {
       .def("table", table_py, "name"_a, "stream"_a);
   bind_layer(m);
   bind_contexts(m);
+  bind_copies(m);
 }
 
 }  // namespace waybill::python

@@ -4,11 +4,14 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -20,6 +23,7 @@
 #include "waybill/core/error.h"
 #include "waybill/cost_model/predict_experts.h"
 #include "waybill/moe/expert_routing.h"
+#include "waybill/moe/expert_transfers.h"
 #include "waybill/moe/quantize.h"
 #include "waybill/moe/simulate.h"
 #include "waybill/planner/expert_balance.h"
@@ -334,16 +338,6 @@ EvenExperts even_experts_py(const IndexArray& rows, std::int32_t spare_experts,
 nb::object slot_ids_py(const IndexArray& slots, const IndexArray& quotas,
                        const IndexArray& local_rows, const IndexArray& first_row,
                        const IndexArray& rows, const IndexArray& ids, std::int32_t rank) {
-  const auto int32s = [](const IndexArray& table) {
-    const Int64View numbers(table);
-    std::vector<std::int32_t> result;
-    for (const std::int64_t value : numbers.span()) {
-      require(-1 <= value && value <= std::numeric_limits<std::int32_t>::max(), "slot_ids: ", value,
-              ", expected -1 or an expert");
-      result.push_back(static_cast<std::int32_t>(value));
-    }
-    return result;
-  };
   const auto int64s = [](const IndexArray& table) {
     const Int64View numbers(table);
     return std::vector<std::int64_t>(numbers.span().begin(), numbers.span().end());
@@ -355,12 +349,12 @@ nb::object slot_ids_py(const IndexArray& slots, const IndexArray& quotas,
   EvenExperts plan;
   plan.num_ranks = static_cast<std::int32_t>(slots.dim(0));
   plan.slots_per_rank = static_cast<std::int32_t>(slots.dim(1));
-  plan.slots = int32s(slots);
+  plan.slots = int32s_from(slots, "slot_ids: plan.slots");
   plan.quotas = int64s(quotas);
   plan.local_rows = int64s(local_rows);
   plan.first_row = int64s(first_row);
   const Int64View counts(rows);
-  const std::vector<std::int32_t> numbers = int32s(ids);
+  const std::vector<std::int32_t> numbers = int32s_from(ids, "slot_ids: ids");
   const std::vector<std::int32_t> made =
       unlocked([&] { return slot_ids(plan, counts.span(), numbers, rank); });
   return int32_table(made, ids.shape());
@@ -392,6 +386,44 @@ nb::dict expert_placement_py(const LoadArg& loads, const std::vector<std::int32_
   fields["rank_loads"] = std::move(plan.rank_loads);
   fields["moves"] = integers(plan.moves);
   return fields;
+}
+
+nb::list simulate_copies_py(const IndexArray& slots, std::int32_t num_experts,
+                            const std::vector<ArrayArg>& home, std::int64_t row_bytes) {
+  const std::vector<std::int32_t> experts = int32s_from(slots, "simulate_expert_copies: slots");
+  const ExpertSlotTable table{static_cast<std::int32_t>(home.size()), num_experts, experts};
+  std::vector<std::span<const std::byte>> views;
+  for (const ArrayArg& of_rank : home) {
+    views.emplace_back(static_cast<const std::byte*>(of_rank.data()), of_rank.nbytes());
+  }
+  const auto made = simulate_expert_copies(table, views, row_bytes);
+  nb::list result;
+  for (const auto& of_rank : made) {
+    HostTensor bytes(DType::uint8, {std::ssize(of_rank)});
+    std::ranges::copy(of_rank, bytes.bytes().begin());
+    result.append(numpy_array(std::move(bytes)));
+  }
+  return result;
+}
+
+nb::list simulate_copy_gradients_py(const IndexArray& slots, std::int32_t num_experts,
+                                    const std::vector<PayloadArg>& home,
+                                    const std::vector<PayloadArg>& copies, std::string_view dtype,
+                                    std::string_view sum_dtype) {
+  const std::vector<std::int32_t> experts =
+      int32s_from(slots, "simulate_expert_copy_gradients: slots");
+  const ExpertSlotTable table{static_cast<std::int32_t>(home.size()), num_experts, experts};
+  const auto home_views = views_of(home, dtype);
+  const auto copy_views = views_of(copies, sum_dtype);
+  return numpy_arrays(
+      unlocked([&] { return simulate_expert_copy_gradients(table, home_views, copy_views); }));
+}
+
+void bind_expert_transfers(nb::module_& m) {
+  m.def("simulate_expert_copies", simulate_copies_py, "slots"_a, "num_experts"_a, "home"_a,
+        "row_bytes"_a);
+  m.def("simulate_expert_copy_gradients", simulate_copy_gradients_py, "slots"_a, "num_experts"_a,
+        "home"_a, "copies"_a, "dtype"_a, "sum_dtype"_a);
 }
 
 void bind_expert_balance(nb::module_& m) {
@@ -435,6 +467,7 @@ void bind_moe(nb::module_& m) {
   bind_expert_calls(m);
   bind_expert_summary(m);
   bind_expert_balance(m);
+  bind_expert_transfers(m);
 }
 
 }  // namespace waybill::python

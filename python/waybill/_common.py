@@ -38,7 +38,7 @@ from .timing import (
 )
 from .world import Topology, World, cuda_version, end_waits, num_gpus
 
-ReadyPlan = PlanHandle  # its name in version 0.1
+ReadyPlan = PlanHandle  # its older name
 
 __all__ = [
     "AttentionCosts",

@@ -688,6 +688,17 @@ def even_experts(
     limit: float,
     alignment: int,
 ) -> EvenExperts: ...
+def simulate_expert_copies(
+    slots: numpy.typing.NDArray[Any], num_experts: int, home: Sequence[NDArray[Any]], row_bytes: int
+) -> list[Any]: ...
+def simulate_expert_copy_gradients(
+    slots: numpy.typing.NDArray[Any],
+    num_experts: int,
+    home: Sequence[NDArray[Any]],
+    copies: Sequence[NDArray[Any]],
+    dtype: str,
+    sum_dtype: str,
+) -> list[Any]: ...
 
 class EPLayout:
     @property
@@ -781,4 +792,27 @@ class ExpertContext:
 class ExpertBarrier:
     def __init__(self, arg0: World, arg1: bool, /) -> None: ...
     def barrier_all(self) -> None: ...
+    def finalize(self) -> None: ...
+
+class CopyExchange:
+    def __init__(self, arg: World, /) -> None: ...
+    def fetch_weights(
+        self,
+        slots: numpy.typing.NDArray[Any],
+        num_experts: int,
+        parts: Sequence[tuple[int, str]],
+        home: Sequence[int],
+        copies: Sequence[int],
+        owner: int,
+    ) -> None: ...
+    def add_gradients(
+        self,
+        slots: numpy.typing.NDArray[Any],
+        num_experts: int,
+        parts: Sequence[tuple[int, str]],
+        home: Sequence[int],
+        copies: Sequence[int],
+        owner: int,
+    ) -> None: ...
+    def exchange_versions(self, mine: int, owner: int) -> list[int]: ...
     def finalize(self) -> None: ...

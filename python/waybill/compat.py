@@ -1,14 +1,17 @@
-"""Names of version 0.1 that have moved: pickles, and programs that import them, find them still."""
+"""Names of version 0.1 that have moved: pickles, and programs that import them, find them still.
+Names that other libraries have: who asks for them here reads where they are.
+"""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from types import ModuleType
+from typing import NoReturn
 
 #: The module of version 0.1, and the one that has its names now.
 MOVED = {
@@ -42,12 +45,69 @@ MOVED = {
 }
 
 
+_EXPERTS = "waybill.torch.moe"
+_DEEP_EP = "waybill.integrations.deep_ep"
+_KERNEL = "a kernel of a dispatch or combine: EPAll2AllLayer queues it"
+
+#: The name in DistCA, Triton-distributed, DeepEP or Megatron, and where it is here.
+ELSEWHERE = {
+    "dispatch_kernel": "SequenceDispatcher.dispatch, which owns buffers and barriers",
+    "test_comm_metadata": "the generators and test_qkv_dispatch of this module",
+    "inplace_metadata": "the functions of this module: import them from here",
+    "EPConfig": f"waybill.moe and {_EXPERTS}",
+    "EPAllToAllLayoutDesc": f"waybill.moe and {_EXPERTS}",
+    "DispatchCombineContext": _EXPERTS,
+    "BarrierAllContext": _EXPERTS,
+    "ExpertParallel": _EXPERTS,
+    "EPLowLatencyAllToAllLayer": "waybill.torch.compat",
+    "DispatchMetaInfo": "waybill.torch.compat",
+    "initialize_distributed": "waybill.torch",
+    "get_ag_splits_and_recv_offset_for_dispatch": _KERNEL,
+    "get_dispatch_send_reqs": _KERNEL,
+    "ep_dispatch_token_inplace": _KERNEL,
+    "ep_combine_token_inplace": _KERNEL,
+    "kernel_dispatch_token_intra_node": _KERNEL,
+    "kernel_combine_token_intra_node": _KERNEL,
+    "dispatch_kernel_v2": _KERNEL,
+    "combine_kernel_v2": _KERNEL,
+    "Buffer": _DEEP_EP,
+    "ElasticBuffer": _DEEP_EP,
+    "Config": _DEEP_EP,
+    "EventOverlap": _DEEP_EP,
+    "MoEAlltoAllTokenDispatcher": "waybill.integrations.megatron, as WaybillTokenDispatcher",
+    "MoEFlexTokenDispatcher": f"{_DEEP_EP}, whose install() serves it",
+    "ContextParallelAttention": "waybill.torch",
+}
+
+
+def say_where(module: str) -> Callable[[str], NoReturn]:
+    """The ``__getattr__`` of a module."""
+
+    def missing(name: str) -> NoReturn:
+        raise AttributeError(_text(module, name))
+
+    return missing
+
+
+def _text(module: str, name: str) -> str:
+    text = f"module {module!r} has no attribute {name!r}"
+    place = ELSEWHERE.get(name)
+    if place is None or place == module:
+        return text
+    return f"{text}: it is in {place}" if place.startswith("waybill") else f"{text}: it is {place}"
+
+
 class _Finder(MetaPathFinder, Loader):
-    """An import of an old name gives the module that has its names now."""
+    """An import of an old name gives the module that has its names now; that of another library's
+    name says where it is.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: object | None = None
     ) -> ModuleSpec | None:
+        module, _, name = fullname.rpartition(".")
+        if name in ELSEWHERE and module in ("waybill", "waybill.torch", "waybill.torch.moe"):
+            raise ImportError(_text(module, name), name=fullname)
         return spec_from_loader(fullname, self) if fullname in MOVED else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

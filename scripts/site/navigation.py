@@ -15,6 +15,8 @@ HOME = "README.md"
 SECTIONS: dict[str, list[str]] = {
     "Start": [
         "docs/guide.md",
+        "docs/cheat_sheet.md",
+        "docs/faq.md",
         "docs/starting.md",
         "docs/python.md",
         "docs/learning_path.md",
@@ -57,6 +59,8 @@ SECTIONS: dict[str, list[str]] = {
         "docs/decisions/",
         "CONTRIBUTING.md",
         "scripts/README.md",
+        "docs/releases.md",
+        "docs/beside_others.md",
         "CHANGELOG.md",
     ],
 }

@@ -276,8 +276,9 @@ int run_demo(const Options& given, Command command, Program& program) {
   const StepPredictor predictor(job.attention);
   const std::vector<NamedStep> steps =
       compare_transfers(predictor, StepOptions::of(job.attention), job.plan.num_shards());
-  console.print(concat("\nPredicted step (", steps.back().name, "): ",
-                       format_seconds(steps.back().step.seconds), "; see waybill explain.\n"));
+  console.print(concat("\nPredicted step (", steps.back().name,
+                       "): ", format_seconds(steps.back().step.seconds), "; see waybill explain.\n",
+                       hardware_text(steps.back().step.options), "\n"));
   ReportContext context = report_context(job, options, program.command_line);
   context.steps = steps;
   write_html(options, job.plan, job.routing, job.summary, context, console);

@@ -98,6 +98,22 @@ void read_line(std::string_view line, const std::string& where, std::vector<std:
   }
 }
 
+/// JSON: a list with a list of ids for each token, or an object with it as "ids".
+TopkIds topk_ids_from_json(const std::string& text, const std::string& name) {
+  TopkIds topk_slots;
+  const IndexArray table = expert_ids_from(text, name);
+  topk_slots.topk = static_cast<std::int32_t>(table.dim(1));
+  if (topk_slots.topk > max_topk)
+    throw IoError(
+        concat(name, ": got ", table.dim(1), " ids a token, expected at most ", max_topk));
+  for (const std::int64_t id : table.i64()) {
+    if (id < -1 || id >= std::int64_t{1} << 31)
+      throw IoError(concat(name, ": got ", id, ", expected the number of an expert, or -1"));
+    topk_slots.ids.push_back(static_cast<std::int32_t>(id));
+  }
+  return topk_slots;
+}
+
 /// Text with a token a line: as many ids in each, separated by blanks or commas; -1 is a dropped
 /// topk slot; empty lines are passed over.
 /// @throws IoError naming line, got and expected
@@ -202,7 +218,13 @@ void check_groups(const ExpertsOptions& o) {
 }
 
 TopkIds ids_of(const ExpertsOptions& o, Console& console) {
-  if (!o.ids_path.empty()) return read_topk_ids(read_input(o.ids_path), input_name(o.ids_path));
+  if (!o.ids_path.empty()) {
+    const std::string text = read_input(o.ids_path);
+    const std::size_t first = text.find_first_not_of(" \t\r\n");
+    const bool is_json = first != std::string::npos && (text[first] == '[' || text[first] == '{');
+    return is_json ? topk_ids_from_json(text, input_name(o.ids_path))
+                   : read_topk_ids(text, input_name(o.ids_path));
+  }
   if (o.topk > o.experts) {
     throw UsageError(
         concat("--topk: ", o.topk, ", expected at most ", o.experts, ", the number of experts"));
@@ -342,6 +364,14 @@ void show_copies(const ExpertsOptions& o, const EPConfig& config, const EPDispat
   program.console.print(concat("\nReport: ", printable_line(o.html), " (open it in a browser)\n"));
 }
 
+std::string assumed_text(const ExpertsOptions& o, const LinkSpeeds& links) {
+  const bool by_default = o.links.empty() && o.nvlink.empty() && o.network.empty();
+  return concat("Assumed", by_default ? " (as on H200)" : "", ": ",
+                format_si(links.nvlink_bytes_per_second), "B/s NVLink, ",
+                format_si(links.network_bytes_per_second), "B/s network, ",
+                format_plural(o.ranks_per_node, "rank"), " per node");
+}
+
 int run_experts(ExpertsOptions o, const Command& command, Program& program) {
   check_outputs({o.html});
   std::vector<std::int64_t> counts;
@@ -360,7 +390,8 @@ int run_experts(ExpertsOptions o, const Command& command, Program& program) {
   ExpertCostOptions calls{.links = o.speeds(), .costs = o.costs};
   calls.costs.path = o.path == "pipelined" ? ExpertPath::pipelined : ExpertPath::waiting;
   const TextStyle style = program.console.style();
-  program.console.print(concat(origin_of(o), "\n\n", expert_text(summary, calls.links, style), "\n",
+  program.console.print(concat(origin_of(o), "\n", assumed_text(o, calls.links), "\n\n",
+                               expert_text(summary, calls.links, style), "\n",
                                expert_calls_text(config, options, ids, calls, style)));
   if (o.copies.spare_experts > 0) show_copies(o, config, options, ids, calls, program);
   return exit_good;
@@ -386,8 +417,9 @@ void add_id_options(Command command, ExpertsOptions& o) {
       "says --ranks and --experts, too. - is standard input");
   Option file = command.file(
       "--ids", o.ids_path,
-      "Text file with a line for each token: the ids of its experts, -1 for a dropped topk "
-      "slot. Ranks get equal parts, in order. - is standard input");
+      "The ids of each token's experts, -1 for a dropped topk slot: text with a line for each "
+      "token, or JSON (a list of a list per token, or an object with it as \"ids\"). Ranks get "
+      "equal parts, in order. - is standard input");
   file.excludes(counts);
   command.number("--tokens", o.tokens, 1, std::int64_t{1} << 24, "Tokens per rank")
       .excludes(file)

@@ -72,24 +72,110 @@ std::vector<std::string> comparison_sentences(const std::vector<NamedStep>& step
   return sentences;
 }
 
-int run_compare(const Options& options, Command /*command*/, Program& program) {
-  Console& console = program.console;
-  check_outputs({options.trace});
-  std::vector<NamedStep> steps;
+/// The column of the plans that ContextParallelAttention makes.
+constexpr std::string_view module_column = "planner";
+
+/// The plan of the module against the faster one of the static plans, which come first.
+std::string verdict(const std::vector<NamedStep>& steps) {
+  const auto module = std::ranges::find(steps, module_column, &NamedStep::name);
+  const auto by_hand = std::min_element(
+      steps.begin(), module,
+      [](const NamedStep& a, const NamedStep& b) { return a.step.seconds < b.step.seconds; });
+  const double times = by_hand->step.seconds / module->step.seconds;
+  if (times > 0.98 && times < 1.02) return concat("as fast as \"", by_hand->name, "\"");
+  if (times > 1) return concat(format_fixed(times, 2), " times as fast as \"", by_hand->name, "\"");
+  const NamedStep& last = steps.back();  // with relay, where there is a schedule
+  return concat(format_fixed(1 / times, 2), " times as slow as \"", by_hand->name, "\"; ",
+                last.step.seconds < by_hand->step.seconds
+                    ? concat("\"", last.name, "\" is faster than both")
+                    : "shard by hand here");
+}
+
+/// One world: documents, predictions, and the plan of the module.
+struct Compared {
   Documents documents;
+  std::vector<NamedStep> steps;
+};
+
+Compared compared_on(Options options, std::int64_t world_size) {
+  options.world_size = static_cast<std::int32_t>(world_size);
+  Compared result;
+  result.documents = load_documents(options);
+  result.steps = compare_plans(result.documents.lengths,
+                               {.planner = result.documents.plan, .degree = options.degree});
+  return result;
+}
+
+std::string columns_text(const std::vector<NamedStep>& steps) {
+  std::vector<std::string> sentences;
+  for (const NamedStep& step : steps)
+    sentences.push_back(concat("\"", step.name, "\": ", meaning_of_step(step.name)));
+  return concat("Columns\n", sentence_list(sentences));
+}
+
+void write_compared_html(const Options& options, const Compared& compared, Program& program) {
+  if (options.html.empty()) return;
+  StepJob job = step_job_of(plan_attention(compared.documents.lengths, compared.documents.plan),
+                            compared.documents.origin);
+  job.remarks = compared.documents.remarks;
+  write_step_html(options, job, compared.steps, program);
+}
+
+void compare_one(const Options& options, std::int64_t world_size, Program& program) {
+  Console& console = program.console;
+  Compared compared;
   {
     const Progress progress(console, "compare");
-    documents = load_documents(options);
-    console.print_remarks(documents.remarks);
-    steps = compare_plans(documents.lengths, {.planner = documents.plan, .degree = options.degree});
+    compared = compared_on(options, world_size);
   }
-  console.print(concat(documents.origin, ", on ", format_plural(documents.plan.world_size, "rank"),
-                       "\n", hardware_text(steps.front().step.options), "\n\n", step_table(steps),
+  const std::vector<NamedStep>& steps = compared.steps;
+  console.print_remarks(compared.documents.remarks);
+  console.print(concat(compared.documents.origin, ", on ", format_plural(world_size, "rank"), "\n",
+                       hardware_text(steps.front().step.options), "\n\n", step_table(steps),
                        "\nPhases: what the last rank waited for. Bytes: of the first "
                        "dispatch.\nKeys move before attention "
                        "in static plans too: nothing overlaps.\n\n",
-                       sentence_list(comparison_sentences(steps))));
+                       columns_text(steps), "\n", sentence_list(comparison_sentences(steps)),
+                       "\nVerdict: ContextParallelAttention's plan (\"", module_column, "\") is ",
+                       verdict(steps), ".\n"));
+  write_compared_html(options, compared, program);
   write_trace(options, steps, console);
+}
+
+/// A line for each world: the step of each column, and the verdict.
+void compare_several(const Options& options, const std::vector<std::int64_t>& worlds,
+                     Console& console) {
+  std::string text;
+  std::vector<NamedStep> last;
+  for (const std::int64_t world_size : worlds) {
+    Compared compared;
+    {
+      const Progress progress(console, concat("compare on ", format_plural(world_size, "rank")));
+      compared = compared_on(options, world_size);
+    }
+    console.print_remarks(compared.documents.remarks);
+    std::string line = detail::pad_left(std::to_string(world_size), 7);
+    for (const NamedStep& step : compared.steps)
+      line += detail::pad_left(format_seconds(step.step.seconds), 15);
+    text += concat(line, "  ", verdict(compared.steps), "\n");
+    last = std::move(compared.steps);
+  }
+  std::string head = detail::pad_left("ranks", 7);
+  for (const NamedStep& step : last) head += detail::pad_left(step.name, 15);
+  console.print(concat("Predicted steps\n", hardware_text(last.front().step.options), "\n\n", head,
+                       "  \"", module_column, "\" is\n", text, "\n", columns_text(last)));
+}
+
+int run_compare(const Options& options, Command /*command*/, Program& program) {
+  check_outputs({options.html, options.trace});
+  const std::vector<std::int64_t> worlds = parse_world_sizes(options.world_sizes).value();
+  if (worlds.size() == 1) {
+    compare_one(options, worlds.front(), program);
+    return exit_good;
+  }
+  if (!options.html.empty() || !options.trace.empty())
+    throw UsageError("--html and --trace need a single --world-size");
+  compare_several(options, worlds, program.console);
   return exit_good;
 }
 
@@ -121,7 +207,8 @@ int run_calibrate(const Options& options, Command /*command*/, Program& program)
   }
   const std::string text = to_json(links);
   try {
-    write_output(program.console, options.output, text);
+    write_output(program.console, options.output, text,
+                 concat("link speeds of ", format_plural(links.num_gpus, "GPU")));
   } catch (const IoError&) {
     program.console.print(text);  // it took too long to be lost
     throw;
@@ -167,11 +254,18 @@ void add_explain_command(Command app, Program& program) {
 void add_compare_command(Command app, Program& program) {
   auto [command, options] = add_command(
       app, program, "compare",
-      "Compares static zigzag context parallelism, sharding of each document, and the planner on "
-      "the same documents: work, bytes and predicted times side by side.",
+      "Compares static context parallelism, by zigzag over the packed sequence and for each "
+      "document, with the planner on the same documents: work, bytes and predicted times side by "
+      "side, and a verdict. Nothing is run.",
       run_compare);
   add_document_options(command, options);
-  add_plan_options(command, options);
+  command.under(plan_group)
+      .option("--world-size", options.world_sizes,
+              "Number of ranks; several, such as 2,4,8,16,32, are a line each")
+      .value_name("N,...")
+      .check(check_world_sizes)
+      .show_default();
+  add_plan_options(command, options, "");
   add_row_options(command, options);
   add_hardware_options(command, options);
   command.under(plan_group)
@@ -181,10 +275,12 @@ void add_compare_command(Command app, Program& program) {
       .value_name("N")
       .not_negative()
       .show_default();
+  command.under(output_group).file("--html", options.html, "Write a report with the timelines");
   add_trace_option(command, options);
   command.footer(
       "Examples:\n"
       "  waybill compare\n"
+      "  waybill compare --world-size 2,4,8,16,32\n"
       "  waybill compare --distribution prolong --world-size 256 --degree 16\n"
       "  echo 300000 5000 5000 | waybill compare --lengths - --world-size 4 --trace steps.json");
 }

@@ -162,7 +162,8 @@ std::string did_you_mean(std::string_view word, std::span<const std::string> kno
     const std::string_view name = without_dashes(candidate);
     std::size_t far = distance(bare, name);
     const bool begins = bare.size() >= 3 && name.starts_with(bare);
-    if (begins) far = std::min<std::size_t>(far, 1);
+    const bool ends = name.size() >= 3 && bare.ends_with(concat("-", name));  // --num-experts
+    if (begins || ends) far = std::min<std::size_t>(far, 1);
     if (far >= limit) continue;
     limit = far;
     best = &candidate;

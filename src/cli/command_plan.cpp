@@ -1,5 +1,6 @@
 #include "documents.h"
 #include "plans.h"
+#include "report/format.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/planner/planner.h"
 
@@ -13,6 +14,7 @@ JsonStyle style_of(const Options& options) {
 int run_plan(const Options& options, Command /*command*/, Program& program) {
   check_outputs({options.output});
   std::string text;
+  std::string what;
   {
     const Progress progress(program.console, "plan");
     Documents documents = load_documents(options);
@@ -20,13 +22,18 @@ int run_plan(const Options& options, Command /*command*/, Program& program) {
     program.console.print_remarks(documents.remarks);
     const AttentionPlan plan = plan_attention(documents.lengths, documents.plan);
     text = options.full ? to_json(plan, style_of(options)) : to_json(plan.plan, style_of(options));
+    what = concat(options.full ? "a plan with its figures" : "a plan", ", ", documents.origin,
+                  ", in ", shards_text(plan.plan), "; largest work ",
+                  format_fixed(plan.imbalance(), 3), " x the mean");
   }
-  write_output(program.console, options.output, text);
+  write_output(program.console, options.output, text, what);
   return exit_good;
 }
 
-std::string metadata_json(const Options& options) {
+std::string metadata_json(const Options& options, std::string& what) {
   DispatchFile file = read_plan_file(options.input);
+  what = concat(options.table.empty() ? "the plan and all tables" : options.table, " of ",
+                file.name, ", ", shards_text(*file.plan));
   E2eMetadata& bundle = file.dense();
   if (options.table.empty())
     return to_json(DispatchBundle{std::move(*file.plan), std::move(bundle)}, style_of(options));
@@ -39,11 +46,12 @@ std::string metadata_json(const Options& options) {
 int run_metadata(const Options& options, Command /*command*/, Program& program) {
   check_outputs({options.output});
   std::string text;
+  std::string what;
   {
     const Progress progress(program.console, "metadata");
-    text = metadata_json(options);
+    text = metadata_json(options, what);
   }
-  write_output(program.console, options.output, text);
+  write_output(program.console, options.output, text, what);
   return exit_good;
 }
 

@@ -152,7 +152,8 @@ void add_ranks_per_node(Command command, Options& options) {
 
 void add_plan_options(Command command, Options& options, const std::string& ranks_name) {
   command = command.under(plan_group);
-  command.number(ranks_name, options.world_size, 1, max_world_size, "Number of ranks");
+  if (!ranks_name.empty())
+    command.number(ranks_name, options.world_size, 1, max_world_size, "Number of ranks");
   command
       .option("--tokens-per-rank", options.tokens_per_rank,
               "Rows per rank before dispatch; auto: just enough for the documents "
@@ -258,6 +259,24 @@ std::string check_seed(const std::string& text) {
   const auto [rest, error] = std::from_chars(text.data(), end, number);
   if (error == std::errc() && rest == end) return "";
   return concat("got ", text, ", expected 0..2^64 - 1");
+}
+
+std::optional<std::vector<std::int64_t>> parse_world_sizes(const std::string& text) {
+  std::vector<std::int64_t> numbers;
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    const std::optional<std::int64_t> number = parse_number(text.substr(begin, end - begin));
+    if (!number || *number < 1 || *number > max_world_size) return std::nullopt;
+    numbers.push_back(*number);
+    begin = end + 1;
+  }
+  return numbers;
+}
+
+std::string check_world_sizes(const std::string& text) {
+  if (parse_world_sizes(text)) return "";
+  return concat("got ", text, ", expected 1..", max_world_size,
+                ", or several with commas between them");
 }
 
 std::optional<double> parse_rate(const std::string& text) {

@@ -36,8 +36,9 @@ struct Options {
 
   // How documents become a plan.
   std::int32_t world_size = 8;
-  std::string tokens_per_rank;  ///< a number, "auto", or empty: as many as fit the source
-  bool cut = false;             ///< documents for which the ranks have no room are left out
+  std::string world_sizes = "8";  ///< of compare: numbers with commas between them
+  std::string tokens_per_rank;    ///< a number, "auto", or empty: as many as fit the source
+  bool cut = false;               ///< documents for which the ranks have no room are left out
   std::string kv_layout = "per_rank";
   std::string mask = "causal";
   std::int64_t window = 0;
@@ -107,7 +108,7 @@ Option add_rank_option(Command command, Options& options, const std::string& tex
 void add_compact_flag(Command command, Options& options);
 
 void add_document_options(Command command, Options& options);
-/// @param ranks_name the option for the number of ranks
+/// @param ranks_name the option for the number of ranks; empty: none
 void add_plan_options(Command command, Options& options,
                       const std::string& ranks_name = "--world-size");
 void add_ranks_per_node(Command command, Options& options);
@@ -129,5 +130,11 @@ void add_trace_option(Command command, Options& options);
 /// and bit or b in place of B; "ps" or "/s". None when it is something else, or a speed that makes
 /// no sense.
 [[nodiscard]] std::optional<double> parse_rate(const std::string& text);
+
+/// "2,4,8": at least one number, each 1 to max_world_size; none for another text.
+[[nodiscard]] std::optional<std::vector<std::int64_t>> parse_world_sizes(const std::string& text);
+
+/// A complaint, "" where it is right.
+[[nodiscard]] std::string check_world_sizes(const std::string& text);
 
 }  // namespace waybill::cli

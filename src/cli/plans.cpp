@@ -44,15 +44,6 @@ void check_dense_size(const QkvPlan& plan, const QkvRouting& routing) {
   }
 }
 
-StepJob step_job_of(AttentionPlan plan, std::string origin) {
-  StepJob job;
-  job.options = StepOptions::of(plan);
-  job.origin = std::move(origin);
-  job.plan = std::move(plan.plan);
-  job.relay = std::move(plan.relay);
-  return job;
-}
-
 std::string plan_text(const QkvPlan& plan) {
   return concat(format_plural(plan.num_documents(), "document"), " in ", shards_text(plan));
 }
@@ -152,6 +143,15 @@ void check_routing_size(const QkvPlan& plan) {
   }
 }
 
+StepJob step_job_of(AttentionPlan plan, std::string origin) {
+  StepJob job;
+  job.options = StepOptions::of(plan);
+  job.origin = std::move(origin);
+  job.plan = std::move(plan.plan);
+  job.relay = std::move(plan.relay);
+  return job;
+}
+
 StepJob step_job_of_documents(const Options& options) {
   Documents documents = load_documents(options);
   AttentionPlan plan = plan_attention(documents.lengths, documents.plan);
@@ -191,7 +191,16 @@ StepJob step_job_of_file(const Options& options,
 
 std::string hardware_text(const StepOptions& options) {
   const HardwareFacts& facts = options.hardware;
-  return concat(format_si(facts.nvlink_bytes_per_second), "B/s NVLink, ",
+  const LinkSpeeds known;
+  const bool by_default = facts.nvlink_bytes_per_second == known.nvlink_bytes_per_second &&
+                          facts.network_bytes_per_second == known.network_bytes_per_second;
+  const std::string attention =
+      facts.pairs_per_second > 0
+          ? concat(format_si(facts.pairs_per_second), " pairs/s forward")
+          : concat(format_si(options.costs.forward_flops_per_second), "FLOP/s forward, ",
+                   format_si(options.costs.backward_flops_per_second), "FLOP/s backward");
+  return concat("Assumed", by_default ? " (as on H200)" : "", ": attention ", attention, ";\n",
+                format_si(facts.nvlink_bytes_per_second), "B/s NVLink, ",
                 format_si(facts.network_bytes_per_second), "B/s network, ",
                 format_plural(facts.ranks_per_node, "rank"), " per node; rows of ",
                 format_bytes(options.model.q_row_bytes()), " (Q) and ",

@@ -61,6 +61,9 @@ struct StepJob {
   [[nodiscard]] StepPredictor predictor() const { return StepPredictor(plan, &relay); }
 };
 
+/// With the options of the plan; `origin` is one line.
+[[nodiscard]] StepJob step_job_of(AttentionPlan plan, std::string origin);
+
 /// Plans documents. @throws as load_documents and plan_attention.
 [[nodiscard]] StepJob step_job_of_documents(const Options& options);
 

@@ -142,11 +142,13 @@ void check_outputs(std::initializer_list<std::string> paths) {
   }
 }
 
-void write_output(Console& console, const std::string& path, std::string_view text) {
+void write_output(Console& console, const std::string& path, std::string_view text,
+                  const std::string& what) {
   if (path.empty() || path == "-") {
     console.print(text);
   } else {
     write_file(path, text);
+    console.print(concat("Wrote ", printable_line(path), ": ", what, "\n"));
   }
 }
 

@@ -109,7 +109,9 @@ void add_calibrate_command(Command app, Program& program);
 /// Before work whose results go to these files; "" and "-" are none. @throws IoError
 void check_outputs(std::initializer_list<std::string> paths);
 
-/// Replaces the file, or prints for "-" and "". @throws IoError, with the old file still there.
-void write_output(Console& console, const std::string& path, std::string_view text);
+/// Replaces the file and says so with `what` it holds, or prints for "-" and "".
+/// @throws IoError, with the old file still there.
+void write_output(Console& console, const std::string& path, std::string_view text,
+                  const std::string& what);
 
 }  // namespace waybill::cli

@@ -18,14 +18,9 @@ constexpr const char* context_name = "DispatchCombineContext";
 constexpr std::int64_t int_bytes = sizeof(std::int32_t);
 constexpr std::int64_t max_rows = std::numeric_limits<std::int32_t>::max();
 
-/// Refuses what GPUs do not have: sums in float64, spare experts. @throws Unsupported
-void check_for_gpus(const World& world, const EPConfig& config, const EPDispatchOptions& options,
-                    const char* who) {
+/// Refuses sums in float64 on GPUs, which have none. @throws Unsupported
+void check_dtypes(const World& world, const EPConfig& config, const char* who) {
   if (dynamic_cast<ExpertExecutorFactory*>(&world.executor()) == nullptr) return;
-  if (options.spare_experts > 0) {
-    throw Unsupported(concat(who, ": spare_experts = ", options.spare_experts,
-                             " on GPUs, expected 0: copies are for ranks in host memory"));
-  }
   for (const auto& [name, dtype] :
        {std::pair{"token_dtype", config.token_dtype}, {"weight_dtype", config.weight_dtype}}) {
     if (dtype != DType::float64) continue;
@@ -124,7 +119,7 @@ DispatchCombineContext DispatchCombineContext::make(const World& world, const EP
             world.topology().ranks_per_node, ", as the world has");
     require(config.rank == to_int(world.rank()), who, ": rank = ", config.rank, ", expected ",
             world.rank(), ", as in the world");
-    check_for_gpus(world, config, options, who);
+    check_dtypes(world, config, who);
     if (!given_rows) check_options(layer, who);
     rows = given_rows             ? *given_rows
            : layer.fixed_rows > 0 ? layer.fixed_rows

@@ -130,12 +130,7 @@ const std::byte* HostExpertTables::weights_of(std::int32_t node) const {
 }
 
 void HostExpertCall::wait_for(ExpertSignal kind, std::int32_t peer) const {
-  try {
-    (void)transport.wait(slot(kind, peer), call.epoch, Rank{peer}, call.operation);
-  } catch (const Timeout&) {
-    exchange_of(*this).compare_all(Rank{peer});
-    throw;
-  }
+  exchange_of(*this).wait_for(slot(kind, peer).idx, Rank{peer});
 }
 
 void HostExpertCall::arrive_and_wait() const {
@@ -152,16 +147,7 @@ void HostExpertCall::share_plan() const {
   for (std::int32_t k = 1; k < config.world_size; ++k) wait_for(ExpertSignal::planned, other(k));
 }
 
-void HostExpertCall::enter() const {
-  const auto other = [&](std::int32_t k) { return (config.rank + k) % config.world_size; };
-  const FingerprintExchange exchange = exchange_of(*this);
-  exchange.send();
-  for (std::int32_t k = 1; k < config.world_size; ++k) raise(ExpertSignal::entered, other(k));
-  for (std::int32_t k = 1; k < config.world_size; ++k) {
-    wait_for(ExpertSignal::entered, other(k));
-    exchange.compare(Rank{other(k)});
-  }
-}
+void HostExpertCall::enter() const { exchange_of(*this).enter(slot(ExpertSignal::entered, 0).idx); }
 
 namespace {
 

@@ -248,4 +248,24 @@ IndexArray expert_counts_from(std::string_view bytes, std::string_view origin) {
   return counts;
 }
 
+IndexArray expert_ids_from(std::string_view text, std::string_view origin) {
+  const JsonValue value = detail::parse_json(text, origin);
+  const detail::JsonNode root(value, origin);
+  const detail::JsonNode table = root.is_list() ? root : root.at("ids");
+  std::vector<std::int64_t> ids;
+  std::int64_t tokens = 0;
+  std::int64_t topk = 0;
+  if (!table.is_list() || std::holds_alternative<JsonIntegers>(table.value().value))
+    table.fail("a list of lists: ids of the experts of each token");
+  for (const detail::JsonNode& token : table.items()) {
+    const auto* const line = std::get_if<JsonIntegers>(&token.value().value);
+    if (line == nullptr || line->empty()) token.fail("a list of ids of experts, integers");
+    if (tokens++ == 0) topk = std::ssize(*line);
+    if (std::ssize(*line) != topk)
+      token.fail(concat(topk, " ids as of the first token, not ", line->size()));
+    ids.insert(ids.end(), line->begin(), line->end());
+  }
+  return IndexArray({tokens, topk}, ids);
+}
+
 }  // namespace waybill

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -46,7 +47,17 @@ struct RankBlocks {
 [[nodiscard]] std::string documents_section(const QkvPlan& plan, std::int64_t max_documents);
 [[nodiscard]] std::string table_section(const PlanSummary& summary);
 
-/// Predictions, one below the other on one scale; nothing for none.
+/// One figure of predictions side by side: a cell for each of them.
+struct StepFigure {
+  std::string label;
+  std::vector<std::string> cells;
+};
+
+/// The lines of step_table below its names.
+[[nodiscard]] std::vector<StepFigure> step_figures(std::span<const NamedStep> steps);
+
+/// Predictions: their figures side by side, what their names mean, and timelines one below the
+/// other on one scale; nothing for none.
 [[nodiscard]] std::string timeline_section(const std::vector<NamedStep>& steps);
 
 [[nodiscard]] std::string meaning_section(const std::vector<std::string>& sentences);

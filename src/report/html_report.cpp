@@ -61,7 +61,8 @@ std::string cards(const PlanSummary& s, double gb_per_s) {
   for (const RankFigures& rank : s.ranks) buffer_bytes = std::max(buffer_bytes, rank.buffer_bytes);
   return "<dl class=\"cards\">\n" + card("Busiest rank", format_bytes(taken.bytes), limit_remark) +
          card("On the wire", format_bytes(s.wire_bytes),
-              concat(format_bytes(s.q.rows_in * s.row_bytes.q), " Q, ",
+              concat(s.relay_limit ? "without relay: " : "",
+                     format_bytes(s.q.rows_in * s.row_bytes.q), " Q, ",
                      format_bytes(s.kv.rows_in * s.row_bytes.kv), " KV")) +
          card("Work", format_fixed(s.rank_work.imbalance(), 3) + " \u00D7",
               concat("largest over mean, rank ", s.rank_work.max_rank)) +

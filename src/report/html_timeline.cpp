@@ -86,6 +86,27 @@ std::string timeline(const NamedStep& named, double longest) {
   return text + "\n</svg></figure>\n";
 }
 
+/// The columns of step_table, and what their names mean.
+std::string figures(const std::vector<NamedStep>& steps) {
+  std::string text = "<div class=\"scroll\"><table><thead><tr><th></th>";
+  for (const NamedStep& step : steps) text += concat("<th>", html_escape(step.name), "</th>");
+  text += "</tr></thead><tbody>\n";
+  for (const StepFigure& figure : step_figures(steps)) {
+    text += concat("<tr><th>", html_escape(figure.label), "</th>");
+    for (const std::string& cell : figure.cells) text += concat("<td>", html_escape(cell), "</td>");
+    text += "</tr>\n";
+  }
+  text += "</tbody></table></div>\n<dl class=\"facts\">\n";
+  for (const NamedStep& step : steps) {
+    const std::string_view meaning = meaning_of_step(step.name);
+    if (meaning.empty()) continue;
+    text += concat("<dt>", html_escape(step.name), "</dt><dd>", html_escape(meaning), "</dd>\n");
+  }
+  return text +
+         "<dt>phases</dt><dd>the time for which the last rank waited</dd>\n<dt>bytes</dt><dd>of "
+         "the first dispatch, into and out of a rank</dd></dl>\n";
+}
+
 }  // namespace
 
 std::string timeline_section(const std::vector<NamedStep>& steps) {
@@ -98,9 +119,9 @@ std::string timeline_section(const std::vector<NamedStep>& steps) {
   }
   std::string text =
       "<section><h2>Predicted timeline</h2>\n<p class=\"note\">One attention layer, forward and "
-      "backward, by the cost model; nothing was measured. All on one scale.";
+      "backward, by the cost model; nothing was measured. Timelines are on one scale.";
   if (blocks) text += " A line is the rank of its block that ends last.";
-  text += "</p>\n" + legend();
+  text += "</p>\n" + figures(steps) + legend();
   for (const NamedStep& named : steps) text += timeline(named, longest);
   return text + "</section>\n";
 }

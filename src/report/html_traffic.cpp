@@ -235,6 +235,8 @@ std::string loads_section(const PlanSummary& summary) {
   std::string text =
       "<section><h2>Load of each rank</h2>\n<p class=\"note\">Work is (query, key) pairs under the "
       "mask. Bytes in and out share one scale; the dashed line is the mean.";
+  if (summary.relay_limit)
+    text += " Bytes are those of rows sent straight: relay lowers the largest bytes out.";
   if (summary.world_size > max_blocks) text += " A bar is the largest rank of its block.";
   text += "</p>\n<div class=\"loads\">\n";
   for (const Panel& panel : panels) text += panel_figure(summary, panel);

@@ -1,8 +1,10 @@
 #include <algorithm>
-#include <functional>
+#include <array>
 #include <numeric>
+#include <utility>
 
 #include "core/printable.h"
+#include "html_parts.h"
 #include "report/format.h"
 #include "waybill/core/error.h"
 #include "waybill/report/html_report.h"
@@ -15,14 +17,6 @@ using detail::pad_right;
 
 constexpr std::size_t label_width = 20;
 constexpr std::size_t column_width = 15;
-
-/// A line of the table: a label, and a cell for each prediction.
-std::string row(const std::string& label, std::span<const NamedStep> steps,
-                const std::function<std::string(const NamedStep&)>& cell) {
-  std::string text = "  " + pad_right(label, label_width);
-  for (const NamedStep& step : steps) text += pad_left(cell(step), column_width);
-  return text + "\n";
-}
 
 double imbalance(const std::vector<std::int64_t>& work) {
   const double sum = std::accumulate(work.begin(), work.end(), 0.0);
@@ -66,25 +60,62 @@ std::string document_text(const StepCause& cause) {
 
 }  // namespace
 
-std::string step_table(std::span<const NamedStep> steps) {
-  std::string text = row("", steps, [](const NamedStep& s) { return printable_line(s.name); });
-  text += row("shards", steps, [](const NamedStep& s) { return format_count(s.num_shards); });
-  text += row("work, max / mean", steps,
-              [](const NamedStep& s) { return format_fixed(imbalance(s.step.work), 3); });
-  text +=
-      row("bytes in, mean", steps, [](const NamedStep& s) { return format_bytes(mean_bytes(s)); });
-  text += row("bytes in, max", steps,
-              [](const NamedStep& s) { return format_bytes(max_bytes(s, &LinkBytes::in)); });
-  text += row("bytes out, max", steps,
-              [](const NamedStep& s) { return format_bytes(max_bytes(s, &LinkBytes::out)); });
+namespace detail {
+
+std::vector<StepFigure> step_figures(std::span<const NamedStep> steps) {
+  std::vector<StepFigure> figures;
+  const auto add = [&](std::string label, const auto& cell) {
+    figures.push_back({std::move(label), {}});
+    for (const NamedStep& step : steps) figures.back().cells.push_back(cell(step));
+  };
+  add("shards", [](const NamedStep& s) { return format_count(s.num_shards); });
+  add("work, max / mean",
+      [](const NamedStep& s) { return format_fixed(imbalance(s.step.work), 3); });
+  add("bytes in, mean", [](const NamedStep& s) { return format_bytes(mean_bytes(s)); });
+  add("bytes in, max",
+      [](const NamedStep& s) { return format_bytes(max_bytes(s, &LinkBytes::in)); });
+  add("bytes out, max",
+      [](const NamedStep& s) { return format_bytes(max_bytes(s, &LinkBytes::out)); });
   for (int i = 0; i < num_step_phases; ++i) {
-    text += row(std::string(to_string(static_cast<StepPhase>(i))), steps,
-                [&](const NamedStep& s) { return format_seconds(s.step.path[i].seconds); });
+    add(std::string(to_string(static_cast<StepPhase>(i))),
+        [&](const NamedStep& s) { return format_seconds(s.step.path[i].seconds); });
   }
-  text += row("forward", steps,
-              [](const NamedStep& s) { return format_seconds(s.step.forward_seconds); });
-  text += row("step", steps, [](const NamedStep& s) { return format_seconds(s.step.seconds); });
+  add("forward", [](const NamedStep& s) { return format_seconds(s.step.forward_seconds); });
+  add("step", [](const NamedStep& s) { return format_seconds(s.step.seconds); });
+  return figures;
+}
+
+}  // namespace detail
+
+std::string step_table(std::span<const NamedStep> steps) {
+  std::string text = "  " + pad_right("", label_width);
+  for (const NamedStep& step : steps) text += pad_left(printable_line(step.name), column_width);
+  text += "\n";
+  for (const detail::StepFigure& figure : detail::step_figures(steps)) {
+    text += "  " + pad_right(figure.label, label_width);
+    for (const std::string& cell : figure.cells) text += pad_left(cell, column_width);
+    text += "\n";
+  }
   return text;
+}
+
+std::string_view meaning_of_step(std::string_view name) {
+  static constexpr std::array<std::pair<std::string_view, std::string_view>, 7> meanings = {{
+      {"zigzag",
+       "static; the packed sequence of a group is cut into two chunks per rank, and rank i has the "
+       "i-th and the i-th from the end. Keys and values are gathered."},
+      {"per document", "static; the same cut of every document."},
+      {"planner",
+       "what ContextParallelAttention plans: rows go straight to where they are attended to. It "
+       "sends K and V once for each query shard, as --kv-layout per_query counts them."},
+      {"planner, relay",
+       "the same plan, where receivers forward K and V: SequenceDispatcher with a relay schedule."},
+      {"direct", "rows go straight to where they are attended to, without relay."},
+      {"once per node", "K and V go to each node once, and are forwarded there."},
+      {"relay", "receivers forward K and V by the plan's schedule."},
+  }};
+  const auto found = std::ranges::find(meanings, name, [](const auto& one) { return one.first; });
+  return found == meanings.end() ? "" : found->second;
 }
 
 std::string phase_table(const StepPrediction& step) {

@@ -35,7 +35,10 @@ constexpr const char* call_names[] = {"an unknown call",
                                       "dispatch",
                                       "dispatch with the layout of an earlier one",
                                       "combine",
-                                      "a call after a graph with an odd number of calls"};
+                                      "a call after a graph with an odd number of calls",
+                                      "fetch_weights",
+                                      "add_gradients",
+                                      "exchange_versions"};
 
 const char* name_of(CollectiveCall call) {
   const auto idx = static_cast<std::size_t>(call);
@@ -167,6 +170,29 @@ bool FingerprintExchange::compare_if_sent(Rank peer) const {
   if (same_call(mine_, theirs)) return true;
   throw Disagreement(
       describe_disagreement(operation_, epoch_, transport_.rank(), mine_, peer, theirs));
+}
+
+void FingerprintExchange::wait_for(std::int64_t idx, Rank peer) const {
+  try {
+    (void)transport_.wait({&pad_, idx}, epoch_, peer, operation_);
+  } catch (const Timeout&) {
+    compare_all(peer);
+    throw;
+  }
+}
+
+void FingerprintExchange::enter(std::int64_t first_slot) const {
+  const std::int32_t world = transport_.topology().world_size;
+  const std::int32_t me = to_int(transport_.rank());
+  send();
+  for (std::int32_t k = 1; k < world; ++k) {
+    transport_.signal(Rank{(me + k) % world}, {&pad_, first_slot + me}, epoch_);
+  }
+  for (std::int32_t k = 1; k < world; ++k) {
+    const Rank peer{(me + k) % world};
+    wait_for(first_slot + to_int(peer), peer);
+    compare(peer);
+  }
 }
 
 void FingerprintExchange::compare(Rank peer) const {

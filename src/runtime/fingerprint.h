@@ -22,7 +22,10 @@ enum class CollectiveCall : std::uint8_t {
   expert_dispatch,       ///< with counting
   expert_known_routing,  ///< a dispatch by the layout of an earlier one
   combine,
-  realign,  ///< an empty call, before or after a graph with an odd number of calls
+  realign,           ///< an empty call, before or after a graph with an odd number of calls
+  expert_weights,    ///< CopyExchange::fetch_weights
+  expert_gradients,  ///< CopyExchange::add_gradients
+  expert_versions,   ///< CopyExchange::exchange_versions
 };
 
 /// Bits of CallFingerprint::flags.
@@ -113,6 +116,14 @@ class FingerprintExchange {
 
   /// To all other ranks, before whatever else they are told.
   void send() const;
+
+  /// Waits until slot `idx` of this rank is at the call's number. @throws as Transport::wait;
+  /// Disagreement instead of Timeout when a rank has said that it means another call
+  void wait_for(std::int64_t idx, Rank peer) const;
+
+  /// Enters the call: sends the words, raises slot `first_slot` + rank at all other ranks, and
+  /// waits until all have come and mean the same. @throws as wait_for
+  void enter(std::int64_t first_slot) const;
 
   /// With a rank that has come to this call. @throws Disagreement
   void compare(Rank peer) const;

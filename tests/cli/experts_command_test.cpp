@@ -67,6 +67,12 @@ TEST_F(ExpertsCommandTest, ReadsChoicesOfARouter) {
                                "1 topk slot dropped"}));
   const ProgramResult piped = run(options + "-", "0 1\n2 3\n-1 3\n");
   EXPECT_EQ(piped.out.substr(piped.out.find('\n')), read.out.substr(read.out.find('\n')));
+  for (const std::string list :
+       {"[[0, 1], [2, 3], [-1, 3]]", " {\"ids\": [[0,1],[2,3],[-1,3]]}\n"}) {
+    const ProgramResult json = run(options + "-", list);
+    ASSERT_EQ(json.exit_code, 0) << json.err;
+    EXPECT_EQ(json.out, piped.out) << list;
+  }
 }
 
 TEST_F(ExpertsCommandTest, NamesWhatIsWrong) {
@@ -81,6 +87,13 @@ TEST_F(ExpertsCommandTest, NamesWhatIsWrong) {
   EXPECT_TRUE(fails("0 -2\n", {"got \"-2\""}));
   EXPECT_TRUE(fails("0 1\n2 5\n", {"token 1 has expert 5, expected 0..3, or -1"}));
   EXPECT_TRUE(fails("\n", {"got no ids"}));
+  EXPECT_TRUE(fails("[[0, 1], [2]]", {"bad.txt", "2 ids as of the first token"}));
+  EXPECT_TRUE(fails("[0, 1]", {"bad.txt", "a list of lists"}));
+  EXPECT_TRUE(fails("[]", {"bad.txt", "a list of lists"}));
+  EXPECT_TRUE(fails("[[0, 1.5]]", {"bad.txt", "a list of ids"}));
+  EXPECT_TRUE(fails("[[0, -2]]", {"got -2, expected the number of an expert, or -1"}));
+  EXPECT_TRUE(fails("[[0, 5]]", {"token 0 has expert 5, expected 0..3, or -1"}));
+  EXPECT_TRUE(fails("{\"id\": []}", {"bad.txt", "ids"}));
   const auto misused = [&](const std::string& options, std::initializer_list<std::string> words) {
     const ProgramResult result = run("experts " + options);
     EXPECT_EQ(result.exit_code, 2) << options;

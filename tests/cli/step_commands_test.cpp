@@ -60,6 +60,58 @@ TEST_F(StepCommandsTest, CompareShowsAllSideBySide) {
   EXPECT_EQ(trace.at("traceEvents").size(), 4U * (8 * (7 + 1) + 2)) << "phases, names, nodes";
 }
 
+TEST_F(StepCommandsTest, CompareExplainsColumnsAndGivesAVerdict) {
+  const ProgramResult even = run("compare --lengths - --world-size 2", "[4096, 4096]");
+  ASSERT_EQ(even.exit_code, 0) << even.err;
+  EXPECT_TRUE(holds(even.out, {"Assumed (as on H200): attention 600 TFLOP/s forward",
+                               "\"planner\": what ContextParallelAttention plans",
+                               "\"zigzag\": static; the packed sequence",
+                               "\nVerdict: ContextParallelAttention's plan (\"planner\") is "}));
+  const ProgramResult skewed =
+      run("compare --lengths - --world-size 2 --network 10", "[60000, 500, 500, 500, 58500]");
+  EXPECT_TRUE(
+      holds(skewed.out, {"Assumed: attention", "10.0 GB/s network", " as \"per document\""}));
+}
+
+TEST_F(StepCommandsTest, CompareOfSeveralWorldsHasALineEach) {
+  const std::string drawn = " --tokens-per-rank 4096 --ranks-per-node 4 ";
+  const ProgramResult several = run("compare --world-size 2,4,8" + drawn);
+  ASSERT_EQ(several.exit_code, 0) << several.err;
+  EXPECT_TRUE(
+      holds(several.out, {"\n  ranks ", "per document", "planner, relay", "\"planner\" is\n",
+                          "\n      2 ", "\n      4 ", "\n      8 ", "Columns\n"}));
+  // A line's last step is that of the world alone.
+  const std::string alone = run("compare --world-size 4" + drawn).out;
+  const std::size_t at = alone.find("\n  step ");
+  const std::string step = alone.substr(at + 8, alone.find('\n', at + 1) - at - 8);
+  const std::size_t line = several.out.find("\n      4 ");
+  const std::string cells = several.out.substr(line, several.out.find('\n', line + 1) - line);
+  EXPECT_NE(cells.find(step.substr(step.find_first_not_of(' '))), std::string::npos) << cells;
+  EXPECT_TRUE(fails(run("compare --world-size 2,4 --trace t.json"), 2, {"single --world-size"}));
+  for (const std::string wrong : {"2,", "0", "2,x", "''"})
+    EXPECT_TRUE(fails(run("compare --world-size " + wrong), 2, {"--world-size", "expected 1.."}));
+}
+
+TEST_F(StepCommandsTest, ReportsHaveTheColumnsOfCompare) {
+  const ProgramResult compared = run("compare" + two_nodes + "--html c.html");
+  ASSERT_EQ(compared.exit_code, 0) << compared.err;
+  const std::string page = text_of(path("c.html"));
+  EXPECT_TRUE(holds(page, {"<th>zigzag</th><th>per document</th><th>planner</th>",
+                           "<th>planner, relay</th>", "<th>work, max / mean</th>",
+                           "<dt>per document</dt><dd>static; the same cut of every document."}));
+  ASSERT_EQ(run("demo --html d.html" + two_nodes).exit_code, 0);
+  EXPECT_TRUE(holds(text_of(path("d.html")), {"with relay", "without relay: ", "<th>direct</th>"}));
+}
+
+TEST_F(StepCommandsTest, FilesAreNamedWithWhatTheyHold) {
+  const ProgramResult plan = run("plan --full" + two_nodes + "-o p.json");
+  EXPECT_TRUE(
+      holds(plan.out, {"Wrote p.json: a plan with its figures, ", " on 8 ranks; largest "}));
+  const ProgramResult table = run("metadata p.json --table fwd_q -o t.json");
+  EXPECT_TRUE(holds(table.out, {"Wrote t.json: fwd_q of p.json, "}));
+  EXPECT_EQ(run("plan" + two_nodes).out.find("Wrote"), std::string::npos);
+}
+
 TEST_F(StepCommandsTest, SimulatePredictsLargeWorlds) {
   const ProgramResult predicted =
       run("simulate --ranks 4096 --ranks-per-node 8 --network 50GB/s --html r.html --trace t.json");

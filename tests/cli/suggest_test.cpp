@@ -19,6 +19,8 @@ TEST_F(SuggestTest, NamesThatAreClose) {
   EXPECT_TRUE(fails(run("plan --wrld-size 4"), 2,
                     {"plan: there is no option --wrld-size, did you mean --world-size?"}));
   EXPECT_TRUE(fails(run("plan --lenghts=x"), 2, {"--lenghts, did you mean --lengths?"}));
+  EXPECT_TRUE(
+      fails(run("experts --num-experts 64"), 2, {"--num-experts, did you mean --experts?"}));
   EXPECT_TRUE(fails(run("plan --mask ful"), 2, {"got ful, expected causal|full", "mean full?"}));
   EXPECT_TRUE(fails(run("demo --distribution prolog"), 2, {"got prolog", "mean prolong?"}));
   EXPECT_TRUE(fails(run("plan --world-size 0"), 2, {"--world-size: got 0, expected 1.."}));

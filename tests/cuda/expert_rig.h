@@ -60,10 +60,13 @@ class ExpertRig {
   }
 
   /// One dispatch. @param earlier by its routing; null: with one of its own
+  /// @param present whose copies are there already
   std::shared_ptr<const ExpertTables> dispatch(const ExpertDispatchInput& input,
                                                const Stream& stream,
-                                               const ExpertTables* earlier = nullptr) {
-    const ExpertCall call = next_call("dispatch", dispatches_++, stream);
+                                               const ExpertTables* earlier = nullptr,
+                                               const ExpertTables* present = nullptr) {
+    ExpertCall call = next_call("dispatch", dispatches_++, stream);
+    call.present = present;
     auto tables = earlier == nullptr ? executor_->route(call, input)
                                      : executor_->enter(call, input, *earlier);
     executor_->dispatch(call, input, *tables);
@@ -195,6 +198,10 @@ inline void expect_tables(const DeviceArena& arena, const ExpertTableViews& got,
     same("recv_topk", got.recv_topk, numbers(*desc.recv_topk_indices));
     same("compact_to_grouped", got.compact_to_grouped, numbers(*desc.compact_to_grouped));
     same("grouped_to_compact", got.grouped_to_compact, numbers(*desc.grouped_to_compact));
+  }
+  if (desc.all_slot_experts) {
+    same("slot_experts", got.slot_experts, numbers(*desc.all_slot_experts));
+    same("slot_quotas", got.slot_quotas, numbers(*desc.all_slot_quotas));
   }
   const auto origin = numbers(expected.recv_origin[r]);
   const auto tags = numbers(arena, got.recv_tags, std::ssize(origin) / 3 * 4);

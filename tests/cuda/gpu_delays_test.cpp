@@ -117,13 +117,6 @@ class DelayedCalls {
   TensorView sums_;
 };
 
-AnsweredCase answered(test::ExpertCase sample, const EPDispatchOptions& options) {
-  AnsweredCase round{std::move(sample), {}, {}};
-  round.dispatch = round.sample.dispatch(options);
-  round.sums = simulate_expert_combine(round.dispatch, test::views_of(round.dispatch.recv_tokens));
-  return round;
-}
-
 void check(const DelayedLayer& layer) {
   const std::int32_t world_size = layer.config.world_size;
   if (layer.config.is_intra_node() && num_gpus() < world_size)
@@ -134,7 +127,7 @@ void check(const DelayedLayer& layer) {
   std::vector<AnsweredCase> rounds;
   for (int i = 0; i < 5; ++i) {
     auto sample = test::random_case(layer.config, random, {.tokens = layer.num_tokens});
-    rounds.push_back(answered(std::move(sample), layer.options));
+    rounds.push_back(test::answered(std::move(sample), layer.options));
   }
   run_gpu_thread_world(
       world_size,
@@ -163,6 +156,12 @@ TEST(GpuDelays, few_tokens_pushed) { check({few(), {}, 60, "delay_ns=20000", tru
 TEST(GpuDelays, some_tokens_pushed) { check({some(), {}, 300, "delay_ns=20000", true}); }
 TEST(GpuDelays, some_tokens_in_receive_slots) { check({some(), {}, 100, "delay_ns=20000"}); }
 TEST(GpuDelays, some_tokens_that_wait) { check({some(), {}, 300, "delay_ns=20000"}); }
+
+/// Ranks count twice: experts, then the slots of their plan.
+TEST(GpuDelays, few_tokens_to_slots) { check({few(), {.spare_experts = 2}, 60, "delay_ns=20000"}); }
+TEST(GpuDelays, some_tokens_to_slots) {
+  check({some(), {.spare_experts = 2}, 300, "delay_ns=100000"});
+}
 
 /// Tokens are forwarded chunk by chunk. Ranks may share a device.
 TEST(GpuDelays, few_tokens_on_nodes) {

@@ -20,11 +20,12 @@ using test::to_size;
 
 constexpr std::int64_t num_tokens = 50;
 
-std::vector<AnsweredCase> random_rounds(const EPConfig& config) {
+std::vector<AnsweredCase> random_rounds(const EPConfig& config, const EPDispatchOptions& options) {
   Random random(33);
   std::vector<AnsweredCase> rounds;
   for (int i = 0; i < 6; ++i) {
-    rounds.push_back(test::answered(test::random_case(config, random, {.tokens = num_tokens})));
+    rounds.push_back(
+        test::answered(test::random_case(config, random, {.tokens = num_tokens}), options));
   }
   return rounds;
 }
@@ -32,12 +33,13 @@ std::vector<AnsweredCase> random_rounds(const EPConfig& config) {
 /// What one rank captures, and replays with the ids, tokens and weights of each round.
 class Replay {
  public:
-  Replay(World& world, const EPConfig& config, const std::vector<AnsweredCase>& rounds)
+  Replay(World& world, const EPConfig& config, const EPDispatchOptions& options,
+         const std::vector<AnsweredCase>& rounds)
       : world_(world),
         rounds_(rounds),
         arena_(world, std::int64_t{64} << 20),
-        capacity_(most_recv_rows(config, {})),
-        rig_(world, config, {}, capacity_, 4),
+        capacity_(most_recv_rows(config, options)),
+        rig_(world, config, options, capacity_, 4),
         input_(arena_, rounds[0].sample, rig_.config().rank),
         sums_(arena_.take(config.token_dtype, {num_tokens, config.hidden})) {}
 
@@ -92,28 +94,32 @@ class Replay {
 };
 
 template <class Check>
-void for_each_rank(const EPConfig& config, const Check& check) {
-  const auto rounds = random_rounds(config);
+void for_each_rank(const EPConfig& config, const Check& check,
+                   const EPDispatchOptions& options = {}) {
+  const auto rounds = random_rounds(config, options);
   run_gpu_thread_world(
       config.world_size,
       [&](World& world) {
-        Replay replay(world, config, rounds);
+        Replay replay(world, config, options, rounds);
         check(replay);
       },
       test::options_of(config));
 }
 
-void replay_with_other_ids(const EPConfig& config) {
-  for_each_rank(config, [](Replay& replay) {
-    const cudaStream_t stream = replay.stream();
-    replay.check([&] {
-      for (int i = 0; i < 2; ++i) {
-        replay.dispatch(stream);
-        replay.answer(stream);
-        replay.combine(stream);
-      }
-    });
-  });
+void replay_with_other_ids(const EPConfig& config, const EPDispatchOptions& options = {}) {
+  for_each_rank(
+      config,
+      [](Replay& replay) {
+        const cudaStream_t stream = replay.stream();
+        replay.check([&] {
+          for (int i = 0; i < 2; ++i) {
+            replay.dispatch(stream);
+            replay.answer(stream);
+            replay.combine(stream);
+          }
+        });
+      },
+      options);
 }
 
 TEST(GpuExpertGraph, replays_with_other_ids) { replay_with_other_ids(small_config(2)); }
@@ -122,6 +128,17 @@ TEST(GpuExpertGraph, replays_with_other_ids_of_many_tokens_on_nodes) {
   EPConfig config = small_config(4, 2);
   config.max_tokens = 200;
   replay_with_other_ids(config);
+}
+
+/// Copies are planned on the device: each replay has a plan of its own.
+TEST(GpuSpareExpertsGraph, replays_with_other_ids) {
+  EPDispatchOptions options;
+  options.spare_experts = 2;
+  replay_with_other_ids(small_config(2), options);
+  EPConfig config = small_config(4);
+  config.max_tokens = 200;
+  options.limit = 1.02;
+  replay_with_other_ids(config, options);
 }
 
 /// A stream of the device, and events that let others follow it.

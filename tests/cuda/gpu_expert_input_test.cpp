@@ -34,12 +34,13 @@ EPConfig many_tokens(EPConfig config) {
 class Step {
  public:
   Step(World& world, EPConfig config, const ExpertCase& sample, bool local_combine = false,
-       std::int64_t max_per_expert = 0)
+       std::int64_t max_per_expert = 0, std::int32_t spare_experts = 0)
       : arena_(world, arena_bytes) {
     config.rank = to_int(world.rank());
     EPLayerOptions options{.num_sms = 4, .fixed_rows = most_recv_rows(config, {})};
     options.enable_local_combine = local_combine;
     options.max_per_expert = max_per_expert;
+    options.dispatch.spare_experts = spare_experts;
     layer_ = std::make_unique<EPAll2AllLayer>(world, config, options);
     input_ = DeviceInput(arena_, sample, config.rank).input;
     made_ = layer_->dispatch(input_, stream());
@@ -130,7 +131,7 @@ ExpertCase good_case(const EPConfig& config, DType ids = DType::int32, std::int6
 }
 
 void find_a_bad_id(const EPConfig& config, std::int64_t id, DType dtype = DType::int32,
-                   std::int64_t tokens = 20) {
+                   std::int64_t tokens = 20, std::int32_t spare_experts = 0) {
   const ExpertCase good = good_case(config, dtype, tokens);
   ExpertCase bad = good;
   for (const std::size_t i : {std::size_t{18}, std::size_t{50}}) {  // the first one is named
@@ -143,7 +144,7 @@ void find_a_bad_id(const EPConfig& config, std::int64_t id, DType dtype = DType:
   expect_found(
       config,
       [&](World& world) {
-        Step step(world, config, good);
+        Step step(world, config, good, false, 0, spare_experts);
         step.dispatch(bad);
         step.expect_end();
       },
@@ -163,8 +164,17 @@ TEST(GpuExpertInput, an_id_out_of_range_of_many_tokens_on_nodes) {
   find_a_bad_id(many_tokens(small_config(4, 2)), 17, DType::int64);
 }
 
+/// Experts are named, not slots.
+TEST(GpuSpareExpertsInput, an_id_out_of_range) {
+  find_a_bad_id(small_config(2), 17, DType::int32, 20, 2);
+}
+TEST(GpuSpareExpertsInput, an_id_out_of_range_of_many_tokens) {
+  find_a_bad_id(many_tokens(small_config(2)), 17, DType::int64, 300, 2);
+}
+
 /// Rank 1 has expert 3 once too often, of tokens that choose it twice; rank 0 as often as it may.
-void find_an_expert_too_often(const EPConfig& config, std::int64_t tokens, std::int64_t most) {
+void find_an_expert_too_often(const EPConfig& config, std::int64_t tokens, std::int64_t most,
+                              std::int32_t spare_experts = 0) {
   ExpertCase good = good_case(config, DType::int32, tokens);
   const auto choose = [&](ExpertCase& made, std::size_t rank, std::int64_t times) {
     std::int32_t i = 0;
@@ -179,7 +189,7 @@ void find_an_expert_too_often(const EPConfig& config, std::int64_t tokens, std::
   expect_found(
       config,
       [&](World& world) {
-        Step step(world, config, good, false, most);
+        Step step(world, config, good, false, most, spare_experts);
         step.dispatch(bad);
         // Rank 1 counts after its tokens have left for the other nodes, whose ranks may get them.
         step.expect_end(to_int(world.rank()) >= config.local_world_size);
@@ -193,6 +203,9 @@ TEST(GpuExpertInput, an_expert_too_often_of_few_tokens) {
 }
 TEST(GpuExpertInput, an_expert_too_often_of_many_tokens) {
   find_an_expert_too_often(many_tokens(small_config(2)), 300, 500);
+}
+TEST(GpuSpareExpertsInput, an_expert_too_often) {
+  find_an_expert_too_often(small_config(2), 20, 30, 1);
 }
 TEST(GpuExpertInput, an_expert_too_often_on_nodes) {
   find_an_expert_too_often(small_config(4, 2), 20, 30);

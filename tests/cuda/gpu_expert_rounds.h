@@ -153,9 +153,9 @@ struct AnsweredCase {
   std::vector<HostTensor> sums;
 };
 
-inline AnsweredCase answered(ExpertCase sample) {
+inline AnsweredCase answered(ExpertCase sample, const EPDispatchOptions& options = {}) {
   AnsweredCase step{std::move(sample), {}, {}};
-  step.dispatch = step.sample.dispatch();
+  step.dispatch = step.sample.dispatch(options);
   step.sums = simulate_expert_combine(step.dispatch, views_of(step.dispatch.recv_tokens));
   return step;
 }

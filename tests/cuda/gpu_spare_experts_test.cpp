@@ -1,4 +1,5 @@
-// Copies of experts on GPUs: slots in place of experts, for one rank of many.
+// Copies of experts on GPUs: slots in place of experts, for one rank of many; layers against the
+// simulation.
 
 #include <gtest/gtest.h>
 
@@ -10,10 +11,12 @@
 #include "core/to_size.h"
 #include "cuda/experts/launch.h"
 #include "cuda/experts/spare/params.h"
+#include "cuda/gpu_expert_rounds.h"
 #include "cuda/one_of_many.h"
 #include "cuda/planner/even_experts.h"
 #include "support/even_experts_cases.h"
 #include "waybill/core/random.h"
+#include "waybill/experts/ep_all2all_layer.h"
 #include "waybill/planner/expert_balance.h"
 
 namespace waybill {
@@ -203,6 +206,95 @@ TEST(GpuSpareExperts, ManyExperts) {
   EXPECT_TRUE(cuda::spare_kernels_fit(shape, 2052));
   shape.num_experts = 8192;
   EXPECT_FALSE(cuda::spare_kernels_fit(shape, 8196));
+}
+
+EPDispatchOptions spare_options(std::int32_t spare_experts) {
+  EPDispatchOptions options;
+  options.spare_experts = spare_experts;
+  return options;
+}
+
+using test::check_random;
+using test::config_of;
+
+TEST(GpuSpareExperts, LayersAreThoseOfTheSimulation) {
+  check_random(config_of(1, 4, 2, 40, 64), spare_options(1), 6, 41);
+  check_random(config_of(2, 8, 4, 150, 128), spare_options(2), 10, 42);
+  check_random(config_of(8, 64, 8, 60, 256, DType::bfloat16, DType::bfloat16), spare_options(2), 6,
+               43, {4, 1});
+  EPDispatchOptions options = spare_options(3);
+  options.limit = 1.05;
+  options.min_rows = 4;
+  options.expert_alignment = 8;
+  check_random(config_of(4, 16, 3, 190, 64), options, 10, 44, {4, 1, 8, 2});
+}
+
+/// Up to 128 tokens of a rank are sent before their places are known: to the ranks of their slots.
+TEST(GpuSpareExperts, SomeRanksHaveFewTokens) {
+  check_random(config_of(4, 16, 8, 180, 256), spare_options(2), 10, 45, {8, 2});
+}
+
+TEST(GpuSpareExperts, RowsAndPayloadsOfAllKinds) {
+  EPDispatchOptions options = spare_options(2);
+  options.rows = EPRows::compact;
+  check_random(config_of(2, 12, 4, 90, 64), options, 8, 46, {4});
+  options.expert_alignment = 4;
+  check_random(config_of(4, 16, 4, 150, 40), options, 6, 47, {4});
+  options = spare_options(2);
+  options.payload = EPPayload::quantized;
+  check_random(config_of(2, 12, 4, 60, 512), options, 6, 48, {4});
+}
+
+TEST(GpuSpareExperts, CopiesThatAreThereAreUsedAgain) {
+  const EPConfig config = config_of(4, 24, 4, 140, 64);
+  const EPDispatchOptions options = spare_options(2);
+  Random random(49);
+  std::vector<test::Round> rounds;
+  std::vector<std::int32_t> present;  // of the round before; none for every third
+  for (int i = 0; i < 7; ++i) {
+    if (i % 3 == 0) present.clear();
+    test::Round round{
+        concat("round ", i), test::random_case(config, random, {.edges = false}), {}, {}, {}};
+    round.expected = round.sample.dispatch(options, present);
+    present = test::copies_in(round.expected);
+    rounds.push_back(std::move(round));
+  }
+  run_gpu_thread_world(
+      config.world_size,
+      [&](World& world) {
+        test::DeviceArena arena(world, test::round_arena_bytes);
+        test::ExpertRig rig(world, config, options, most_recv_rows(config, options), 4);
+        std::shared_ptr<const ExpertTables> before;
+        for (std::size_t i = 0; i < rounds.size(); ++i) {
+          SCOPED_TRACE(rounds[i].name);
+          arena.reset();
+          const Stream stream{arena.stream()};
+          const test::DeviceInput device(arena, rounds[i].sample, rig.config().rank);
+          const auto made =
+              rig.dispatch(device.input, stream, nullptr, i % 3 == 0 ? nullptr : before.get());
+          test::expect_rows(rig, arena, rounds[i].expected);
+          test::expect_tables(arena, made->views(), rounds[i].expected, rig.config().rank);
+          const auto again = rig.dispatch(device.input, stream, made.get());
+          test::expect_rows(rig, arena, rounds[i].expected);
+          before = i % 2 == 0 ? made : again;
+        }
+        world.barrier();
+      },
+      test::world_options());
+}
+
+TEST(GpuSpareExperts, SeveralNodesAreRefused) {
+  const EPConfig config = test::small_config(2, 1);
+  run_gpu_thread_world(
+      2,
+      [&](World& world) {
+        EPConfig mine = config;
+        mine.rank = to_int(world.rank());
+        EPLayerOptions layer;
+        layer.dispatch.spare_experts = 1;
+        EXPECT_THROW((void)EPAll2AllLayer(world, mine, layer), Unsupported);
+      },
+      test::options_of(config));
 }
 
 }  // namespace

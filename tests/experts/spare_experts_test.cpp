@@ -18,18 +18,6 @@ EPLayerOptions spare_layer(std::int32_t spare_experts) {
   return options;
 }
 
-/// The experts in the spare slots of a dispatch.
-std::vector<std::int32_t> copies_in(const ExpertDispatch& dispatch,
-                                    const EPDispatchOptions& options) {
-  const EvenExperts& plan = dispatch.slots->plan;
-  std::vector<std::int32_t> copies;
-  for (std::int64_t i = 0; i < std::ssize(plan.slots); ++i) {
-    if (i % plan.slots_per_rank >= plan.slots_per_rank - options.spare_experts)
-      copies.push_back(plan.slots[i]);
-  }
-  return copies;
-}
-
 struct SpareWay {
   std::int32_t per_node;
   EPRows rows = EPRows::grouped;
@@ -104,7 +92,7 @@ TEST_P(SpareExpertsOfRanks, CopiesThatAreThereAreUsedAgain) {
     if (i % 3 == 0) present.clear();
     rounds.push_back(make_round(random_case(config, random, {.edges = false}), options, random, 0,
                                 false, present));
-    present = copies_in(rounds.back().dispatch, options.dispatch);
+    present = copies_in(rounds.back().dispatch);
   }
   run_way(way, 60, [&](World& world) {
     const auto rank = static_cast<std::size_t>(to_int(world.rank()));

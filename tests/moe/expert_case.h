@@ -69,6 +69,17 @@ struct ExpertCase {
   }
 };
 
+/// The experts in the spare slots of a dispatch, as ExpertInputs::present.
+inline std::vector<std::int32_t> copies_in(const ExpertDispatch& dispatch) {
+  const EvenExperts& plan = dispatch.slots->plan;
+  std::vector<std::int32_t> copies;
+  for (std::int64_t i = 0; i < std::ssize(plan.slots); ++i) {
+    if (i % plan.slots_per_rank >= plan.slots_per_rank - dispatch.options.spare_experts)
+      copies.push_back(plan.slots[i]);
+  }
+  return copies;
+}
+
 /// The same with tokens as float8 elements and scales.
 inline ExpertCase quantized_case(ExpertCase sample) {
   using detail::to_size;

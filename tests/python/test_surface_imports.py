@@ -9,7 +9,7 @@ import pytest
 import waybill
 
 PACKAGE = Path(waybill.__file__).parent
-TORCH_TOO = "waybill.integrations"
+TORCH_TOO = ("waybill.integrations", "waybill._bench")
 #: The one way from numpy's files to torch's, which begins when it is called.
 EXCEPTION = ("waybill.metadata", "waybill.torch.functions", "Metadata.cuda")
 
@@ -94,7 +94,7 @@ def circles(imports):
 
 
 def is_torch(module):
-    return module.split(".")[0] == "torch" or module.startswith(("waybill.torch", TORCH_TOO))
+    return module.split(".")[0] == "torch" or module.startswith(("waybill.torch", *TORCH_TOO))
 
 
 def test_no_files_need_each_other():

@@ -50,4 +50,9 @@ void write_file(const std::filesystem::path& path, std::string_view text);
 /// @throws IoError naming the place, got and expected
 [[nodiscard]] IndexArray expert_counts_from(std::string_view bytes, std::string_view origin);
 
+/// The ids of the experts of each token, int64 [tokens, topk], -1 for a dropped topk slot: JSON (a
+/// list of a list per token, or an object that has it as "ids").
+/// @throws IoError naming the place, got and expected
+[[nodiscard]] IndexArray expert_ids_from(std::string_view text, std::string_view origin);
+
 }  // namespace waybill

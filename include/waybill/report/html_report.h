@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "waybill/cost_model/predict_step.h"
@@ -15,6 +16,10 @@ namespace waybill {
 /// Predictions side by side, a column each: largest over mean work, bytes in and out, what the
 /// step's path spends in each phase, forward, and the step. 80 columns wide for four predictions.
 [[nodiscard]] std::string step_table(std::span<const NamedStep> steps);
+
+/// What the name of a prediction of compare_plans or compare_transfers means, a sentence; "" for
+/// another name.
+[[nodiscard]] std::string_view meaning_of_step(std::string_view name);
 
 /// The path of one prediction, a line for each phase: time, the rank that the others waited for,
 /// its busy link or kernel with the amount, and the document that causes most of that. The times

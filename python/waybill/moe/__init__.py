@@ -1,10 +1,12 @@
-"""Experts: tokens of all ranks to their experts and back, in one process, for numpy arrays.
+"""Experts: tokens of all ranks to their experts and back, for numpy arrays: in one process
+(``simulate_dispatch``), and between ranks in host memory (``EPAll2AllLayer``).
 
 Rows are ordered by local expert, then source rank, then token, then topk slot: always. What
 ``simulate_dispatch`` delivers is what a layer must deliver on any world, bit for bit.
 """
 
 from .config import EPConfig
+from .copies import simulate_expert_copies, simulate_expert_copy_gradients
 from .even_experts import (
     EvenExperts,
     ExpertPlacement,
@@ -12,10 +14,12 @@ from .even_experts import (
     plan_expert_placement,
     slot_ids,
 )
+from .layer import EPAll2AllLayer
 from .predict import ExpertCallPrediction, ExpertSummary, predict, summarize
 from .simulate import EPAllToAllLayoutDesc, ExpertDispatch, quantize_fp8, simulate_dispatch
 
 __all__ = [
+    "EPAll2AllLayer",
     "EPAllToAllLayoutDesc",
     "EPConfig",
     "EvenExperts",
@@ -28,6 +32,8 @@ __all__ = [
     "predict",
     "quantize_fp8",
     "simulate_dispatch",
+    "simulate_expert_copies",
+    "simulate_expert_copy_gradients",
     "slot_ids",
     "summarize",
 ]

@@ -5,9 +5,12 @@ compiled part reads and writes. A program written for DistCA changes only its im
 the random generators without a seed draw from torch's global generator, in DistCA's order.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 import torch as _torch
 
 from .. import _common
+from .. import compat as _compat
 from .._common import *  # noqa: F403
 from .._graphs import never_compile_calls as _never_compile_calls
 from . import attention_step, functions, kernels, world
@@ -16,17 +19,22 @@ from .attention.fixed import Capacities, FixedPlan
 from .attention.module import ContextParallelAttention
 from .attention.plan import BatchPlan, BatchPlanner, InPlaceRule, PackedBatch, Piece, pack, unpack
 from .attention_step import *  # noqa: F403
+from .experts.layer import EPAll2AllLayer
 from .functions import *  # noqa: F403
 from .sequence_dispatcher import SequenceDispatcher
 from .world import *  # noqa: F403
 
 _never_compile_calls(_torch)
 
+if not _TYPE_CHECKING:
+    __getattr__ = _compat.say_where(__name__)
+
 __all__ = [
     "BatchPlan",
     "BatchPlanner",
     "Capacities",
     "ContextParallelAttention",
+    "EPAll2AllLayer",
     "FixedPlan",
     "InPlaceRule",
     "PackedBatch",

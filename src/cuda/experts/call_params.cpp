@@ -38,8 +38,8 @@ int common_word(std::initializer_list<std::int64_t> values) {
   return common_word(bits);
 }
 
-RecordWorkspace::RecordWorkspace(const EPConfig& config, const EPDispatchOptions& options,
-                                 bool low_latency) {
+RecordWorkspace::RecordWorkspace(const EPConfig& config, const EPConfig& experts,
+                                 const EPDispatchOptions& options, bool low_latency) {
   const std::int64_t tokens = std::int64_t{config.world_size} * config.max_tokens;
   const std::int64_t stride = config.topk + (options.rows == EPRows::compact ? 1 : 0);
   waybill::detail::MemoryLayout parts;
@@ -51,6 +51,8 @@ RecordWorkspace::RecordWorkspace(const EPConfig& config, const EPDispatchOptions
   }
   for (std::int64_t& part : gathered)
     part = parts.take(low_latency ? tokens * config.topk * 16 : 0);
+  const std::int64_t counted = options.spare_experts > 0 ? waybill::num_counts(experts) : 0;
+  for (std::int64_t& part : expert_counts) part = parts.take(config.world_size * counted * 8);
   slot_row_bytes = payload_row_bytes(config, options);
   const std::int64_t scale_bytes = scale_row_bytes(config, options);
   // Quantisation is a kernel between the route and the rows.
@@ -66,7 +68,7 @@ ExpertParams::ExpertParams(const GpuExpertLayer& layer)
     : layer_(layer),
       low_latency_(low_latency_route_fits(shape(0, 0))),
       max_delay_ns_(static_cast<std::uint32_t>(waybill::detail::test_hooks().delay_ns)),
-      workspace_(layer.config, layer.options, low_latency_) {
+      workspace_(layer.config, layer.experts, layer.options, low_latency_) {
   const EPConfig& config = layer.config;
   const EPDispatchOptions& options = layer.options;
   const cudaStream_t stream = layer_.gpu->stream();
@@ -125,6 +127,14 @@ MoeShape ExpertParams::shape(const GpuExpertRouting& routing) const {
   return shape(routing.num_tokens(), routing.tables().capacity_rows);
 }
 
+MoeShape ExpertParams::experts_shape(std::int64_t num_tokens) const {
+  MoeShape s = shape(num_tokens, 0);
+  s.num_experts = layer_.experts.num_experts;
+  s.experts_per_rank = layer_.experts.num_experts_per_rank();
+  s.compact = 0;  // no rows, so their number per rank is not counted
+  return s;
+}
+
 MoeShape ExpertParams::shape(std::int64_t num_tokens, std::int64_t capacity_rows) const {
   MoeShape s{};
   s.rank = layer_.config.rank;
@@ -174,7 +184,8 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   params.shape = shape(made);
   params.ids = input.ids.data;
   params.wide_ids = input.ids.dtype == DType::int64;
-  params.dropped_id = layer_.options.dropped(layer_.config);
+  const bool of_slots = layer_.options.spare_experts > 0;  // the ids were checked before
+  params.dropped_id = of_slots ? layer_.config.num_experts : layer_.options.dropped(layer_.config);
   params.scatter = input.full_scatter_indices.data;
   params.wide_scatter = input.full_scatter_indices.dtype == DType::int64;
   if (params.scatter != nullptr) params.scatter_tokens = input.full_scatter_indices.shape[0];
@@ -182,7 +193,7 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   params.fitting_rows = static_cast<std::int32_t>(
       call.may_grow ? no_limit : std::min(no_limit, layer_.memory.capacity_rows));
   params.max_per_expert = static_cast<std::int32_t>(
-      call.max_per_expert == 0 ? no_limit : std::min(no_limit, call.max_per_expert));
+      call.max_per_expert == 0 || of_slots ? no_limit : std::min(no_limit, call.max_per_expert));
   params.weights = weights_of(input);
   params.takes_weights = is_given(input.weights);
   if (!layer_.config.is_intra_node()) {
@@ -217,6 +228,20 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   params.num_recv_rows = made.part(layout.num_recv_rows);
   params.host = made.counts();
   params.ticket = made.ticket();
+  return params;
+}
+
+RouteParams ExpertParams::count(const ExpertCall& call, const ExpertDispatchInput& input,
+                                GpuExpertTables& tables) const {
+  RouteParams params = route(call, input, tables);
+  params.shape = experts_shape(params.shape.num_tokens);
+  params.dropped_id = layer_.options.dropped(layer_.experts);
+  if (call.max_per_expert > 0) {
+    params.max_per_expert = static_cast<std::int32_t>(
+        std::min<std::int64_t>(params.max_per_expert, call.max_per_expert));
+  }
+  params.counts = workspace_.expert_counts[call.parity];
+  params.own_counts = reinterpret_cast<std::uint64_t*>(records_.local + params.counts);
   return params;
 }
 

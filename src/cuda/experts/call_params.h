@@ -19,12 +19,15 @@ struct RecordWorkspace {
   std::int64_t records[2] = {};
   std::int64_t weights[2] = {};
   std::int64_t gathered[2] = {};       ///< low latency: the ids of all ranks, see RouteParams
+  std::int64_t expert_counts[2] = {};  ///< spare experts: counts of experts, as those of slots
   std::int64_t receive_slots[2] = {};  ///< see ReceiveSlots
   std::int64_t slot_tokens = 0;        ///< receive slots per source
   std::int64_t slot_row_bytes = 0;
   std::int64_t total = 0;
 
-  RecordWorkspace(const EPConfig& config, const EPDispatchOptions& options, bool low_latency);
+  /// @param config of slots, @param experts as given: without spare experts the same
+  RecordWorkspace(const EPConfig& config, const EPConfig& experts, const EPDispatchOptions& options,
+                  bool low_latency);
 };
 
 /// The widest word, at most 16 bytes, that divides all of these.
@@ -39,8 +42,9 @@ struct RecordWorkspace {
 struct GpuExpertLayer {
   Transport& transport;
   std::shared_ptr<GpuRank> gpu;
-  int share;  ///< ranks on this device
-  EPConfig config;
+  int share;         ///< ranks on this device
+  EPConfig config;   ///< slot_config: what is said of experts is of slots
+  EPConfig experts;  ///< the config given; without spare experts the same
   EPDispatchOptions options;
   const ExpertMemory& memory;
 };
@@ -57,6 +61,10 @@ class ExpertParams {
 
   /// @param tables their routing is being made
   [[nodiscard]] RouteParams route(const ExpertCall& call, const ExpertDispatchInput& input,
+                                  GpuExpertTables& tables) const;
+
+  /// With spare experts: the same of experts, which are counted before slots take their place.
+  [[nodiscard]] RouteParams count(const ExpertCall& call, const ExpertDispatchInput& input,
                                   GpuExpertTables& tables) const;
 
   [[nodiscard]] EnterParams enter(const ExpertCall& call, const ExpertDispatchInput& input,
@@ -79,6 +87,8 @@ class ExpertParams {
   /// How ranks synchronize in a call, and the shape of this rank.
   [[nodiscard]] MoeArrive arrive(const ExpertCall& call, FaultKind kind) const;
   [[nodiscard]] MoeShape shape(const GpuExpertRouting& routing) const;
+  /// The shape of a layer of `num_tokens` tokens whose experts are those that were given.
+  [[nodiscard]] MoeShape experts_shape(std::int64_t num_tokens) const;
 
   [[nodiscard]] HostOverflow* overflow() const {
     return static_cast<HostOverflow*>(overflow_.get());

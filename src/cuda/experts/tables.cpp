@@ -136,6 +136,7 @@ using waybill::detail::MemoryLayout;
 /// Compact rows have places in the grouped order, too.
 std::int64_t max_grouped_rows(const EPConfig& config, EPDispatchOptions options) {
   options.rows = EPRows::grouped;
+  options.spare_experts = 0;  // the config's experts are slots
   return most_recv_rows(config, options);
 }
 
@@ -173,6 +174,9 @@ RoutingTables::RoutingTables(const EPConfig& config, const EPDispatchOptions& op
   num_recv_rows = take_table(parts, {world + 1});
   node_tokens = take_table(parts, {2, crossed, config.max_tokens});
   node_counts = take_table(parts, {2, crossed});
+  const Shape by_place = {options.spare_experts > 0 ? world : 0, per_rank};
+  slot_experts = take_table(parts, by_place);
+  slot_quotas = take_table(parts, by_place);
   first_by_row = parts.total();
   const std::int64_t compact = is_compact ? capacity_rows : 0;
   const std::int64_t grouped = capacity_rows - compact;
@@ -246,6 +250,10 @@ ExpertTableViews GpuExpertRouting::views() const {
   views.num_recv_rows = {recv_rows, DType::int32, {world}};
   views.required_rows = {recv_rows + world, DType::int32, {1}};
   views.recv_tags = view(tables_.tags);
+  if (options_.spare_experts > 0) {
+    views.slot_experts = view(tables_.slot_experts);
+    views.slot_quotas = view(tables_.slot_quotas);
+  }
   if (options_.rows == EPRows::compact) {
     views.compact_to_grouped = view(tables_.compact_to_grouped);
     views.grouped_to_compact = view(tables_.grouped_to_compact);

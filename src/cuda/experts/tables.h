@@ -134,8 +134,9 @@ struct RoutingTables {
   DeviceTable addresses;  ///< int64
   DeviceTable records, grouped_to_compact, send_reqs;
   DeviceTable num_input_tokens, splits, segment_offsets, expert_counts, expert_offsets;
-  DeviceTable num_recv_rows;             ///< [W + 1]: of each rank, then the maximum
-  DeviceTable node_tokens, node_counts;  ///< see NodeRowsParams
+  DeviceTable num_recv_rows;              ///< [W + 1]: of each rank, then the maximum
+  DeviceTable node_tokens, node_counts;   ///< see NodeRowsParams
+  DeviceTable slot_experts, slot_quotas;  ///< spare experts: [W, P], see ExpertTableViews
   // These have one entry per received row.
   std::int64_t capacity_rows;
   DeviceTable tags;  ///< [capacity_rows, 4]: RowTag

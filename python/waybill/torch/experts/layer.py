@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-from typing import Any, Dict, List, Optional, Sequence, Tuple, TypeVar, Union
+from typing import Any, List, Optional, Sequence, Tuple, Union
 
 import torch
 
-from ... import _core
-from ..._arrays import at_least, choice, flag, instance, int64
-from ..._errors import on_rank, said_by
+from ..._arrays import flag, instance
+from ..._errors import on_rank
 from ..._graphs import outside_graphs
-from ..._lifetime import OfThisProcess, Unwinding
 from ...errors import InvalidArgument
-from ...moe import EPAllToAllLayoutDesc, EPConfig
-from ...moe.even_experts import spare_options
-from ...world import agreed_world
+from ...moe import EPAllToAllLayoutDesc
+from ...moe.layer import ExpertLayer, RankLayout, checked_layout
 from .._tensors import (
     as_autocast,
     given,
@@ -28,105 +24,31 @@ from .._tensors import (
 )
 from ..world import group_of_layer, world_of
 from .autograd import Combine, Dispatch
-from .presets import number_of_rows, room_of, suggested_sms
-
-_L = TypeVar("_L", bound="LayerLayout")
-_ONE_NODE = ("skipped_token_mapping_indices", "skipped_token_topk_mapping_indices")
-_SLOTS = ("all_slot_experts", "all_slot_quotas")
-_COMPACT = ("recv_topk_indices", "compact_to_grouped", "grouped_to_compact")
-_TABLES = (
-    "num_input_tokens_per_rank", "send_reqs_recv_tensor", "topk_indices_tensor",
-    "token_dst_scatter_idx", *_ONE_NODE, "recv_expert_counts", "recv_expert_offsets", *_COMPACT,
-    "recv_tags", "num_recv_tokens_per_rank", "required_rows", "all_slot_experts", "all_slot_quotas",
-)  # fmt: skip
+from .presets import suggested_sms
 
 
-class LayerLayout(OfThisProcess, EPAllToAllLayoutDesc):
-    """Its tables become tensors when they are asked for: views of memory that it keeps, but for
-    the two maps, which are copies. A call of a few tokens takes less time than all of them.
-
-    It never changes: dispatches by it give descriptors of their own. On GPUs its memory is used
-    again when it and its tensors are gone, after work on the stream that was current when the
-    first of them was asked for.
+class LayerLayout(RankLayout):
+    """Its tables become tensors on the device. On GPUs its memory is used again when it and its
+    tensors are gone, after work on the stream that was current when the first of them was asked
+    for.
     """
 
     _why_not_copied = "tables of one rank's layer: each dispatch gives one; its tensors can be"
     recv_scales: Optional[torch.Tensor]
-    required_rows: torch.Tensor  #: [1] int32 on the device: rows of the fullest rank
-    capacity_rows: int  #: rows of the windows
 
-    def __init__(
-        self, handle: Any, one_node: bool, grouped: bool, device: torch.device, capacity_rows: int,
-        rank: Optional[int],
-    ) -> None:  # fmt: skip
-        self._handle = handle
+    def __init__(self, device: torch.device, *of_rank: Any) -> None:
+        super().__init__(*of_rank)
         self._device = device
-        self._one_node, self._grouped = one_node, grouped
-        self._rank = rank  #: with spare experts: whose slots are this rank's
-        self._tensors: Dict[str, Optional[torch.Tensor]] = {}
         self._token: Optional[torch.Tensor] = None
-        self._weights: Optional[torch.Tensor] = (
-            None  #: weights of the rows, as the dispatch gave them
-        )
-        self.num_dispatch_token_cur_rank = handle.num_tokens
-        self.capacity_rows = capacity_rows
+        #: Weights of the rows, as the dispatch gave them.
+        self._weights: Optional[torch.Tensor] = None
 
-    def __copy__(self: _L) -> _L:
-        made = type(self).__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        return made
-
-    @property
-    def overflow(self) -> torch.Tensor:
-        """[1] on the device, the same on all ranks: whether the windows had no room for all rows of
-        one of them.
-        """
-        required = self._table("required_rows")
-        assert required is not None
-        return required > self.capacity_rows
-
-    @property
-    def slot_experts(self) -> Optional[torch.Tensor]:  # type: ignore[override]
-        """[P] int32 on the device: the expert of each slot of this rank, -1: it is empty. None
-        without spare experts.
-        """
-        slots = self._table("all_slot_experts")
-        return None if slots is None or self._rank is None else slots[self._rank]
-
-    @outside_graphs
-    def _table(self, name: str) -> Optional[torch.Tensor]:
-        if name not in self._tensors:
-            self._tensors[name] = self._make(name)
-        return self._tensors[name]
-
-    def _make(self, name: str) -> Optional[torch.Tensor]:
-        nodes_only = name == "send_reqs_recv_tensor"
-        maps = name in _ONE_NODE
-        if (self._one_node and nodes_only) or (self._grouped and name in _COMPACT):
-            return None
-        if maps and not (self._one_node and self._grouped):
-            return None
-        if self._rank is None and name in _SLOTS:
-            return None
+    def _view(self, name: str, is_map: bool) -> Optional[torch.Tensor]:
         table = view_of(self._handle.table(name, stream_of(self._device)), torch.int32)
-        return table.to(torch.int64) if maps and table is not None else table
+        return table.to(torch.int64) if is_map and table is not None else table
 
 
-def _reader(name: str) -> property:
-    return property(lambda layout: layout._table(name))
-
-
-for _name in _TABLES:
-    setattr(LayerLayout, _name, _reader(_name))
-
-
-def checked_layout(layout: Any, name: str) -> Any:
-    if not isinstance(layout, LayerLayout):
-        instance(layout, LayerLayout, f"{name}: the descriptor", "one that dispatch gave")
-    return layout
-
-
-class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
+class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
     """Takes tokens to their experts on all ranks, and what the experts made of them back.
 
     All calls are collective: every rank makes the same calls in the same order, forward and
@@ -173,7 +95,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
     :param max_per_expert: topk slots of one expert that a rank may have in a dispatch, None: any
         number. More, of tokens that choose an expert twice, are an InvalidArgument: in host memory
         before any communication, on GPUs the device reports it
-    :param spare_experts: slots per rank for copies of other ranks' experts, on CPU ranks. Each
+    :param spare_experts: slots per rank for copies of other ranks' experts. GPUs: one node. Each
         dispatch plans copies with ``even_experts``; a rank's rows lie in its slots: home experts,
         then copies. ``layout.slot_experts`` says which expert each slot holds
     :param limit, min_rows: as in ``even_experts``; its alignment is ``expert_alignment``
@@ -185,14 +107,8 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         "cuda:1"; None is "cuda" where the group's backend is NCCL, else "cpu"
     """
 
-    _why_not_copied = "buffers that other ranks write to: make one on each rank's world or group"
-    ep_config: Any
     dtype: torch.dtype
     weight_dtype: torch.dtype
-    is_intra_node: bool
-    payload: str
-    rows: str
-    fixed_rows: Optional[int]
     _replaced = False  #: whether ``ExpertParallel.resize`` has made another in its place
 
     @outside_graphs
@@ -227,83 +143,20 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         device: Any = None,
     ) -> None:
         super().__init__()
-        who = "EPAll2AllLayer"
-        fixed: Optional[int] = None
-        compiled: Any = None
-        options: Any = None
-        most, factor = 0, 2
-
-        def check() -> dict[str, Any]:
-            """All arguments but those of the world, which the compiled part compares."""
-            nonlocal fixed, most, factor, compiled, options
-            given = {"dtype": dtype, "weight_dtype": weight_dtype}
-            dtypes = [torch_dtype(one, f"{who}: {name}") for name, one in given.items()]
-            called = {"num_experts": "num_tot_experts", "token_dtype": "dtype"}
-            self.ep_config, compiled = EPConfig._of_words(
-                who, called, max_tokens, hidden, topk, num_tot_experts, rank, world_size,
-                local_world_size, *dtypes, torch.int32,
-            )  # fmt: skip
-            self._options: dict[str, Any] = {
-                "dropped_id": (
-                    None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
-                ),
-                "rows": choice(rows, f"{who}: rows", *_core.ep_row_names),
-                "expert_alignment": int64(expert_alignment, f"{who}: expert_alignment"),
-                **spare_options(spare_experts, limit, min_rows, who),
-            }  # those that the layer of the weights' gradients has, too
-            self._take_sizes(self.ep_config)
-            choice(payload, f"{who}: payload", *_core.ep_payload_names)
-            with said_by(who, words=called):
-                options = _core.ep_dispatch_options(compiled, **self._options, payload=payload)
-            fixed = number_of_rows(
-                fixed_rows, who, world_size=self.world_size, max_tokens=self.max_tokens, rows=rows,
-                topk=self.topk, num_experts=self.num_tot_experts, expert_alignment=expert_alignment,
-                spare_experts=spare_experts,
-            )  # fmt: skip
-            self.num_sm = 1 if num_sm is None else at_least(num_sm, 1, f"{who}: num_sm", 2**31)
-            self.copy_out = flag(copy_out, f"{who}: copy_out")
-            self.enable_local_combine = flag(enable_local_combine, f"{who}: enable_local_combine")
-            self.use_aot = flag(use_aot, f"{who}: use_aot")
-            self.combine_way = choice(combine, f"{who}: combine", "pull", "push")
-            factor, most = room_of(capacity, fixed, max_per_expert, who)
-            return {}
-
-        self.world = agreed_world(
-            lambda: world_of(ep_group, local_world_size, device, who, "ep_group"), who, check
-        )
-        if num_sm is None:
-            self.num_sm = suggested_sms(self.world, self.max_tokens)
+        self._set_up(
+            lambda: world_of(ep_group, local_world_size, device, "EPAll2AllLayer", "ep_group"),
+            (max_tokens, hidden, topk, num_tot_experts, rank, world_size, local_world_size),
+            (dtype, weight_dtype), num_sm=num_sm, enable_local_combine=enable_local_combine,
+            use_aot=use_aot, dropped_id=dropped_id, rows=rows, expert_alignment=expert_alignment,
+            payload=payload, capacity=capacity, fixed_rows=fixed_rows, copy_out=copy_out,
+            max_per_expert=max_per_expert, spare_experts=spare_experts, limit=limit,
+            min_rows=min_rows, combine=combine,
+        )  # fmt: skip
         self._group = group_of_layer(ep_group)
         self.device = torch.device(self.world.device)
-        self.payload, self.rows, self.fixed_rows = payload, rows, fixed
-        layer_options = _core.layer_options(
-            options, self.num_sm, self.enable_local_combine, factor, fixed or 0, most,
-            self.combine_way == "push",
-        )  # fmt: skip
-        self._layer: Any = _core.ExpertLayer(self.world._world, compiled, layer_options)
-        self._lock, self._unwinding = threading.RLock(), Unwinding()
         #: Views of windows that autograd may keep: (number of dispatch, view, whether of weights)
         self._views: List[Tuple[int, torch.Tensor, bool]] = []
         self._slot_layers: list[EPAll2AllLayer] = []  # one at most; no submodule: a part of this
-
-    def _take_sizes(self, config: EPConfig) -> None:
-        """The attributes of Triton-distributed's layer, and of slots."""
-        self.max_tokens, self.hidden, self.topk = config.max_tokens, config.hidden, config.topk
-        self.rank, self.world_size = config.rank, config.world_size
-        self.local_world_size, self.nnodes = config.local_world_size, config.num_nodes
-        self.node_id = config.rank // config.local_world_size
-        self.is_intra_node = config.is_intra_node
-        self.num_tot_experts = config.num_experts
-        self.experts_per_rank = config.num_experts_per_rank
-        self.dtype = config.token_dtype
-        self.weight_dtype = config.weight_dtype
-        self.offset_dtype: torch.dtype = config.offset_dtype
-        given_id = self._options["dropped_id"]
-        self.dropped_id: int = config.num_experts if given_id is None else given_id
-        self.spare_experts: int = self._options["spare_experts"]
-        self.limit: float = self._options["limit"]
-        self.min_rows: int = self._options["min_rows"]
-        self.slots_per_rank = config.num_experts_per_rank + self.spare_experts
 
     @property
     def ep_group(self) -> Any:
@@ -432,14 +285,7 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
 
     def extra_repr(self) -> str:
         """For print(model)."""
-        config, names = self.ep_config, ("max_tokens", "hidden", "topk", "num_experts", "rank")
-        sizes = ", ".join(f"{name}={getattr(config, name)}" for name in names)
-        parts = [sizes, f"world_size={config.world_size}", f"dtype={config.token_dtype}"]
-        parts += [f"num_sm={self.num_sm}", f"enable_local_combine={self.enable_local_combine}"]
-        parts += [] if self.fixed_rows is None else [f"fixed_rows={self.fixed_rows}"]
-        parts += [f"spare_experts={self.spare_experts}"] if self.spare_experts else []
-        parts += [] if self.combine_way == "pull" else [f"combine={self.combine_way}"]
-        return ", ".join(parts)
+        return self._described()
 
     def _need_slot_layer(self) -> None:
         """A layer of rows [topk] that takes the gradients of weights home. Collective."""
@@ -466,59 +312,12 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
             )
 
     @outside_graphs
-    def await_calls(self) -> None:
-        """Returns when this rank's calls on the current stream are done."""
-        self._layer.await_calls(stream_of(self.device))
-
-    @outside_graphs
-    def take_overflow(self) -> int:
-        """Rows that ``fixed_rows`` should have been for a dispatch since the last call of this or
-        of ``check_overflow``, the same on all ranks; 0: all did fit. On GPUs when they are done.
-        """
-        return self._layer.take_overflow()
-
-    @outside_graphs
-    def combine_input(self, rows: int) -> torch.Tensor:
-        """[rows, hidden]: where the next combine reads. Experts that write their rows there, with
-        ``out=``, and pass this tensor to it save a copy. It holds until that combine, without
-        gradients. Called again before that, it gives the place of the combine after it, where no
-        other rank may still read there.
-        """
-        bits = self._layer.combine_input(int64(rows, "combine_input: rows"), stream_of(self.device))
-        view = view_of(bits, self.ep_config.token_dtype)
-        assert view is not None
-        return view
-
-    @outside_graphs
-    def synchronize(self, stream: Any = None) -> None:
-        """Returns when this rank's calls on the stream (None: the current one) are done, and raises
-        what they have met, with the number of the call: what only the device could check, and as
-        ``check_overflow``. Calls of ranks in host memory are done when they return.
-        """
-        self._layer.synchronize(stream_given(stream, self.device, "synchronize: stream"))
-
-    @outside_graphs
-    def ep_barrier_all(self, stream: Any = None, intra_node_only: bool = False) -> None:
-        """Collective: work on the stream (None: the current one) after this begins when all ranks,
-        or those of this node, have come here on theirs.
-
-        On GPUs it is queued, the host goes on, and it may be captured. The host waits in host
-        memory, and between nodes over NVSHMEM or NCCL.
-        """
-        handle = stream_given(stream, self.device, "ep_barrier_all: stream")
-        self._layer.barrier(handle, flag(intra_node_only, "ep_barrier_all: intra_node_only"))
-
-    @outside_graphs
     def finalize(self) -> None:
-        """Collective: gives all symmetric memory back. Twice does nothing. When an error of this
-        rank is in flight, nobody is waited for, and the memory goes with the world.
-        """
-        if self._unwinding:
-            return
-        for layer in self._slot_layers:
-            layer.finalize()
-        self._views.clear()
-        self._layer.finalize()
+        if not self._unwinding:
+            for layer in self._slot_layers:
+                layer.finalize()
+            self._views.clear()
+        super().finalize()
 
     @property
     @outside_graphs
@@ -529,19 +328,36 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
         parts = [layer.memory_bytes for layer in self._slot_layers]
         return sum(parts, int(self._layer.memory_bytes))
 
-    @property
-    @outside_graphs
-    def output_rows(self) -> int:
-        """Rows that the buffers have."""
-        return self._layer.output_rows
+    # This face's arrays.
 
-    @outside_graphs
-    def check_overflow(self) -> None:
-        """Raises InvalidArgument, on all ranks alike, when ``fixed_rows`` were too few for a
-        dispatch since the last call of this: naming it, and how many it needed. The sums of its
-        tokens whose rows did not fit are NaN.
-        """
-        self._layer.check_overflow()
+    def _known_dtype(self, value: Any, name: str) -> torch.dtype:
+        return torch_dtype(value, name)
+
+    def _suggested_sms(self) -> int:
+        return suggested_sms(self.world, self.max_tokens)
+
+    def _stream(self) -> int:
+        return stream_of(self.device)
+
+    def _stream_given(self, stream: Any, name: str) -> int:
+        return stream_given(stream, self.device, name)
+
+    def _given(self, value: Any, name: str, kind: str) -> Tuple[Any, Any]:
+        return given(value, name, self.device)
+
+    def _shown(self, bits: Any, kind: str) -> Any:
+        if kind == "weights":
+            return view_of(bits, self.weight_dtype)
+        if kind == "scales":
+            return view_of(bits, torch.float32)
+        is_float8 = kind == "rows" and self.payload != "plain"
+        return view_of(bits, torch.float8_e4m3fn if is_float8 else self.dtype)
+
+    def _layout_of(self, *of_rank: Any) -> LayerLayout:
+        return LayerLayout(self.device, *of_rank)
+
+    def _dispatched(self, number: int, brings_weights: bool) -> None:
+        self._end_views(number, brings_weights)
 
     def _dispatch(
         self, tokens: Any, ids: Any, weight: Any, positions: Any, scales: Any, layout: Any,
@@ -565,45 +381,6 @@ class EPAll2AllLayer(OfThisProcess, torch.nn.Module):
                 self._views.append((made._handle.number, weights.detach(), True))
         made.recv_scales = scales
         return rows, weights, made
-
-    def _arrive(
-        self, tokens: Any, ids: Any, weight: Any, positions: Any, scales: Any, layout: Any,
-        needs_gradients: bool = False, weights_need_gradients: bool = False, origin: int = 0,
-        of_backward: bool = False, present: Any = None,
-    ) -> Tuple[Any, Any, Any, LayerLayout]:  # fmt: skip
-        """(rows, weights, scales, descriptor): views of the window."""
-        tokens_given, kept = given(tokens, "dispatch: input", self.device)
-        others = [
-            given(value, name, self.device)
-            for value, name in (
-                (None if layout is not None else ids, "dispatch: exp_indices"),
-                (weight, "dispatch: weight"), (scales, "dispatch: scales"),
-                (positions, "dispatch: full_scatter_indices"),
-            )
-        ]  # fmt: skip
-        if layout is not None and present is not None:
-            raise InvalidArgument("dispatch: present is given, expected none with layout_desc")
-        if layout is None and ids is None:
-            raise InvalidArgument("dispatch: exp_indices is None, expected [num_tokens, topk]")
-        handle = None if layout is None else checked_layout(layout, "dispatch: layout_desc")._handle
-        copies = None if present is None else checked_layout(present, "dispatch: present")._handle
-        payload_dtype = self.dtype if self.payload == "plain" else torch.float8_e4m3fn
-        bits, weights, scale_bits, made = self._layer.dispatch(
-            tokens_given, *(view for view, _ in others), handle, stream_of(self.device),
-            needs_gradients, weights_need_gradients, of_backward, origin, copies,
-        )  # fmt: skip
-        del kept
-        self._end_views(made.number, weight is not None)
-        views = (
-            view_of(bits, payload_dtype),
-            view_of(weights, self.weight_dtype),
-            view_of(scale_bits, torch.float32),
-        )
-        layout = LayerLayout(
-            made, self.is_intra_node, self.rows == "grouped", self.device, self._layer.output_rows,
-            self.rank if self.spare_experts > 0 else None,
-        )  # fmt: skip
-        return (*views, layout)
 
     def _end_views(self, number: int, brings_weights: bool) -> None:
         """Notes what dispatch ``number`` overwrites: autograd refuses a backward that needs it."""

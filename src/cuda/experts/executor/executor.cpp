@@ -10,6 +10,7 @@
 #include "../call_params.h"
 #include "../launch.h"
 #include "../nodes/nodes.h"
+#include "../spare/spare.h"
 #include "../tables.h"
 #include "core/test_hooks.h"
 #include "experts/expert_executor.h"
@@ -24,11 +25,17 @@ constexpr const char* barrier_operation = "ep_barrier_all";
 constexpr int default_sms = 16;
 static_assert(weight_gradient_sums == gradient_partial_sums);
 
-void check_supported(const Transport& transport, const NetworkPath* path, const EPConfig& config) {
+void check_supported(const Transport& transport, const NetworkPath* path, const EPConfig& config,
+                     std::int32_t spare_experts) {
   const std::int32_t world = config.world_size;
   if (config.num_experts > max_experts_on_gpu(world)) {
     throw Unsupported(concat("experts on GPUs: num_experts = ", config.num_experts, " of ", world,
-                             " ranks, expected at most ", max_experts_on_gpu(world)));
+                             " ranks, with their ", world * spare_experts,
+                             " spare slots, expected at most ", max_experts_on_gpu(world)));
+  }
+  if (spare_experts > 0 && !config.is_intra_node()) {
+    throw Unsupported(concat("experts on GPUs: spare_experts = ", spare_experts, " on ",
+                             config.num_nodes(), " nodes, expected 0 or one node"));
   }
   const std::int32_t local = config.local_world_size;
   for (std::int32_t r = 0; r < world; ++r) {
@@ -61,6 +68,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
         pool_(std::make_shared<TablePool>(layer.gpu)) {
     const bool nodes = !layer_.config.is_intra_node();
     if (nodes) nodes_ = std::make_unique<ExpertNodes>(layer_, *path, params_);
+    if (layer_.options.spare_experts > 0)
+      spare_ = std::make_unique<SpareExperts>(layer_, params_.experts_shape(0));
     prepare(nodes);  // it may throw, and the flags are not allocated yet
     if (layer_.memory.slab_slots > 0) {
       const std::int64_t units = max_push_units(layer_.config.max_tokens, layer_.config.topk);
@@ -97,7 +106,9 @@ class GpuExpertExecutor final : public ExpertExecutor {
         routing, routing, weight_memory(input, table_call), layer_.config.weight_dtype, table_call);
     if (nodes_ != nullptr) begin_on_nodes(call, input, tables->routing(), true);
     if (nodes_ != nullptr) nodes_->count_rows(call, *tables->being_made());
-    const RouteParams params = params_.route(call, input, *tables);
+    if (spare_ != nullptr)
+      spare_->plan(call, params_.count(call, input, *tables), *tables, num_sms(call));
+    const RouteParams params = params_.route(call, of_slots(call, input), *tables);
     const int blocks = num_route_blocks(params.shape, call);
     // No event may be recorded after it: the rows' kernel begins early only if it follows directly.
     if (params_.is_low_latency()) {
@@ -129,7 +140,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const TableCall table_call = table_call_of(call);
     GpuExpertRouting* const made = made_tables.being_made();
     if (made != nullptr) made->fit(layer_.memory.capacity_rows, table_call);
-    RowsParams params = params_.rows(call, input, made_tables);
+    RowsParams params = params_.rows(call, of_slots(call, input), made_tables);
     if (call.sums_locally && nodes_ == nullptr && layer_.options.rows == EPRows::grouped) {
       params.kept_weights = keep_weights(made_tables, table_call);
     }
@@ -297,6 +308,14 @@ class GpuExpertExecutor final : public ExpertExecutor {
     }
     layer_.gpu->wait_for(stream_of(stream), "waiting for a stream", barrier_operation);
     layer_.transport.barrier(barrier_operation);
+  }
+
+  /// With spare experts slots stand in place of ids once they are planned.
+  [[nodiscard]] ExpertDispatchInput of_slots(const ExpertCall& call,
+                                             const ExpertDispatchInput& input) const {
+    ExpertDispatchInput routed = input;
+    if (spare_ != nullptr) routed.ids = spare_->slot_ids(call, input.tokens.shape[0]);
+    return routed;
   }
 
   /// The number of rows that this rank has received, on the device.
@@ -521,6 +540,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
   ExpertParams params_;
   std::shared_ptr<void> barrier_epochs_;  ///< [2] on the device: for the node, for the world
   std::unique_ptr<ExpertNodes> nodes_;    ///< null on one node
+  std::unique_ptr<SpareExperts> spare_;   ///< null without spare experts
   SignalPad flags_;                       ///< [units, W], see PushParams; of layers with slabs
   std::shared_ptr<TablePool> pool_;
   std::uint64_t last_ticket_ = 0;
@@ -550,9 +570,10 @@ std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(Transport& transport,
                                                          const EPDispatchOptions& options,
                                                          const ExpertMemory& memory) {
   gpu->use();
-  check_supported(transport, path, config);
+  const EPConfig slots = slot_config(config, options);
+  check_supported(transport, path, slots, options.spare_experts);
   return std::make_unique<GpuExpertExecutor>(
-      GpuExpertLayer{transport, std::move(gpu), share, config, options, memory}, path);
+      GpuExpertLayer{transport, std::move(gpu), share, slots, config, options, memory}, path);
 }
 
 }  // namespace waybill::cuda
