@@ -3,6 +3,8 @@
 #
 #   scripts/setup.sh         to build, test and benchmark
 #   scripts/setup.sh --ci    and to lint and fuzz
+#   scripts/setup.sh --site  and for scripts/site.sh
+#   scripts/setup.sh --look  and for scripts/site.sh --look
 #
 # Installs as root or with sudo. Where neither is possible it names the missing packages and exits 1.
 set -euo pipefail
@@ -14,8 +16,10 @@ ci_packages=(ccache clang clang-tidy clang-format-14 libclang-rt-dev shellcheck)
 case "${1:-}" in
   "") ;;
   --ci) packages+=("${ci_packages[@]}") ;;
+  --site) packages+=(doxygen) ;;
+  --look) packages+=(doxygen chromium) ;;
   *)
-    echo "usage: scripts/setup.sh [--ci]" >&2
+    echo "usage: scripts/setup.sh [--ci | --site | --look]" >&2
     exit 2
     ;;
 esac

@@ -2,20 +2,38 @@
 # Builds the site in build/site/html, strictly and without a network where that can be cut, and
 # checks its links, headings and loads. Open build/site/html/index.html.
 #
-#   scripts/site.sh
+#   scripts/site.sh              installs the package into build/venv first, for the reference
+#   scripts/site.sh --installed  takes the package as it is there
+#   scripts/site.sh --look       looks at what is built in headless Chromium; pictures of pages are
+#                                in build/site/look
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-if (($# > 0)); then
-  echo "usage: scripts/site.sh" >&2
-  exit 2
-fi
+version=$(sed -n 's/.*version_text = "\([0-9.]*\)".*/\1/p' include/waybill/version.h)
+html=build/site/html/$version
+case "${1:-}" in
+  "" | --installed) ;;
+  --look)
+    scripts/setup.sh --look
+    exec python3 scripts/site/look.py "$html" build/site/look
+    ;;
+  *)
+    echo "usage: scripts/site.sh [--installed | --look]" >&2
+    exit 2
+    ;;
+esac
+
+scripts/setup.sh --site
+[[ ${1:-} == --installed ]] || scripts/install_python.sh --torch
 
 venv=build/site-venv
 requirements=scripts/site/requirements.txt
 if ! cmp -s "$requirements" "$venv/requirements.txt"; then
-  "${PYTHON:-python3}" -m venv --clear "$venv"
+  build/venv/bin/python -m venv --clear "$venv"
   "$venv/bin/python" -m pip install -q --disable-pip-version-check -r "$requirements"
+  # The package, numpy and torch are those of build/venv.
+  packages='import sysconfig; print(sysconfig.get_path("purelib"))'
+  build/venv/bin/python -c "$packages" >"$("$venv/bin/python" -c "$packages")/waybill-build.pth"
   cp "$requirements" "$venv/"
 fi
 
@@ -27,9 +45,8 @@ if ! "${without_network[@]}" true 2>/dev/null; then
 fi
 
 source=build/site/source
-version=$(sed -n 's/^ *VERSION \([0-9.]*\)$/\1/p' CMakeLists.txt)
-html=build/site/html/$version
 "$venv/bin/python" scripts/site/stage.py "$source"
+rm -rf "$html" # pages that are gone
 "${without_network[@]}" "$venv/bin/python" -m sphinx -q -W --keep-going -c scripts/site \
   -d build/site/doctrees "$source" "$html"
 rm -f "$html/.buildinfo"

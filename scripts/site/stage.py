@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Lays out the sources of the site, for Sphinx: pages, and files that pages link.
+"""Lays out the sources of the site, for Sphinx: pages, files that pages link, and the reference.
 
     stage.py OUT_DIR
 
@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import navigation
+import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(^ *```.*?^ *```+ *$)", re.DOTALL | re.MULTILINE)
@@ -23,6 +24,8 @@ LANGUAGES = {
     ".cpp": "cpp", ".h": "cpp", ".cu": "cuda", ".cuh": "cuda", ".py": "python", ".json": "json",
     ".sh": "bash", ".txt": "text", ".toml": "toml",
 }  # fmt: skip
+#: Pages that are made, by section.
+REFERENCE = {"Reference": ["reference/python/index", "reference/cpp/index", "reference/program"]}
 #: A file of more bytes is named, not shown.
 MAX_SHOWN = 200_000
 #: A folder of more files names them without links.
@@ -170,6 +173,7 @@ def stage_pages(stage: Stage) -> None:
             top.append(f"{folder}/index")
             for page in below:
                 stage.page(page)
+        top += REFERENCE.get(section, [])
         home += toctree(top, section)
     stage.page(navigation.HOME, home)
 
@@ -183,8 +187,11 @@ def main() -> int:
     stage = Stage(out)
     stage_pages(stage)
     stage.linked()
+    for name, text in reference.pages(ROOT, out.parent):
+        stage.write(name, text)
     stage.remove_others()
-    print(f"site: {len(list(out.rglob('*.md')))} pages to build")
+    count = sum(1 for file in stage.written if file.suffix in (".md", ".rst"))
+    print(f"site: {count} pages to build")
     return 0
 
 

@@ -10,6 +10,7 @@
 #include "moe/token_routes.h"
 #include "waybill/core/error.h"
 #include "waybill/cost_model/predict_step.h"
+#include "waybill/moe/expert_routing.h"
 
 namespace waybill {
 
@@ -22,6 +23,7 @@ void ExpertCosts::check(const char* who) const {
   for (const auto& [field, got, zero_too] :
        {std::tuple{"count_seconds", count_seconds, true},
         {"count_token_seconds", count_token_seconds, true},
+        {"plan_seconds", plan_seconds, true},
         {"sum_bytes_per_second", sum_bytes_per_second, false},
         {"copy_bytes_per_second", copy_bytes_per_second, false},
         {"kernel_seconds", kernel_seconds, true},
@@ -243,6 +245,7 @@ class ExpertClock {
     message_ = options.message_seconds;
     signals_ = call_overhead(config.topology(), hardware, options.step).seconds;
     const Topology node{config.local_world_size, config.local_world_size};
+    has_plan_ = dispatch.spare_experts > 0;
     counts_ = counting_overhead(node, config.num_experts / nodes_, hardware, options.step).seconds -
               call_overhead(node, hardware, options.step).seconds;
   }
@@ -319,9 +322,11 @@ class ExpertClock {
     time.begin = signals_;
     if (grouped) {
       const bool goes_on = is_pipelined() && nodes_ > 1;  // rows leave while tokens are counted
-      (goes_on ? time.overlapped : time.begin) +=
+      const double counting =
           costs_.count_seconds +
           nodes_ * (counts_ + as_double(load.tokens) * costs_.count_token_seconds / costs_.num_sms);
+      (goes_on ? time.overlapped : time.begin) += counting;
+      if (has_plan_) time.begin += counting + costs_.plan_seconds;  // rows wait for the plan
     }
     const std::int64_t copies = grouped ? load.computed - load.received : 0;
     const double row = as_double(row_bytes_);
@@ -468,6 +473,7 @@ class ExpertClock {
   int path_sms_;
   int row_sms_;
   double message_ = 0;
+  bool has_plan_ = false;
   double signals_ = 0;
   double counts_ = 0;
 };
@@ -487,11 +493,12 @@ std::vector<ExpertCallPrediction> predict_experts(const EPConfig& config,
                                                   const ExpertCostOptions& options) {
   config.check("predict_experts");
   dispatch.check(config, "predict_experts");
-  require(dispatch.spare_experts == 0, "predict_experts: spare_experts = ", dispatch.spare_experts,
-          ", expected 0: price_expert_copies prices copies");
   options.check("predict_experts");
   detail::check_ids("predict_experts", config, ids);
-  const std::vector<ExpertRankLoad> loads = count_expert_load(config, dispatch, ids);
+  std::vector<std::vector<std::int32_t>> places(ids.begin(), ids.end());
+  if (dispatch.spare_experts > 0) (void)take_slots(config, dispatch, {}, places);
+  const std::vector<ExpertRankLoad> loads =
+      count_expert_load(slot_config(config, dispatch), dispatch, places);
   const ExpertClock clock(config, dispatch, options);
   std::vector<ExpertCallPrediction> calls(num_expert_calls);
   for (int k = 0; k < num_expert_calls; ++k) {

@@ -103,8 +103,8 @@ std::vector<std::int32_t> copies_of(const HostExpertCall& at, const ExpertTables
 
 /// Plans copies from the counts of all ranks, puts slots in place of ids and exchanges their
 /// counts.
-std::vector<std::int32_t> take_slots(const HostExpertCall& at, const std::vector<std::int32_t>& ids,
-                                     HostExpertRouting& routing) {
+std::vector<std::int32_t> slots_of(const HostExpertCall& at, const std::vector<std::int32_t>& ids,
+                                   HostExpertRouting& routing) {
   const ExpertWorkspaceLayout& workspace = at.memory.workspace_layout;
   routing.slots = share_tables<ExpertSlots>(at.memory.workspace.memory.front(), at.call.epoch, [&] {
     return plan_slots(at.experts, at.options, counts_of_all(at, workspace.counts, at.experts),
@@ -396,7 +396,7 @@ std::shared_ptr<HostExpertTables> host_route(const HostExpertCall& at,
   }
   put_counts(at, workspace.counts, counts);
   at.enter();
-  if (has_spare) ids = take_slots(at, ids, *routing);
+  if (has_spare) ids = slots_of(at, ids, *routing);
   routing->rows = share_tables<ExpertRows>(at.memory.workspace.memory.front(), at.call.epoch, [&] {
     return locate_rows(
         config, at.options,

@@ -188,6 +188,19 @@ ExpertSlots plan_slots(const EPConfig& config, const EPDispatchOptions& options,
   return slots;
 }
 
+ExpertSlots take_slots(const EPConfig& config, const EPDispatchOptions& options,
+                       std::span<const std::int32_t> present,
+                       std::span<std::vector<std::int32_t>> ids) {
+  std::vector<std::vector<std::int32_t>> counts;
+  for (const auto& of_rank : ids) counts.push_back(count_topk_slots(config, of_rank));
+  const std::vector<std::span<const std::int32_t>> records(counts.begin(), counts.end());
+  ExpertSlots slots = plan_slots(config, options, records, present);
+  for (std::int32_t src = 0; src < config.world_size; ++src) {
+    ids[src] = slot_ids(slots.plan, slots.rows, ids[src], src);
+  }
+  return slots;
+}
+
 ExpertRows locate_rows(const EPConfig& config, const EPDispatchOptions& options,
                        std::span<const std::span<const std::int32_t>> counts) {
   const std::int64_t world = config.world_size;

@@ -95,21 +95,6 @@ std::vector<std::int64_t> take_inputs(const ExpertInputs& inputs, ExpertDispatch
   return read_positions(config, options, *inputs.full_scatter_indices, total_tokens);
 }
 
-/// Plans copies and puts slots in place of ids.
-void take_slots(const ExpertInputs& inputs, ExpertDispatch& dispatch) {
-  const EPConfig experts = dispatch.config;
-  std::vector<std::vector<std::int32_t>> counts;
-  for (const auto& ids : dispatch.ids) counts.push_back(count_topk_slots(experts, ids));
-  dispatch.slots = plan_slots(
-      experts, dispatch.options,
-      std::vector<std::span<const std::int32_t>>(counts.begin(), counts.end()), inputs.present);
-  for (std::int32_t src = 0; src < experts.world_size; ++src) {
-    dispatch.ids[src] =
-        slot_ids(dispatch.slots->plan, dispatch.slots->rows, dispatch.ids[src], src);
-  }
-  dispatch.config = slot_config(experts, dispatch.options);
-}
-
 void place_all(ExpertDispatch& dispatch, std::span<const std::int64_t> positions) {
   std::vector<std::int32_t> counts;
   for (const auto& ids : dispatch.ids) {
@@ -366,7 +351,10 @@ ExpertDispatch simulate_expert_dispatch(const EPConfig& config, const ExpertInpu
   dispatch.config = config;
   dispatch.options = options;
   const std::vector<std::int64_t> positions = take_inputs(inputs, dispatch);
-  if (options.spare_experts > 0) take_slots(inputs, dispatch);
+  if (options.spare_experts > 0) {
+    dispatch.slots = take_slots(config, options, inputs.present, dispatch.ids);
+    dispatch.config = slot_config(config, options);
+  }
   place_all(dispatch, positions);
   allocate_outputs(dispatch);
 

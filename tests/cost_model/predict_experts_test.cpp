@@ -65,14 +65,17 @@ ExpertTraffic simulated(const EPConfig& config, const EPDispatchOptions& options
   return simulate_expert_dispatch(config, inputs, options).traffic;
 }
 
-TEST(PredictExperts, BytesAreThoseOfTheSimulation) {
+class PredictedBytes : public testing::TestWithParam<std::int32_t> {};  // spare experts
+INSTANTIATE_TEST_SUITE_P(SpareExperts, PredictedBytes, testing::Values(0, 2));
+
+TEST_P(PredictedBytes, AreThoseOfTheSimulation) {
   for (const auto& [nodes, per_node] :
        std::vector<std::pair<std::int32_t, std::int32_t>>{{1, 1}, {1, 8}, {2, 1}, {4, 2}, {8, 4}}) {
     const EPConfig config = layer(nodes, per_node, 40, 256);
     Ids ids = uniform_ids(config, 40);
     ids.back().resize(ids.back().size() / 2);  // not all have as many tokens
     for (std::size_t i = 0; i < ids[0].size(); i += 3) ids[0][i] = config.num_experts;  // dropped
-    const EPDispatchOptions options{.payload = EPPayload::quantized};
+    const EPDispatchOptions options{.payload = EPPayload::quantized, .spare_experts = GetParam()};
     const auto calls = predict_experts(config, options, ids);
     const ExpertTraffic traffic = simulated(config, options, ids);
     const std::int64_t row = 256 + 2 * 4;
@@ -108,6 +111,28 @@ TEST(PredictExperts, BytesAreThoseOfTheSimulation) {
       EXPECT_LE(puts, 2 * (ranges + 2 * (nodes - 1)));
     }
   }
+}
+
+TEST(PredictExperts, CopiesEvenRowsOutAndAreCountedAndPlannedBeforeRowsLeave) {
+  const EPConfig config = layer(1, 8, 40, 256);
+  Ids ids = uniform_ids(config, 40);
+  for (auto& of_rank : ids) {
+    for (std::size_t i = 0; i < of_rank.size(); i += 2)
+      of_rank[i] = static_cast<std::int32_t>(i % 32);
+  }
+  const ExpertCostOptions options;
+  const auto plain = predict_experts(config, {}, ids, options);
+  const auto even = predict_experts(config, {.spare_experts = 2}, ids, options);
+  const auto most_in = [](const ExpertCallPrediction& call) {
+    return std::ranges::max_element(call.links, {}, &LinkBytes::nvlink_in)->nvlink_in;
+  };
+  const auto grouped = ExpertCallKind::grouped_dispatch;
+  const auto cached = ExpertCallKind::cached_dispatch;
+  EXPECT_LT(most_in(of(even, grouped)), most_in(of(plain, grouped)));
+  const auto counting = [&](const auto& calls) {
+    return of(calls, grouped).begin_seconds - of(calls, cached).begin_seconds;
+  };
+  EXPECT_NEAR(counting(even), 2 * counting(plain) + options.costs.plan_seconds, 1e-12);
 }
 
 TEST(PredictExperts, RowsOfSlotsAreThoseOfTheSimulation) {

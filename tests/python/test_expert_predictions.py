@@ -148,3 +148,16 @@ def test_wrong_arguments_of_a_summary_are_named():
         summarize(config, ids).limit_seconds(nvlink=0)
     with pytest.raises(waybill.InvalidArgument, match="summarize"):
         waybill.moe.ExpertSummary()
+
+
+def test_copies_even_out_what_a_dispatch_sends():
+    config = EPConfig(256, 512, 4, 32, 0, 8, 8)
+    rng = np.random.default_rng(3)
+    ids = [rng.integers(0, 32, (256, 4)) for _ in range(8)]
+    for of_rank in ids:
+        of_rank[:, 0] = 5  # rank 1 is hot
+    plain, even = (predict(config, ids, spare_experts=spare)[0] for spare in (0, 2))
+    assert even.nvlink_in.max() < plain.nvlink_in.max()
+    assert even.begin_seconds > plain.begin_seconds + 20e-6  # counted twice, planned between
+    with pytest.raises(waybill.InvalidArgument, match=r"predict: spare_experts = -1, expected 0.."):
+        predict(config, ids, spare_experts=-1)

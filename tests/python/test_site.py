@@ -92,3 +92,23 @@ def test_styles_and_scripts_from_outside(tmp_path):
 def test_no_pages(tmp_path):
     run = subprocess.run([sys.executable, SITE / "check.py", tmp_path], capture_output=True)
     assert run.returncode == 1
+
+
+def test_pictures_are_those_of_the_tables():
+    draw = SITE.parents[1] / "docs" / "pictures" / "draw.py"
+    run = subprocess.run(
+        [sys.executable, draw, "--check"], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_a_picture_that_is_not_of_its_table_is_found(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(SITE.parents[1] / "docs" / "pictures"))
+    draw = importlib.import_module("draw")
+    monkeypatch.setattr(draw, "PICTURES", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["draw.py"])
+    assert draw.main() == 0
+    file = tmp_path / "latency.svg"
+    file.write_text(file.read_text(encoding="utf-8").replace("22 Nov", "23 Nov"), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["draw.py", "--check"])
+    assert draw.main() == 1 and "latency.svg" in capsys.readouterr().out

@@ -251,7 +251,7 @@ def main() -> int:
     parser.add_argument("--write", type=pathlib.Path, help="the page; its numbers lie beside it")
     parser.add_argument("--page", type=pathlib.Path, help="writes the page again, runs nothing")
     parser.add_argument("--limit-s", type=float, default=480.0)
-    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="processes")
+    parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
     parser.add_argument("--worker", choices=("threads", "processes"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")

@@ -30,6 +30,8 @@ struct ExpertCosts {
   /// takes for a token.
   double count_seconds = 14e-6;
   double count_token_seconds = 50e-9;
+  /// With spare experts: the kernel that plans copies, of one block. Nominal.
+  double plan_seconds = 20e-6;
   /// Sums of a token's rows on one rank, read and written, all of the device. Measured, 4 x H200.
   double sum_bytes_per_second = 3.0e12;
   /// Copies on one rank, read and written, all of the device. Measured, 4 and 8 x H200.
@@ -104,6 +106,8 @@ struct ExpertCallPrediction {
 /// call would send them, and from measured and nominal costs. Nothing runs. A token goes over the
 /// network once for each node, to the rank of the same local index, which forwards it; with
 /// low_latency once for each rank. docs/functions/predictions.md has the formulas.
+/// With spare experts rows go to the slots of the plan. A grouped dispatch then counts experts and
+/// plans before any row leaves, and counts slots.
 /// @param ids one entry per rank, [T, topk] each, of read_expert_ids: a dropped topk slot is
 ///   num_experts
 /// @throws InvalidArgument as summarize_experts, and when options.check() does

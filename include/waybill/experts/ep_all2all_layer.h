@@ -151,7 +151,7 @@ class EPAll2AllLayer {
   /// Timeout
   void ep_barrier_all(Stream stream = {}, bool intra_node_only = false);
 
-  /// Returns when the work on the stream is done. @throws the errors of calls on it, with their
+  /// Returns when the work on the stream is done. Throws the errors of calls on it, with their
   ///   numbers: Timeout, Disagreement, InvalidArgument for ids, full_scatter_indices and rows that
   ///   only the device could check (it is lost then); and as check_overflow
   void synchronize(Stream stream = {});

@@ -47,6 +47,12 @@ struct ExpertSlots {
                                      std::span<const std::span<const std::int32_t>> counts,
                                      std::span<const std::int32_t> present);
 
+/// The same from the ids of all ranks, which become slots of slot_config.
+/// @param ids [W] of [T, topk], from read_expert_ids
+[[nodiscard]] ExpertSlots take_slots(const EPConfig& config, const EPDispatchOptions& options,
+                                     std::span<const std::int32_t> present,
+                                     std::span<std::vector<std::int32_t>> ids);
+
 /// Where every receiver keeps the rows of every expert and source: the same on all ranks.
 struct ExpertRows {
   std::vector<std::int32_t> splits;       ///< [W, E + 1]: topk slots of each expert by source rank

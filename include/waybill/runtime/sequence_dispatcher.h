@@ -114,8 +114,8 @@ class SequenceDispatcher {
                                             Stream stream = {});
 
   /// Replaces a plan by one of the same operation and formats, in the same memory: a captured graph
-  /// replays the new one. @throws InvalidArgument, the plan unchanged, when it has more chunks or
-  ///   places than the plan was made with, the windows are too small, or a graph holds copies of
+  /// replays the new one. @throws InvalidArgument with the plan unchanged when it has more chunks
+  ///   or places than the plan was made with, the windows are too small, or a graph holds copies of
   ///   its ranges (num_sms = 0, local_by_copy_engine).
   void replace_plan(PlanHandle& ready, std::span<const SequencePart> parts, Stream stream = {});
 

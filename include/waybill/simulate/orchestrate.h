@@ -31,7 +31,7 @@ struct SimulateOptions {
 /// @param tensor [W, n, H], rank by rank; any dtype, any strides
 /// @param output [W, m, H], same W, H and dtype; any strides that place no two elements at one
 ///   address; not the memory of `tensor`
-/// @throws InvalidArgument, with `output` unchanged: shapes or dtypes that do not fit, a
+/// @throws InvalidArgument with `output` unchanged: shapes or dtypes that do not fit, a
 ///   destination outside -1..W-1, negative lengths and offsets, shards longer than the source,
 ///   rows past the end of the output, overlaps unless allowed, shared memory. The text has source
 ///   rank, destination rank, shard, copy, offset, length, both shapes and the rows consumed before.
@@ -81,7 +81,7 @@ void simulate_dispatch(std::span<const ConstTensorView> sources,
 /// @param seq_recv_mask [S, C]: copy c of shard s came back
 /// @param recv_seq_lens [S]: rows of the shards; their sum is T
 /// @param num_threads 0: all cores; the result does not depend on it
-/// @throws InvalidArgument, with `output` unchanged, for other shapes and dtypes.
+/// @throws InvalidArgument with `output` unchanged, for other shapes and dtypes.
 void sum_kv_copies(const ConstTensorView& planes, const TensorView& output,
                    const IndexArray& seq_recv_mask, const IndexArray& recv_seq_lens,
                    int num_threads = 0);

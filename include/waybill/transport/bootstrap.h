@@ -102,7 +102,7 @@ template <class Value>
 void agree(Bootstrap& bootstrap, std::string_view trouble, std::string_view operation);
 
 /// Collective: does this rank's part of something that succeeds on all ranks or fails on all.
-/// @throws the exception of `work` on the ranks where it threw; on the others as agree. An
+/// Throws the exception of `work` on the ranks where it threw; on the others as agree. An
 ///   interrupted rank tells the others and does not wait for them.
 template <class Work>
 void run_collectively(Bootstrap& bootstrap, std::string_view operation, Work&& work) {
@@ -127,7 +127,7 @@ void run_collectively(Bootstrap& bootstrap, std::string_view operation, Work&& w
 }
 
 /// Not collective: makes something that needs the other ranks. If that throws, the others learn of
-/// it and do not wait for this rank. @throws the exception of `make`
+/// it and do not wait for this rank. Throws the exception of `make`.
 template <class Make>
 [[nodiscard]] auto fail_on_error(Bootstrap& bootstrap, Make&& make) {
   try {

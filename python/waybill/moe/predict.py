@@ -12,11 +12,17 @@ from .._lifetime import Made, OfThisProcess
 from ..costs import LinkSpeeds, check_speed
 from ..errors import InvalidArgument
 from .config import EPConfig
+from .even_experts import spare_options
 from .simulate import ids_of_ranks
 
 
 def choices_of(
-    config: Any, exp_indices: Sequence[Any], dropped_id: Optional[int], payload: str, who: str
+    config: Any,
+    exp_indices: Sequence[Any],
+    dropped_id: Optional[int],
+    payload: str,
+    who: str,
+    **spare: Any,
 ) -> Tuple[Any, Any, List[AnyArray]]:
     """(compiled config, compiled options of a grouped dispatch, ids of each rank).
 
@@ -25,7 +31,7 @@ def choices_of(
     instance(config, EPConfig, f"{who}: config", "an EPConfig")
     compiled = config._compiled()
     with said_by(who):
-        options = _core.ep_dispatch_options(compiled, dropped_id, "grouped", 1, payload)
+        options = _core.ep_dispatch_options(compiled, dropped_id, "grouped", 1, payload, **spare)
     arrays = ids_of_ranks(exp_indices, config.topk, f"{who}: exp_indices", config.world_size)
     return compiled, options, arrays
 
@@ -164,6 +170,9 @@ def predict(
     *,
     dropped_id: Optional[int] = None,
     payload: str = "plain",
+    spare_experts: int = 0,
+    limit: float = 1.0,
+    min_rows: int = 0,
     nvlink_bytes_per_second: float = LinkSpeeds.nvlink_bytes_per_second,
     network_bytes_per_second: float = LinkSpeeds.network_bytes_per_second,
     block_bytes_per_second: float = LinkSpeeds.block_bytes_per_second,
@@ -180,6 +189,8 @@ def predict(
     :param exp_indices: [T, topk] a rank, int32 or int64
     :param dropped_id: the id of a topk slot that goes nowhere: num_experts, or -1
     :param payload: "plain"; "quantized" or "scaled": float8 e4m3 with scales
+    :param spare_experts: slots per rank for copies of other ranks' experts: rows go to the slots
+        that ``even_experts`` plans; ``limit`` and ``min_rows`` are its arguments
     :param nvlink_bytes_per_second: of a rank inside its node, each way
     :param network_bytes_per_second: of a rank between nodes, each way
     :param block_bytes_per_second: that one multiprocessor stores
@@ -206,7 +217,8 @@ def predict(
         if not (cost == 0 or least <= cost <= _MOST_COST):
             raise InvalidArgument(f"{who}: {name} = {cost:g}, expected 0 to {_MOST_COST:g}")
     given.update(costs)
-    compiled, options, arrays = choices_of(config, exp_indices, dropped_id, payload, who)
+    spare = spare_options(spare_experts, limit, min_rows, who)
+    compiled, options, arrays = choices_of(config, exp_indices, dropped_id, payload, who, **spare)
     with said_by(who):
         costed = _core.expert_cost_options(**given, num_sms=num_sms, path=path)
     calls = _core.predict_experts(compiled, options, arrays, costed)

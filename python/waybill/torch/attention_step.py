@@ -115,7 +115,7 @@ class AttentionStep(OfThisProcess):
 
     @outside_graphs
     def dispatch_qkv(self, q: torch.Tensor, *kv: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-        """Collective: Q and KV in the attention layout, in one launch: (q, *kv).
+        """Collective: Q and KV in the attention layout, in one launch: ``(q, *kv)``.
 
         Backward sends the gradient of Q home, and sums those of the copies of K and V in float32,
         in the order of the copies. Whether q, and whether kv, need gradients is the same on all
