@@ -47,8 +47,8 @@ ATTENTION = {
 WRONG = {
     "heads": 0, "kv_heads": 0, "head_dim": 0, "v_head_dim": 0, "dtype": "int32", "mask": "no",
     "window": 0, "scale": -1.0, "kernel": "no", "in_place": "no", "block_tokens": 0,
-    "imbalance_target": "no", "costs": 1, "latent_dim": 0, "chunk": 0, "relay": "no", "overlap": "no", "num_sms": -1,
-    "device": "tpu", "timeout_s": "no",
+    "imbalance_target": "no", "costs": 1, "latent_dim": 0, "chunk": 0, "relay": "no",
+    "overlap": "no", "num_sms": -1, "device": "tpu", "timeout_s": "no",
 }  # fmt: skip
 
 
