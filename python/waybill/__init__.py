@@ -4,7 +4,7 @@ Arrays in, numpy arrays out; ``waybill.torch`` has the same functions for torch 
 lengths and counts are tokens (rows), never bytes.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from . import _common, compat, routing, simulate
 from . import moe as moe
@@ -19,7 +19,7 @@ from .world import run_threads
 
 compat.install()
 
-if not _TYPE_CHECKING:  # checkers shall see which names there are
+if not _typing.TYPE_CHECKING:  # checkers shall see which names there are
     __getattr__ = compat.say_where(__name__)
 
 __all__ = ["EPAll2AllLayer", "Metadata", "SequenceDispatcher", "__version__", "run_threads"]

@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import os
 from dataclasses import dataclass
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, TypeVar, Union
+from typing import Any, List, NamedTuple, Optional, Tuple, TypeVar, Union
 
 import numpy as np
 
@@ -47,12 +47,13 @@ class Metadata:
     dst_offset: Any  #: as dst_rank: first row in the destination's buffer
     seq_len: Any  #: (W, S): rows of the shard
     num_recv_tokens: Any  #: (W, W + 1): [r, i] rows that r gets from i; last column the sum
-    seq_recv_mask: Optional[Any] = None  #: (W, S, C) bool: which copies come back (reverse)
-    recv_seq_lens: Optional[Any] = None  #: (W, S): lengths of the shards that come back
-    num_seqs: Optional[Any] = None  #: (W,): shards with rows; None in a slice
+    # Any, too, where it may be None: programs index the tables that they know to be there.
+    seq_recv_mask: Any = None  #: (W, S, C) bool: which copies come back (reverse)
+    recv_seq_lens: Any = None  #: (W, S): lengths of the shards that come back
+    num_seqs: Any = None  #: (W,): shards with rows; None in a slice
     world_size: Optional[int] = None  #: None in a slice
     normalized: bool = False  #: dtypes are those of the device form
-    num_total_recv_tokens: Union[int, Sequence[int], None] = None  #: W totals; one in a slice
+    num_total_recv_tokens: Any = None  #: W totals; one in a slice
 
     def get_slice(self: _M, rank: int) -> _M:
         """The lines of one rank, without those that move nothing."""
@@ -95,7 +96,7 @@ class Metadata:
         """True for what get_slice returns."""
         return np.ndim(self.seq_len) == 1
 
-    def traffic(self) -> Any:
+    def traffic(self) -> IntArray:
         """(W, W): rows that rank i (row) sends to rank r (column), local ones on the diagonal. From
         the counts; from the tables where there are none, or one per rank.
         """

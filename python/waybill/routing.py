@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional, Tuple, Union
+from typing import Any, Literal, Optional, Tuple, Union, overload
 
 import numpy as np
 
@@ -47,13 +47,37 @@ __all__ = [
 ]
 
 
+@overload
+def compute_metadata(
+    seq_len: ArrayLike,
+    global_dispatch: ArrayLike,
+    return_intermediate: Literal[False] = ...,
+    *,
+    undispatched: str = ...,
+) -> Tuple[Metadata, Metadata]: ...
+@overload
+def compute_metadata(
+    seq_len: ArrayLike,
+    global_dispatch: ArrayLike,
+    return_intermediate: Literal[True],
+    *,
+    undispatched: str = ...,
+) -> Tuple[Metadata, Metadata, Tuple[IntArray, IntArray, IntArray]]: ...
+@overload
+def compute_metadata(
+    seq_len: ArrayLike,
+    global_dispatch: ArrayLike,
+    return_intermediate: bool,
+    *,
+    undispatched: str = ...,
+) -> Tuple[Any, ...]: ...
 def compute_metadata(
     seq_len: ArrayLike,
     global_dispatch: ArrayLike,
     return_intermediate: bool = False,
     *,
     undispatched: str = "reject",
-) -> Any:
+) -> Tuple[Any, ...]:
     """Routing of Q, or of any tensor whose shards go to one or several ranks.
 
     Every destination buffer is filled without gaps in the order (source rank, shard, copy). The
@@ -103,6 +127,49 @@ def _fields_of_both(
     return result
 
 
+@overload
+def compute_metadata_kv(
+    kv_to_q_mapping: ArrayLike,
+    kv_to_q_rank: ArrayLike,
+    kv_context_size: ArrayLike,
+    q_to_num_kv_seq: ArrayLike,
+    q_to_num_kv_token: ArrayLike,
+    seq_len: ArrayLike,
+    num_seqs: ArrayLike,
+    q_dispatch: ArrayLike,
+    q_seq_to_dst: ArrayLike = ...,
+    max_num_local_seqs: Union[int, None] = ...,
+    return_intermediate: Literal[False] = ...,
+) -> Tuple[Metadata, Metadata]: ...
+@overload
+def compute_metadata_kv(
+    kv_to_q_mapping: ArrayLike,
+    kv_to_q_rank: ArrayLike,
+    kv_context_size: ArrayLike,
+    q_to_num_kv_seq: ArrayLike,
+    q_to_num_kv_token: ArrayLike,
+    seq_len: ArrayLike,
+    num_seqs: ArrayLike,
+    q_dispatch: ArrayLike,
+    q_seq_to_dst: ArrayLike = ...,
+    max_num_local_seqs: Union[int, None] = ...,
+    *,
+    return_intermediate: Literal[True],
+) -> Tuple[Metadata, Metadata, Tuple[IntArray]]: ...
+@overload
+def compute_metadata_kv(
+    kv_to_q_mapping: ArrayLike,
+    kv_to_q_rank: ArrayLike,
+    kv_context_size: ArrayLike,
+    q_to_num_kv_seq: ArrayLike,
+    q_to_num_kv_token: ArrayLike,
+    seq_len: ArrayLike,
+    num_seqs: ArrayLike,
+    q_dispatch: ArrayLike,
+    q_seq_to_dst: ArrayLike = ...,
+    max_num_local_seqs: Union[int, None] = ...,
+    return_intermediate: bool = ...,
+) -> Tuple[Any, ...]: ...
 def compute_metadata_kv(
     kv_to_q_mapping: ArrayLike,
     kv_to_q_rank: ArrayLike,
@@ -115,7 +182,7 @@ def compute_metadata_kv(
     q_seq_to_dst: ArrayLike = None,
     max_num_local_seqs: Union[int, None] = None,
     return_intermediate: bool = False,
-) -> Any:
+) -> Tuple[Any, ...]:
     """Routing of K and V when each query keeps a contiguous copy of its whole context.
 
     A KV copy goes where its query goes; the destination buffer is one group per query, in the
@@ -186,6 +253,55 @@ def mlp_layout_packed_params(seq_lens: ArrayLike) -> PackedSeqParams:
     return PackedSeqParams("thd", cu_seqlens, cu_seqlens, most, most)
 
 
+@overload
+def compute_e2e_metadata(
+    mlp_seq_len: ArrayLike,
+    mlp_num_seqs: ArrayLike,
+    mlp_q_dispatch: ArrayLike,
+    kv_to_q_mapping: ArrayLike,
+    kv_to_q_rank: ArrayLike,
+    kv_context_size: ArrayLike,
+    q_to_num_kv_seq: ArrayLike,
+    q_to_num_kv_token: ArrayLike,
+    return_intermediate: Literal[False] = ...,
+) -> Tuple[
+    Metadata,
+    Metadata,
+    Metadata,
+    Metadata,
+    Tuple[Tuple[IntArray, ...], Tuple[IntArray, ...], IntArray, IntArray],
+]: ...
+@overload
+def compute_e2e_metadata(
+    mlp_seq_len: ArrayLike,
+    mlp_num_seqs: ArrayLike,
+    mlp_q_dispatch: ArrayLike,
+    kv_to_q_mapping: ArrayLike,
+    kv_to_q_rank: ArrayLike,
+    kv_context_size: ArrayLike,
+    q_to_num_kv_seq: ArrayLike,
+    q_to_num_kv_token: ArrayLike,
+    return_intermediate: Literal[True],
+) -> Tuple[
+    Metadata,
+    Metadata,
+    Metadata,
+    Metadata,
+    Tuple[Tuple[IntArray, ...], Tuple[IntArray, ...], IntArray, IntArray],
+    Tuple[IntArray, ...],
+]: ...
+@overload
+def compute_e2e_metadata(
+    mlp_seq_len: ArrayLike,
+    mlp_num_seqs: ArrayLike,
+    mlp_q_dispatch: ArrayLike,
+    kv_to_q_mapping: ArrayLike,
+    kv_to_q_rank: ArrayLike,
+    kv_context_size: ArrayLike,
+    q_to_num_kv_seq: ArrayLike,
+    q_to_num_kv_token: ArrayLike,
+    return_intermediate: bool,
+) -> Tuple[Any, ...]: ...
 def compute_e2e_metadata(
     mlp_seq_len: ArrayLike,
     mlp_num_seqs: ArrayLike,
@@ -293,6 +409,26 @@ def create_raw_qkv_dispatch(
     return RawQkvDispatch._make((*raw, (seq_lens,) if with_lens else ()))
 
 
+@overload
+def create_qkv_dispatch(
+    world_size: int,
+    total_seq_len: int,
+    num_seqs: int,
+    max_cp_degree: int,
+    return_intermediate: Literal[False] = ...,
+    return_mlp_no_shard_seq_lens: Literal[False] = ...,
+    seed: Optional[int] = ...,
+) -> Tuple[Metadata, Metadata, Metadata, Metadata, AttnLayout]: ...
+@overload
+def create_qkv_dispatch(
+    world_size: int,
+    total_seq_len: int,
+    num_seqs: int,
+    max_cp_degree: int,
+    return_intermediate: bool = ...,
+    return_mlp_no_shard_seq_lens: bool = ...,
+    seed: Optional[int] = ...,
+) -> Tuple[Any, ...]: ...
 def create_qkv_dispatch(
     world_size: int,
     total_seq_len: int,
@@ -316,6 +452,28 @@ def create_qkv_dispatch(
     return (*dispatch_tuple(fields, more[0]), *((seq_lens,) if more[1] else ()))
 
 
+@overload
+def create_qkv_dispatch_with_custom_mapping(
+    world_size: int,
+    seq_lens: ArrayLike,
+    cp_num: ArrayLike,
+    cp_dst: ArrayLike,
+    seq_shard_lens: ArrayLike,
+    return_intermediate: Literal[False] = ...,
+    return_mlp_no_shard_seq_lens: Literal[False] = ...,
+    verbose: bool = ...,
+) -> Tuple[Metadata, Metadata, Metadata, Metadata, AttnLayout]: ...
+@overload
+def create_qkv_dispatch_with_custom_mapping(
+    world_size: int,
+    seq_lens: ArrayLike,
+    cp_num: ArrayLike,
+    cp_dst: ArrayLike,
+    seq_shard_lens: ArrayLike,
+    return_intermediate: bool = ...,
+    return_mlp_no_shard_seq_lens: bool = ...,
+    verbose: bool = ...,
+) -> Tuple[Any, ...]: ...
 def create_qkv_dispatch_with_custom_mapping(
     world_size: int,
     seq_lens: ArrayLike,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn, Sequence
+from typing import Any, NoReturn, Sequence, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ._arrays import (
     sequence,
 )
 from ._errors import shown
+from ._progress import progress
 from .errors import InvalidArgument, NotThreeAxes, RankOutOfRange, ShapeMismatch, WrongType
 from .metadata import Metadata, require_metadata
 
@@ -30,14 +31,17 @@ __all__ = [
 ]  # and test_qkv_dispatch, which both faces have as it is
 
 
+_Output = TypeVar("_Output")
+
+
 def orchestrate_simulate(
     tensor: ArrayLike,
-    output_tensor: Any,
+    output_tensor: _Output,
     metadata: Metadata,
     *,
     overlap: str = "last_wins",
     num_threads: int = 0,
-) -> Any:
+) -> _Output:
     """Moves rows between ranks as ``metadata`` says; returns ``output_tensor``, written in place.
 
     Args:
@@ -119,7 +123,7 @@ def source_rows(
 
 def sum_kv_copies(
     planes: ArrayLike, metadata: Metadata, rank: int, output: Any = None, num_threads: int = 0
-) -> Any:
+) -> AnyArray:
     """Sums the gradients of the copies of a rank's K (or V) rows after the reverse dispatch.
 
     Row x is the sum over copies c, in that order, of row c * T + x of ``planes`` (C * T, H), where
@@ -164,7 +168,10 @@ def test_qkv_dispatch(args: Any = None, **overrides: Any) -> None:
         )
     values: Any = {name: getattr(args, name, value) for name, value in defaults.items()}
     world, sequences, shards, tokens, hidden, seed = {**values, **overrides}.values()
-    findings, _ = _core.test_qkv_dispatch(world, tokens, sequences, shards, hidden, hidden, seed)
+    with progress(f"test_qkv_dispatch on {world} ranks"):
+        findings, _ = _core.test_qkv_dispatch(
+            world, tokens, sequences, shards, hidden, hidden, seed
+        )
     if findings:
         raise AssertionError("test_qkv_dispatch: " + "; ".join(text for *_, text in findings))
 

@@ -19,6 +19,7 @@ from ._arrays import (
 )
 from ._errors import flat_names, said_by
 from ._lifetime import Made, OfThisProcess, forwarded
+from ._progress import progress
 from .costs import AttentionCosts, LinkSpeeds, check_speeds, predicted
 from .errors import InvalidArgument
 from .planner import AttentionPlan, _limit, _mask, _world, in_words
@@ -315,7 +316,7 @@ def compare(
     }
     lengths = flat_list(doc_lengths, "compare: doc_lengths")
     group = 0 if degree is None else _degree(degree, "compare")
-    with said_by("compare", words=in_words):
+    with said_by("compare", words=in_words), progress(f"compare of {len(lengths)} documents"):
         steps = _core.compare_plans(lengths, _core.planner_options(**planner), group)
     return Comparison({s.name: StepPrediction._wrap(s.step, s.name, s.num_shards) for s in steps})
 

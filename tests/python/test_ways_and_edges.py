@@ -177,15 +177,16 @@ ARGUMENTS = {
     "EPAll2AllLayer": {
         "all": "ep_group max_tokens hidden topk rank num_tot_experts local_world_size world_size"
         " dtype weight_dtype num_sm dropped_id capacity",
-        "none": "use_aot max_per_expert device spare_experts limit min_rows",
+        "none": "use_aot max_per_expert device",
         "node_local": "enable_local_combine", "node_compact": "rows",
         "node_padded": "expert_alignment", "node_scaled": "payload", "node_fixed": "fixed_rows",
         "node_views": "copy_out", "node_push": "combine",
+        "spare_counting": "spare_experts", "spare_limits": "limit min_rows",
     },
     "EPAll2AllLayer.dispatch": {
-        "all": "self input exp_indices weight", "none": "copy_out present",
+        "all": "self input exp_indices weight", "none": "copy_out",
         "node_positions": "full_scatter_indices", "node_scaled": "scales",
-        "node_known": "layout_desc",
+        "node_known": "layout_desc", "spare_present": "present",
     },
     "EPAll2AllLayer.combine": {
         "all": "self input ep_a2a_layout_desc", "node_weighted": "weighted biases",

@@ -53,6 +53,11 @@ PROGRAM = """
 
     lens = np.array([[4, 2], [3, 0]])
     fwd, rev = waybill.compute_metadata(lens, np.array([[1, 0], [1, -1]]))
+    _, _, (lengths, one_hot, counts) = waybill.compute_metadata(lens, lens - lens, True)
+    shapes: tuple[int, ...] = lengths.shape + one_hot.shape + counts.shape
+    fwd_q2, _, fwd_k2, _, drawn = waybill.create_qkv_dispatch(2, 8, 2, 2, seed=1)
+    rows_of: list[int] = [len(cu) for cu in drawn.cu_seqlens_q]
+    sent: int = int(fwd_k2.traffic().sum()) + fwd_q2.dst_rank.ndim
     first: waybill.Metadata = fwd.get_slice(0).normalize_dtype()
     text: str = first.to_json()
     again: waybill.Metadata = waybill.Metadata.from_json(text)
@@ -106,6 +111,9 @@ def test_every_name_is_seen(sources):
         "waybill.orchestrate_simulate([], [])",
         "waybill.validate(max_findings='x')",
         "waybill.no_such_name",
+        "waybill.dispatch_kernel",
+        "waybill.compute_metadata([[1]], [[0]])[2]",
+        "waybill.orchestrate_simulate([], [1], None) + 'x'",
         "waybill.sample_documents(3, 1) + 'x'",
     ],
 )

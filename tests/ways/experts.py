@@ -20,6 +20,8 @@ TABLES = {
     "expert_offsets": "recv_expert_offsets",
     "num_rows": "num_recv_tokens_per_rank",
     "num_tokens": "num_input_tokens_per_rank",
+    "slots": "all_slot_experts",
+    "quotas": "all_slot_quotas",
 }
 NODES = ((2, 1), (4, 2), (4, 1))  #: (ranks, ranks per node)
 
@@ -48,6 +50,9 @@ class LayerWay(ExpertWay):
     graph: bool = False
     own_order: bool = False
     views: bool = False
+    spare: int = 0  #: slots per rank for copies of experts
+    limits: tuple[float, int] = (1.0, 0)  #: limit and min_rows of the copies' plans
+    present: bool = False  #: copies of the round before are used again
 
     def excluded(self, edge: str, device: str) -> str | None:
         """Float8 rows have no odd sizes."""
@@ -70,7 +75,8 @@ class LayerWay(ExpertWay):
                     case, number, variant, self.rows, self.alignment, self.payload,
                     weighted=self.weighted, num_biases=2 if self.weighted else 0,
                     has_weights=variant != 1,
-                    local_combine=self.local_combine, own_order=self.own_order,
+                    local_combine=self.local_combine, own_order=self.own_order, spare=self.spare,
+                    limits=self.limits, present=self.present,
                 )
                 for variant in self.variants
             ]
@@ -87,13 +93,14 @@ class LayerWay(ExpertWay):
     def layer_on(self, world: Any, case: ExpertCase) -> EPAll2AllLayer:
         """The layer of this way."""
         s = case.sizes
-        rows = s.worst_rows + s.local * (self.alignment - 1)
+        rows = s.worst_rows + (s.local + self.spare) * (self.alignment - 1)
         room = {"fixed_rows": rows} if self.fixed or self.graph else {"capacity": 1}
         return EPAll2AllLayer(
             world, s.max_tokens, s.hidden, s.topk, world.rank, s.experts, s.per_node, s.world,
             torch.bfloat16, num_sm=4, enable_local_combine=self.local_combine, dropped_id=-1,
             rows=self.rows, expert_alignment=self.alignment, payload=self.payload,
-            copy_out=not self.views, combine=self.combine, **room,
+            copy_out=not self.views, combine=self.combine, spare_experts=self.spare,
+            limit=self.limits[0], min_rows=self.limits[1], **room,
         )  # fmt: skip
 
     def rank(self, world: Any, case: ExpertCase) -> list[list[Arrays]]:
@@ -103,24 +110,29 @@ class LayerWay(ExpertWay):
         settle(world.device)
         world.barrier()
         stream = torch.cuda.Stream() if self.graph else None
-        made = []
+        made, before = [], None
         for of_round in given:
             if self.graph:
                 made.append(self._replay(world, layer, of_round, stream))
             else:
-                made.append(self._round(layer, of_round))
+                results, layout = self._round(layer, of_round, before if self.present else None)
+                made.append(results)
+                before = layout
         layer.synchronize()
         layer.finalize()
         return made
 
-    def _round(self, layer: EPAll2AllLayer, given: list[Given]) -> list[Arrays]:
+    def _round(
+        self, layer: EPAll2AllLayer, given: list[Given], present: Any
+    ) -> tuple[list[Arrays], Any]:
         results, layout = [], None
         for one in given:
-            found = _call(layer, one, layout if self.known else None, self.views)
+            found = _call(layer, one, layout if self.known else None, self.views, present)
             layout = layout or found["layout"]
             results.append(found)
         settle(layer.device)
-        return [on_host(found, self._come(one, layer)) for found, one in zip(results, given)]
+        come = [on_host(found, self._come(one, layer)) for found, one in zip(results, given)]
+        return come, layout
 
     def _come(self, given: Given, layer: EPAll2AllLayer) -> int | None:
         """Rows that mean something, if that is not all of them."""
@@ -197,11 +209,13 @@ def positions_of(call: ExpertCall, world: Any) -> torch.Tensor | None:
     return torch.from_numpy(call.positions()).to(world.device)
 
 
-def _call(layer: EPAll2AllLayer, given: Given, layout: Any, views: bool) -> dict[str, Any]:
+def _call(
+    layer: EPAll2AllLayer, given: Given, layout: Any, views: bool, present: Any = None
+) -> dict[str, Any]:
     """A dispatch, and a combine of the outputs that belong to the rows that must come."""
     rows, weights, layout = layer.dispatch(
         given.x, given.ids, given.weights, None if layout is not None else given.positions,
-        scales=given.scales, layout_desc=layout,
+        scales=given.scales, layout_desc=layout, present=present,
     )  # fmt: skip
     if views:
         rows = rows.clone()
@@ -238,6 +252,7 @@ class GradientWay(ExpertWay):
     """Dispatch, experts, combine, and back: of whole numbers, whose sums are exact."""
 
     max_tokens: int = MANY
+    spare: int = 0  #: slots per rank for copies of experts
 
     def cases(self, edge: str) -> Iterator[ExpertCase]:
         """One for each number of ranks and nodes."""
@@ -256,7 +271,7 @@ class GradientWay(ExpertWay):
         s, device = case.sizes, world.device
         layer = EPAll2AllLayer(
             world, s.max_tokens, s.hidden, s.topk, world.rank, s.experts, s.per_node, s.world,
-            torch.float32, num_sm=4, dropped_id=-1, capacity=1,
+            torch.float32, num_sm=4, dropped_id=-1, capacity=1, spare_experts=self.spare,
         )  # fmt: skip
         given = []
         for number, how in enumerate(case.rounds):
@@ -339,6 +354,48 @@ def _layer_ways() -> Iterator[Way]:
         yield LayerWay(f"nodes_few_{name}", title, topologies=((4, 2),), **few, **options)
 
 
+def _spare_ways() -> Iterator[Way]:
+    """Dispatches that plan copies of experts."""
+    spare: dict[str, Any] = {"spare": 2}
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "counting": ("counting", {}),
+        "known": ("known routing", {"known": True}),
+        "present": ("copies used again", {"present": True}),
+        "limits": ("`limit` 1.25, `min_rows` 3", {"limits": (1.25, 3)}),
+        "fixed": ("`fixed_rows`", {"fixed": True}),
+        "compact": ("compact", {"rows": "compact"}),
+        "padded": ("padded", {"alignment": 8}),
+        "scaled": ("float8 given", {"payload": "scaled"}),
+        "quantized": ("float8 quantised", {"payload": "quantized"}),
+        "weighted": ("weighted, two biases", {"weighted": True}),
+    }
+    of_one_node = {
+        "positions": ("scatter indices", {"own_order": True}),
+        "local": ("local combine", {"local_combine": True}),
+        "push": ("push", {"combine": "push"}),
+        "push_local": ("push, local combine", {"combine": "push", "local_combine": True}),
+        "views": ("views of the window", {"views": True}),
+    }
+    for name, (title, options) in {**kinds, **of_one_node}.items():
+        yield LayerWay(f"spare_{name}", f"spare experts, one node, {title}", **spare, **options)
+    for name, (title, options) in kinds.items():
+        title = f"spare experts, several nodes, mapped, {title}"
+        yield LayerWay(f"spare_nodes_{name}", title, topologies=((4, 2),), **spare, **options)
+    yield GradientWay("spare_gradient", "spare experts, one node, gradients", **spare)
+    yield GradientWay(
+        "spare_nodes_gradient", "spare experts, several nodes, mapped, gradients",
+        topologies=((4, 2),), **spare,
+    )  # fmt: skip
+    processes: dict[str, Any] = {"ranks": "processes", **spare}
+    yield LayerWay(
+        "spare_processes", "spare experts, one node, processes", topologies=((2, 2),), **processes
+    )
+    yield LayerWay(
+        "spare_nodes_processes", "spare experts, several nodes, processes, mapped",
+        topologies=((2, 1), (4, 2)), **processes,
+    )  # fmt: skip
+
+
 def _process_ways() -> Iterator[Way]:
     two = ((2, 2),)
     apart = ((2, 1), (4, 2))
@@ -366,4 +423,4 @@ def _process_ways() -> Iterator[Way]:
         )  # fmt: skip
 
 
-WAYS = {way.name: way for way in (*_layer_ways(), *_process_ways())}
+WAYS = {way.name: way for way in (*_layer_ways(), *_process_ways(), *_spare_ways())}

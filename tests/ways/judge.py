@@ -6,7 +6,7 @@ Arrays are compared bit for bit. 16-bit tensors are int16 here, float8 ones uint
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,14 @@ import numpy as np
 from edges import Batch, ExpertCase, SequenceCase
 
 import waybill
-from waybill.moe import EPConfig, ExpertDispatch, simulate_dispatch
+from waybill.moe import (
+    EPConfig,
+    EvenExperts,
+    ExpertDispatch,
+    even_experts,
+    simulate_dispatch,
+    slot_ids,
+)
 
 Arrays = dict[str, np.ndarray]
 
@@ -68,6 +75,9 @@ class ExpertCall:
     num_biases: int = 0
     local_combine: bool = False
     own_order: bool = False  #: full_scatter_indices, in no canonical order
+    spare: int = 0  #: slots per rank for copies of experts
+    limits: tuple[float, int] = (1.0, 0)  #: limit and min_rows of the plan
+    present: bool = False  #: the copies of the round before are there
 
     def _draws(self, rank: int, kind: int) -> np.random.Generator:
         return np.random.default_rng((self.case.seed, self.number, self.variant, rank, kind))
@@ -118,19 +128,45 @@ class ExpertCall:
         places[order] = np.arange(ids.size)
         return places.reshape(-1, self.case.sizes.topk)
 
+    def rows_of_ranks(self) -> np.ndarray:
+        """[W, E] topk slots of each expert by source rank: counted, not simulated."""
+        experts = self.case.sizes.experts
+        return np.stack([np.bincount(ids[ids >= 0], minlength=experts) for ids in self.ids])
+
+    @cached_property
+    def plan(self) -> EvenExperts:
+        """The copies of this call."""
+        return even_experts(
+            self.rows_of_ranks(), spare_experts=self.spare, present=self.copies(),
+            alignment=self.alignment, limit=self.limits[0], min_rows=self.limits[1],
+        )  # fmt: skip
+
+    def copies(self) -> np.ndarray | None:
+        """[W, spare] experts that are in the spare slots already."""
+        if not self.present or self.number == 0:
+            return None
+        before = replace(self, number=self.number - 1).plan
+        return before.slots[:, self.case.sizes.local :]
+
     def counted(self) -> np.ndarray:
-        """[W, P] topk slots of each local expert: counted, not simulated."""
+        """[W, P] topk slots of each local expert, or slot: counted, not simulated."""
         sizes = self.case.sizes
-        ids = np.concatenate([slots.reshape(-1) for slots in self.ids])
-        counts = np.bincount(ids[ids >= 0], minlength=sizes.experts)
-        return counts.reshape(sizes.world, sizes.local)
+        if self.spare:
+            return self.plan.quotas
+        return self.rows_of_ranks().sum(0).reshape(sizes.world, sizes.local)
+
+    def places(self, source: int) -> np.ndarray:
+        """[T, topk] experts, or slots, of a rank's tokens; -1 for a dropped one."""
+        if not self.spare:
+            return self.ids[source]
+        return slot_ids(self.plan, self.rows_of_ranks(), self.ids[source], rank=source)
 
     def num_rows(self, rank: int) -> int:
         """Rows that a rank must get: counted, not simulated."""
         if self.rows == "grouped":
             return int((-(-self.counted()[rank] // self.alignment) * self.alignment).sum())
-        first = rank * self.case.sizes.local
-        here = [(ids >= first) & (ids < first + self.case.sizes.local) for ids in self.ids]
+        local = self.case.sizes.local + self.spare
+        here = [self.places(source) // local == rank for source in range(len(self.ids))]
         return int(sum(slots.any(1).sum() for slots in here))
 
 
@@ -155,6 +191,8 @@ class ExpertJudge:
             call.positions() if call.own_order else None,
             scales=[call.scales(r) for r in ranks] if call.payload == "scaled" else None,
             dropped_id=-1, rows=call.rows, expert_alignment=call.alignment, payload=call.payload,
+            spare_experts=call.spare, limit=call.limits[0], min_rows=call.limits[1],
+            present=call.copies(),
         )  # fmt: skip
 
     @cached_property
@@ -180,6 +218,8 @@ class ExpertJudge:
         if call.rows == "grouped":
             padded = -(-counts // call.alignment) * call.alignment
             arrays["expert_offsets"] = np.concatenate([[0], np.cumsum(padded)])
+        if call.spare:
+            arrays["slots"], arrays["quotas"] = call.plan.slots, call.plan.quotas
         if there.recv_weights is not None:
             arrays["weights"] = there.recv_weights[rank].view(np.int32)
         if there.recv_scales is not None:

@@ -56,7 +56,7 @@ def simulate_expert_copy_gradients(
     home = _alike(gradients, f"{who}: gradients", len(table))
     copies = _alike(copy_gradients, f"{who}: copy_gradients", len(table))
     dtypes = [home[0].dtype.name, copies[0].dtype.name]
-    views = []
+    views: list[Any] = []
     for name, arrays in (("gradients", home), ("copy_gradients", copies)):
         dtype = arrays[0].dtype
         if dtype.name not in ("float32", "float16", "bfloat16", "float64"):

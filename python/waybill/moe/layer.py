@@ -73,7 +73,7 @@ class RankLayout(OfThisProcess, EPAllToAllLayoutDesc):
         return self._table("required_rows") > self.capacity_rows
 
     @property
-    def slot_experts(self) -> Any:
+    def slot_experts(self) -> Any:  # type: ignore[override]
         """[P] int32: the expert of each slot of this rank, -1: it is empty. None
         without spare experts.
         """
@@ -406,7 +406,7 @@ class EPAll2AllLayer(ExpertLayer):
     on the device of the world, with autograd.
 
     All calls are collective: every rank makes the same calls in the same order, and a rank without
-    tokens calls too. What arrives is that of ``waybill.moe.simulate_dispatch``, bit for bit.
+    tokens calls too. Rows that arrive are those of ``waybill.moe.simulate_dispatch``, bit for bit.
 
     Arrays of tokens and weights are of the layer's dtype, bfloat16 as ``ml_dtypes.bfloat16``, or
     float32, rounded where it cannot hold them; what comes back is of the same kind.

@@ -5,7 +5,7 @@ compiled part reads and writes. A program written for DistCA changes only its im
 the random generators without a seed draw from torch's global generator, in DistCA's order.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 import torch as _torch
 
@@ -26,7 +26,7 @@ from .world import *  # noqa: F403
 
 _never_compile_calls(_torch)
 
-if not _TYPE_CHECKING:
+if not _typing.TYPE_CHECKING:
     __getattr__ = _compat.say_where(__name__)
 
 __all__ = [

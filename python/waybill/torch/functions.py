@@ -6,7 +6,19 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Optional, ParamSpec, Sequence, Tuple, Type, TypeVar, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    Optional,
+    ParamSpec,
+    Sequence,
+    Tuple,
+    Type,
+    TypeVar,
+    Union,
+    overload,
+)
 
 import numpy as np
 import torch
@@ -17,7 +29,7 @@ from .. import metadata as numpy_metadata
 from .._arrays import flag, instance, int64, sequence
 from .._graphs import outside_graphs
 from ..errors import InvalidArgument, ShapeMismatch
-from ..metadata import PackedSeqParams, QkvMetadata, RawQkvDispatch
+from ..metadata import AttnLayout, PackedSeqParams, QkvMetadata, RawQkvDispatch
 from ..planner import AttentionPlan
 from ..plans import QkvPlan
 from ._tensors import (
@@ -209,9 +221,68 @@ def _array(value: Any, name: str) -> Any:
     return host_array(value, name)
 
 
-compute_metadata_kv = as_torch(routing.compute_metadata_kv, "kv_to_q_mapping", "q_dispatch")
+if TYPE_CHECKING:  # the functions below as tensors see them
+    _Sums = Tuple[Tuple[torch.Tensor, ...], Tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]
+
+    @overload
+    def compute_metadata_kv(
+        kv_to_q_mapping: torch.Tensor,
+        kv_to_q_rank: torch.Tensor,
+        kv_context_size: torch.Tensor,
+        q_to_num_kv_seq: torch.Tensor,
+        q_to_num_kv_token: torch.Tensor,
+        seq_len: torch.Tensor,
+        num_seqs: torch.Tensor,
+        q_dispatch: torch.Tensor,
+        q_seq_to_dst: Optional[torch.Tensor] = ...,
+        max_num_local_seqs: Optional[int] = ...,
+        return_intermediate: Literal[False] = ...,
+    ) -> Tuple[Metadata, Metadata]: ...
+    @overload
+    def compute_metadata_kv(
+        kv_to_q_mapping: torch.Tensor,
+        kv_to_q_rank: torch.Tensor,
+        kv_context_size: torch.Tensor,
+        q_to_num_kv_seq: torch.Tensor,
+        q_to_num_kv_token: torch.Tensor,
+        seq_len: torch.Tensor,
+        num_seqs: torch.Tensor,
+        q_dispatch: torch.Tensor,
+        q_seq_to_dst: Optional[torch.Tensor] = ...,
+        max_num_local_seqs: Optional[int] = ...,
+        return_intermediate: bool = ...,
+    ) -> Tuple[Any, ...]: ...
+    def compute_metadata_kv(*args: Any, **options: Any) -> Any: ...
+
+    @overload
+    def compute_e2e_metadata(
+        mlp_seq_len: torch.Tensor,
+        mlp_num_seqs: torch.Tensor,
+        mlp_q_dispatch: torch.Tensor,
+        kv_to_q_mapping: torch.Tensor,
+        kv_to_q_rank: torch.Tensor,
+        kv_context_size: torch.Tensor,
+        q_to_num_kv_seq: torch.Tensor,
+        q_to_num_kv_token: torch.Tensor,
+        return_intermediate: Literal[False] = ...,
+    ) -> Tuple[Metadata, Metadata, Metadata, Metadata, _Sums]: ...
+    @overload
+    def compute_e2e_metadata(
+        mlp_seq_len: torch.Tensor,
+        mlp_num_seqs: torch.Tensor,
+        mlp_q_dispatch: torch.Tensor,
+        kv_to_q_mapping: torch.Tensor,
+        kv_to_q_rank: torch.Tensor,
+        kv_context_size: torch.Tensor,
+        q_to_num_kv_seq: torch.Tensor,
+        q_to_num_kv_token: torch.Tensor,
+        return_intermediate: bool = ...,
+    ) -> Tuple[Any, ...]: ...
+    def compute_e2e_metadata(*args: Any, **options: Any) -> Any: ...
+else:
+    compute_metadata_kv = as_torch(routing.compute_metadata_kv, "kv_to_q_mapping", "q_dispatch")
+    compute_e2e_metadata = as_torch(routing.compute_e2e_metadata, "mlp_q_dispatch", "mlp_seq_len")
 compute_attn_layout_seqlens = as_torch(routing.compute_attn_layout_seqlens, "dispatch")
-compute_e2e_metadata = as_torch(routing.compute_e2e_metadata, "mlp_q_dispatch", "mlp_seq_len")
 create_qkv_dispatch_with_custom_mapping = as_torch(routing.create_qkv_dispatch_with_custom_mapping)
 exclusive_cumsum = _like_its_tensor(routing.exclusive_cumsum)
 prepend_zero = _like_its_tensor(routing.prepend_zero)
@@ -220,6 +291,30 @@ mask_by_neg = _like_its_tensor(routing.mask_by_neg)
 index_put_with_neg_padding_1d = _like_its_tensor(routing.index_put_with_neg_padding_1d)
 
 
+@overload
+def compute_metadata(
+    seq_len: torch.Tensor,
+    global_dispatch: torch.Tensor,
+    return_intermediate: Literal[False] = ...,
+    *,
+    undispatched: str = ...,
+) -> Tuple[Metadata, Metadata]: ...
+@overload
+def compute_metadata(
+    seq_len: torch.Tensor,
+    global_dispatch: torch.Tensor,
+    return_intermediate: Literal[True],
+    *,
+    undispatched: str = ...,
+) -> Tuple[Metadata, Metadata, Tuple[torch.Tensor, torch.Tensor, torch.Tensor]]: ...
+@overload
+def compute_metadata(
+    seq_len: torch.Tensor,
+    global_dispatch: torch.Tensor,
+    return_intermediate: bool,
+    *,
+    undispatched: str = ...,
+) -> Tuple[Any, ...]: ...
 @outside_graphs
 def compute_metadata(
     seq_len: torch.Tensor,
@@ -227,7 +322,7 @@ def compute_metadata(
     return_intermediate: bool = False,
     *,
     undispatched: str = "reject",
-) -> Any:
+) -> Tuple[Any, ...]:
     """Routing of Q, or of any tensor whose shards go to one or several ranks.
 
     seq_len (W, S), global_dispatch (W, S) or (W, S, C), integers. The forward metadata holds these
@@ -324,6 +419,26 @@ def create_raw_qkv_dispatch(
     return tensors(raw)
 
 
+@overload
+def create_qkv_dispatch(
+    world_size: int,
+    total_seq_len: int,
+    num_seqs: int,
+    max_cp_degree: int,
+    return_intermediate: Literal[False] = ...,
+    return_mlp_no_shard_seq_lens: Literal[False] = ...,
+    seed: Optional[int] = ...,
+) -> Tuple[Metadata, Metadata, Metadata, Metadata, AttnLayout]: ...
+@overload
+def create_qkv_dispatch(
+    world_size: int,
+    total_seq_len: int,
+    num_seqs: int,
+    max_cp_degree: int,
+    return_intermediate: bool = ...,
+    return_mlp_no_shard_seq_lens: bool = ...,
+    seed: Optional[int] = ...,
+) -> Tuple[Any, ...]: ...
 @outside_graphs
 def create_qkv_dispatch(
     world_size: int,

@@ -4,7 +4,7 @@ The names of Triton-distributed's layer. Rows are ordered by local expert, then 
 token, then topk slot: always. ``waybill.moe.simulate_dispatch`` says what must arrive.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from .. import compat as _compat
 from ..moe import EPAllToAllLayoutDesc, EPConfig
@@ -26,5 +26,5 @@ __all__ = [
 
 __path__: list[str] = []  # compat.py has the modules that this was a package of
 
-if not _TYPE_CHECKING:
+if not _typing.TYPE_CHECKING:
     __getattr__ = _compat.say_where(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
@@ -32,6 +32,7 @@ from .._tensors import (
 from ..world import world_of
 from . import operations as ops
 from .autograd import tied_to_parameters
+from .copies import adapted, checked_copies, copies_for
 from .grouped import SwiGLUExperts, ends_within
 from .layer import EPAll2AllLayer
 from .presets import PRESETS, preset_options
@@ -191,7 +192,7 @@ def check_operations(fixed_rows: Any, chunks: int, windows: str, options: Dict[s
         )
 
 
-def check_experts(experts: Any, num_experts: int, world: World) -> None:
+def check_experts(experts: Any, num_experts: int, world: World, has_copies: bool) -> None:
     """Checks the number of a rank's experts, where they say it."""
     wanted = num_experts // world.world_size
     if isinstance(experts, SwiGLUExperts) and len(experts.gate) != wanted:
@@ -199,6 +200,8 @@ def check_experts(experts: Any, num_experts: int, world: World) -> None:
             f"{_WHO}: experts has {len(experts.gate)} experts, expected {wanted} on rank"
             f" {world.rank}: num_experts = {num_experts} over {world.world_size} ranks"
         )
+    if has_copies:
+        adapted(experts, wanted)
 
 
 def check_choices(
@@ -222,16 +225,6 @@ def check_choices(
     for name, value in (("experts", experts), ("shared", shared)):
         if not callable(value) and not (name == "shared" and value is None):
             raise WrongType(f"{_WHO}: {name} = {shown(value)}, expected a module or function")
-
-
-def refuse_spare_experts(layer: Optional[EPAll2AllLayer], layer_options: Dict[str, Any]) -> None:
-    """Copies need weights, which this module does not bring."""
-    spare = layer_options.get("spare_experts", 0) if layer is None else layer.spare_experts
-    if spare != 0:
-        raise InvalidArgument(
-            f"{_WHO}: spare_experts = {shown(spare)}, expected 0: nothing brings the weights of"
-            " copies; EPAll2AllLayer takes it"
-        )
 
 
 def check_layer(
@@ -371,6 +364,15 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
     :param operations: whether calls are operations of torch.library, which needs ``fixed_rows`` and
         no chunks; None: if torch compiles and they can be. Selective checkpoints need True
     :param layer: an ``EPAll2AllLayer`` to use instead, with its world, dtypes and options
+    :param spare_experts: slots per rank for copies of other ranks' hot experts, planned in each
+        forward, on CPU ranks. Weights come from the experts' homes; gradients are added there in
+        float32, home's first, then those of copies by rank. Parameters of experts are [experts of
+        this rank, ...], or experts has the methods ``expert_tensors(expert)``, the tensors of a
+        home expert, and ``use_tensors(slot, tensors)``, by which it computes a slot
+    :param limit, min_rows: as in ``even_experts``: a copy takes at least so many rows
+    :param keep_copies: False: all modules of a world have one pool for copies, and backward fetches
+        weights again; True: each module keeps its own, and fetches those that are not there. They
+        are void when weights change: see ``forget_copies``
     """
 
     _why_not_copied = (
@@ -396,6 +398,10 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         preset: Optional[str] = None,
         operations: Optional[bool] = None,
         layer: Optional[EPAll2AllLayer] = None,
+        spare_experts: int = 0,
+        limit: float = 1.02,
+        min_rows: int = 128,
+        keep_copies: bool = False,
         device: Any = None,
         **layer_options: Any,
     ) -> None:
@@ -409,14 +415,15 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
 
         def check() -> Dict[str, Any]:
             nonlocal num_experts, topk, hidden, max_tokens, most, chunks, operations, dtype
+            spare = (spare_experts, limit, min_rows, keep_copies)
+            options.update(checked_copies(*spare, world, layer, operations))
             check_choices(experts, shared, gradients=gradients, weights=weights, windows=windows)
             num_experts = int64(num_experts, f"{who}: num_experts")
             topk, hidden = int64(topk, f"{who}: topk"), int64(hidden, f"{who}: hidden")
             operations = None if operations is None else flag(operations, f"{who}: operations")
             chunks = at_least(chunks, 1, f"{who}: chunks")
             most = max_tokens = int64(max_tokens, f"{who}: max_tokens")
-            if max_tokens > 0:
-                max_tokens = -(-max_tokens // chunks)
+            max_tokens = -(-most // chunks) if most > 0 else most
             sizes = {"max_tokens": max_tokens, "num_experts": num_experts, "topk": topk}
             if layer is None:
                 dtype, of_weights = check_options(
@@ -432,13 +439,13 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
                 }  # fmt: skip
                 check_layer(layer, num_experts, topk, hidden, max_tokens, given_more)
                 fixed_rows = layer.fixed_rows
-            check_experts(experts, num_experts, world)
-            refuse_spare_experts(layer, layer_options)
+            check_experts(experts, num_experts, world, spare_experts != 0)
             if operations:
                 check_operations(fixed_rows, chunks, windows, layer_options)
             return {
                 "layer": "made" if layer is None else "given", "chunks": chunks, **sizes,
                 "max_tokens": most, "hidden": hidden, "gradients": gradients, "weights": weights,
+                "keep_copies": keep_copies,
                 "windows": windows, "preset": (preset or PRESETS[0]) if layer is None else "",
                 "dtype": str(dtype).removeprefix("torch.") if layer is None else "",
                 "weight_dtype": str(options.get("weight_dtype", "")).removeprefix("torch."),
@@ -452,12 +459,12 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         else:
             box = LayerBox(None, layer)
         box.users += 1
+        self._copies = copies_for(experts, box.layer, keep_copies)
         self._boxes, self._released = (box,), False  # no submodule: others may have it, too
         self.experts, self.shared = experts, shared
         self.gradients, self.weights, self.windows = gradients, weights, windows
         self.operations = operations
-        self._side = Lane()
-        self._moving = Lane()
+        self._side, self._moving = Lane(), Lane()
 
     @property
     def layer(self) -> EPAll2AllLayer:
@@ -494,7 +501,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         """Whether a call now would be made of operations of torch.library."""
         if self.operations is not None:
             return self.operations
-        one = self.layer.fixed_rows is not None and self.chunks == 1
+        one = self.layer.fixed_rows is not None and self.chunks == 1 and not self._copies
         return one and has_operations() and torch.compiler.is_compiling()
 
     def take_overflow(self) -> int:
@@ -529,12 +536,33 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         """
         if not self._released:
             self._released = True
+            for copies in self._copies:
+                copies.release()
             self._boxes[0].release()
+
+    def forget_copies(self) -> None:
+        """With ``keep_copies``: weights of this rank's experts have changed in a way that torch's
+        version counters do not show, such as through ``data``. Steps of optimizers, load_state_dict
+        and edits in place are noticed. Not collective.
+        """
+        for copies in self._copies:
+            copies.forget()
+
+    def memory(self) -> Dict[str, int]:
+        """Bytes on this rank: ``windows``, the symmetric memory of the layer; ``copies``, the store
+        of copies, which modules share unless they keep theirs; ``copy_gradients``, which a backward
+        takes for a time; ``copies_if_kept``, the store with ``keep_copies``, of each module.
+        """
+        made = {"copies": 0, "copy_gradients": 0, "copies_if_kept": 0}
+        for copies in self._copies:
+            made = copies.memory()
+        return {"windows": self.layer.memory_bytes, **made}
 
     def extra_repr(self) -> str:
         """For print(model)."""
         parts = [f"{name}={getattr(self, name)!r}" for name in ("gradients", "weights", "windows")]
         parts += [f"chunks={self.chunks}"] if self.chunks > 1 else []
+        parts += ["keep_copies=True"] if self._copies and self._copies[0].keep else []
         return ", ".join([*parts, self.layer.extra_repr()])
 
     def _all_chunks(
@@ -578,21 +606,39 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         """Rows are copied if they must live longer than the window is theirs."""
         kept = torch.is_grad_enabled() and (self.windows == "shared" or self.chunks > 1)
         with said_by("ExpertParallel: forward"):
-            return self.layer.dispatch(x, ids, weights, copy_out=self.layer.copy_out and kept)
+            layer, present = self.layer, None
+            for copies in self._copies:
+                present = copies.before_dispatch(layer, self.training)
+            copy_out = layer.copy_out and kept
+            return layer.dispatch(x, ids, weights, present=present, copy_out=copy_out)
 
     def _computed(self, rows: torch.Tensor, row_weights: torch.Tensor, layout: Any) -> Any:
         ends = ends_within(layout.recv_expert_offsets, self.layer.fixed_rows)
-        return self._outputs(rows, ends, row_weights, _tied), layout
+        return self._outputs(rows, ends, row_weights, _tied, layout), layout
 
     def _outputs(
-        self, rows: torch.Tensor, ends: torch.Tensor, row_weights: torch.Tensor, tied: Any
-    ) -> torch.Tensor:
+        self, rows: torch.Tensor, ends: torch.Tensor, row_weights: torch.Tensor, tied: Any,
+        layout: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
         """The outputs that the experts make of rows."""
         weights = [row_weights] if self.weights == "experts" else []
         name = f"{_WHO}: what the experts of rank {self.layer.rank} gave"
-        outputs = check_outputs(self.experts(rows, ends, *weights), rows, name)
+        if self._copies:
+            outputs = self._with_copies(layout, rows, ends, weights)
+        else:
+            outputs = self.experts(rows, ends, *weights)
+        check_outputs(outputs, rows, name)
         refuse_tangent(outputs, name)
         return tied(outputs.to(rows.dtype), self.experts, rows, row_weights)
+
+    @outside_graphs
+    def _with_copies(
+        self, layout: Any, rows: torch.Tensor, ends: torch.Tensor, weights: List[torch.Tensor]
+    ) -> torch.Tensor:
+        """Home experts work on their rows, copies on theirs."""
+        copies = self._copies[0]
+        with said_by("ExpertParallel: forward"):
+            return copies.run(copies.begin(self.layer, layout), rows, ends, weights)
 
     @outside_graphs
     def _combine(self, outputs: torch.Tensor, layout: Any) -> torch.Tensor:

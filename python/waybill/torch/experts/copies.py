@@ -1,0 +1,505 @@
+"""Copies of experts that a rank computes with: weights from home, gradients home again."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any, Dict, List, Optional, Tuple
+
+import numpy as np
+import torch
+
+from ... import _core
+from ..._arrays import flag
+from ..._errors import shown
+from ..._graphs import outside_graphs
+from ...errors import InvalidArgument, Unsupported
+from ...moe.even_experts import spare_options
+from .._tensors import first_order, read_mark, save_mark
+
+_WHO = "ExpertParallel: spare_experts"
+_ALIGNMENT = 64  #: bytes between the beginnings of tensors in a store
+_SUMMED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+Tensors = Sequence[torch.Tensor]
+
+
+class StackedExperts:
+    """Experts of a module whose parameters each hold all experts, [experts, ...]. It runs twice:
+    for home experts, and with the weights of copies in place of its parameters.
+    """
+
+    def __init__(self, experts: torch.nn.Module, num_experts: int) -> None:
+        self._experts, self.num_experts = experts, num_experts
+        self._names = [name for name, _ in experts.named_parameters()]
+        for name, value in experts.named_parameters():
+            if value.ndim == 0 or value.shape[0] != num_experts:
+                raise InvalidArgument(
+                    f"{_WHO}: parameter {name} of experts has shape {list(value.shape)}, expected"
+                    f" [{num_experts}, ...], all experts of this rank; or experts with the methods"
+                    " expert_tensors and use_tensors"
+                )
+
+    def home(self) -> List[torch.Tensor]:
+        """Differentiable tensors, whose gradients are those of home experts."""
+        return [value for _, value in self._experts.named_parameters()]
+
+    def of_expert(self, tensors: Tensors, expert: int) -> List[torch.Tensor]:
+        """Those of one expert, from ``home()`` or ``split()``, which are detached."""
+        return [one[expert] for one in tensors]
+
+    def split(self, parts: List[torch.Tensor]) -> List[torch.Tensor]:
+        """The tensors of copies as ``run`` takes them, from [spare slots, ...] of each part."""
+        return parts
+
+    def run(
+        self, home: Tensors, copies: Tensors, rows: torch.Tensor, ends: torch.Tensor,
+        weights: Tensors,
+    ) -> torch.Tensor:  # fmt: skip
+        """What the experts make of rows: those of home experts come first.
+
+        :param copies: none where no rank has any
+        """
+
+        def made(tensors: Tensors, part: slice, of_part: torch.Tensor) -> torch.Tensor:
+            given = (rows[part], of_part, *(one[part] for one in weights))
+            replaced = dict(zip(self._names, tensors))
+            outputs: torch.Tensor = torch.func.functional_call(self._experts, replaced, given)
+            return outputs
+
+        of_home, of_copies = ends[: self.num_experts], ends[self.num_experts :]
+        split = int(of_home[-1])
+        if not copies or split == int(ends[-1]):
+            return made(home, slice(None), of_home)
+        first = made(home, slice(0, split), of_home)
+        return torch.cat([first, made(copies, slice(split, None), of_copies - split)])
+
+
+class GivenExperts:
+    """Experts with an interface of two functions: ``expert_tensors(expert)`` returns the tensors of
+    a home expert, and ``use_tensors(slot, tensors)`` says which ones a slot computes with until the
+    next call; None: none. The module is then called with the ends of all slots.
+    """
+
+    def __init__(self, experts: Any, num_experts: int) -> None:
+        self._experts, self.num_experts = experts, num_experts
+
+    def home(self) -> List[torch.Tensor]:
+        """As ``StackedExperts.home``: expert after expert."""
+        return [
+            one for e in range(self.num_experts) for one in self._experts.expert_tensors(e)
+        ]  # fmt: skip
+
+    def of_expert(self, tensors: Tensors, expert: int) -> List[torch.Tensor]:
+        """As ``StackedExperts.of_expert``."""
+        count = len(self._experts.expert_tensors(0))
+        return list(tensors[expert * count : (expert + 1) * count])
+
+    def split(self, parts: List[torch.Tensor]) -> List[torch.Tensor]:
+        """As ``StackedExperts.split``: slot after slot."""
+        return [one[slot] for slot in range(len(parts[0])) for one in parts]
+
+    def run(
+        self, home: Tensors, copies: Tensors, rows: torch.Tensor, ends: torch.Tensor,
+        weights: Tensors,
+    ) -> torch.Tensor:  # fmt: skip
+        """As ``StackedExperts.run``."""
+        tensors, num_slots = [*home, *copies], ends.shape[0]
+        for slot in range(num_slots):
+            self._experts.use_tensors(slot, self.of_expert(tensors, slot) or None)
+        outputs: torch.Tensor = self._experts(rows, ends, *weights)
+        for slot in range(num_slots):  # they hold the graph
+            self._experts.use_tensors(slot, None)
+        return outputs
+
+
+def adapted(experts: Any, num_experts: int) -> Any:
+    """The experts as tensors that are sent, and a function of tensors."""
+    for one in type(experts).__mro__:
+        if one.__name__ in ("FSDPModule", "FullyShardedDataParallel"):
+            raise Unsupported(f"{_WHO}: experts is sharded by FSDP, expected whole parameters")
+    if all(callable(getattr(experts, n, None)) for n in ("expert_tensors", "use_tensors")):
+        return GivenExperts(experts, num_experts)
+    if not isinstance(experts, torch.nn.Module):
+        raise InvalidArgument(
+            f"{_WHO}: experts = {shown(experts)}, expected a module whose parameters are"
+            " [experts of this rank, ...], or one with the methods expert_tensors and use_tensors"
+        )
+    return StackedExperts(experts, num_experts)
+
+
+def checked_copies(
+    spare_experts: Any, limit: Any, min_rows: Any, keep_copies: Any, world: Any, layer: Any,
+    operations: Any,
+) -> Dict[str, Any]:  # fmt: skip
+    """Checks the arguments of ExpertParallel for copies; returns the layer's options for them.
+
+    :param layer: one that was given, or None
+    """
+    options = spare_options(spare_experts, limit, min_rows, "ExpertParallel")
+    keeps = flag(keep_copies, "ExpertParallel: keep_copies")
+    if layer is not None and layer.spare_experts != spare_experts:
+        raise InvalidArgument(
+            f"{_WHO} = {spare_experts}, expected {layer.spare_experts}, as the layer has"
+        )
+    if spare_experts == 0:
+        if keeps:
+            raise InvalidArgument(
+                "ExpertParallel: keep_copies = True, expected spare_experts > 0 with it"
+            )
+        return {}
+    if world.device != "cpu":
+        raise Unsupported(
+            f"{_WHO} = {spare_experts} on {world.device}, expected ranks on CPUs: weights of copies"
+            " do not travel between GPUs yet"
+        )
+    if operations:
+        raise Unsupported(
+            f"ExpertParallel: operations = True with spare_experts = {spare_experts}, expected"
+            " operations = None: no operation of torch.library brings weights of copies yet"
+        )
+    return options
+
+
+def copies_for(experts: Any, layer: Any, keep_copies: bool) -> Tuple[Copies, ...]:
+    """One for a layer that has spare experts. Collective."""
+    return (Copies(experts, layer, keep_copies),) if layer.spare_experts else ()
+
+
+class Store:
+    """Memory for copies, and what lies in it on all ranks.
+
+    :param size: bytes
+    """
+
+    def __init__(self, size: int, num_ranks: int, spare: int) -> None:
+        self.buffer = torch.empty(size, dtype=torch.uint8)
+        #: [ranks, spare slots, 3]: number of the module, expert, stamp of its weights
+        self.held = np.full((num_ranks, spare, 3), -1, np.int64)
+
+
+class Exchange:
+    """What modules of a world share: the way of weights and gradients, and a pool for copies."""
+
+    def __init__(self, world: Any) -> None:
+        self.compiled = _core.CopyExchange(world._world)
+        self.pool: Optional[Store] = None
+        self.users, self.num_modules, self.num_calls = 0, 0, 0
+
+    @classmethod
+    def of(cls, world: Any) -> Exchange:
+        """That of a world, collective where it is the first."""
+        shared: Dict[str, Any] = world._expert_layers
+        if "copies" not in shared:
+            shared["copies"] = cls(world)
+        made: Exchange = shared["copies"]
+        made.users += 1
+        made.num_modules += 1
+        return made
+
+    def pool_of(self, size: int, num_ranks: int, spare: int) -> Store:
+        """The pool, with room for so many bytes. Calls in flight keep the one that they had."""
+        pool = self.pool
+        if pool is None or len(pool.buffer) < size or pool.held.shape[1] < spare:
+            larger = 0 if pool is None else len(pool.buffer)
+            more = 0 if pool is None else pool.held.shape[1]
+            pool = self.pool = Store(max(size, larger), num_ranks, max(spare, more))
+        return pool
+
+    def release(self, world: Any) -> None:
+        """Collective when the last module says so."""
+        self.users -= 1
+        if self.users == 0:
+            world._expert_layers.pop("copies", None)
+            self.compiled.finalize()
+
+
+class Call:
+    """The copies of one forward."""
+
+    def __init__(self, slots: Any, num_home: int, stamps: Any, store: Store) -> None:
+        self.slots = slots  #: [ranks, slots] int64, copies without rows left out
+        self.has_copies = bool((slots[:, num_home:] >= 0).any())
+        self.stamps = stamps  #: [ranks] of the weights at each home
+        self.store = store
+
+
+class Copies:
+    """Copies of hot experts for one module.
+
+    :param keep: a store of the module's own, whose copies stay while weights do
+    """
+
+    def __init__(self, experts: Any, layer: Any, keep: bool) -> None:
+        self._experts = adapted(experts, layer.experts_per_rank)
+        self.world, self.keep, self._spare = layer.world, keep, layer.spare_experts
+        self._first_spare, self.num_experts = layer.experts_per_rank, layer.num_tot_experts
+        self._rank = layer.rank
+        self._parts = self._checked_parts()
+        sizes = (self._spare * math.prod(s) * d.itemsize for s, d in self._parts)
+        self.size = sum(_padded(size) for size in sizes)
+        self._exchange = Exchange.of(self.world)
+        self.number = self._exchange.num_modules
+        self._own = Store(self.size, self.world.world_size, self._spare) if keep else None
+        if not keep:
+            self._pool()
+        self._forgotten = 0
+        self._seen: Tuple[Any, ...] = ()  #: what the tensors were
+        self._version = 0
+        self._versions: Optional[List[int]] = None  #: of all ranks, for which ``_present`` holds
+        self._present: Any = None
+        self._last: Any = None
+        self._stamps: Any = None
+
+    def _checked_parts(self) -> List[Tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of each tensor of an expert."""
+        home, parts = self._experts.home(), []
+        for expert in range(self._first_spare):
+            tensors = self._experts.of_expert(home, expert)
+            mine = [(one.shape, one.dtype) for one in tensors]
+            parts = parts or mine
+            if mine != parts:
+                raise InvalidArgument(
+                    f"{_WHO}: tensors of expert {expert} are {mine}, expected {parts}, as those of"
+                    " expert 0"
+                )
+        for _, dtype in parts:
+            if dtype not in _SUMMED:
+                raise InvalidArgument(f"{_WHO}: a tensor of an expert is {dtype}, expected floats")
+        return parts
+
+    def _pool(self) -> Store:
+        if self._own is not None:
+            return self._own
+        return self._exchange.pool_of(self.size, self.world.world_size, self._spare)
+
+    @property
+    def num_parts(self) -> int:
+        """Tensors of an expert."""
+        return len(self._parts)
+
+    def memory(self) -> Dict[str, int]:
+        """As ``ExpertParallel.memory`` says."""
+        wide = (_wide(dtype).itemsize for _, dtype in self._parts)
+        gradients = sum(math.prod(s) * n for (s, _), n in zip(self._parts, wide))
+        return {
+            "copies": len(self._pool().buffer), "copy_gradients": self._spare * gradients,
+            "copies_if_kept": self.size,
+        }  # fmt: skip
+
+    def forget(self) -> None:
+        """Copies of this rank's experts are void, on all ranks."""
+        self._forgotten += 1
+
+    def release(self) -> None:
+        """Collective."""
+        self._exchange.release(self.world)
+
+    def before_dispatch(self, layer: Any, training: bool) -> Any:
+        """Collective where copies are kept: the layout whose copies are there, None: none.
+
+        In training it changes with the weights alone, so that a checkpoint that computes a forward
+        again makes the same plan.
+        """
+        if not self.keep:
+            return None
+        versions = self._exchange.compiled.exchange_versions(self._own_version(), self.number)
+        if versions != self._versions or not training:
+            self._versions, self._present = versions, self._last
+        self._stamps = np.array(versions)
+        if self._present is not None and self._present[0] is not layer:  # it was made anew
+            self._present = None
+        return None if self._present is None else self._present[1]
+
+    def _own_version(self) -> int:
+        """A number that grows when weights of this rank change."""
+        home = self._experts.home()
+        seen = (
+            self._forgotten,
+            *((one.data_ptr(), one._version) for one in home if not one.is_inference()),
+        )
+        if seen != self._seen:
+            self._seen = seen
+            self._version += 1
+        return self._version
+
+    def begin(self, layer: Any, layout: Any) -> Call:
+        """The copies that a dispatch has planned."""
+        slots = layout.all_slot_experts.numpy().astype(np.int64)
+        spare = slots[:, self._first_spare :]
+        spare[layout.all_slot_quotas.numpy()[:, self._first_spare :] == 0] = -1
+        if self.keep:
+            kept = copy.copy(layout)  # without what holds the graph
+            kept._token = kept._weights = None
+            self._last = (layer, kept)
+            stamps = self._stamps
+        else:
+            self._exchange.num_calls += 1
+            stamps = np.full(len(slots), self._exchange.num_calls)
+        return Call(slots, self._first_spare, stamps, self._pool())
+
+    def run(
+        self, call: Call, rows: torch.Tensor, ends: torch.Tensor, weights: Tensors
+    ) -> torch.Tensor:
+        """What home experts and copies make of rows. Collective where there are copies."""
+        home = self._experts.home()
+        outputs: torch.Tensor
+        if not call.has_copies:
+            outputs = self._experts.run(home, [], rows, ends, weights)
+            return outputs
+        token, *given = _Fetch.apply(self, call, rows[:0], *home)
+        outputs = self._experts.run(given[: len(home)], given[len(home) :], rows, ends, weights)
+        again: torch.Tensor = _Again.apply(self, call, outputs, token, rows, *weights)
+        return again
+
+    def parts_of(self, store: Store) -> List[torch.Tensor]:
+        """[spare slots, ...] of each part of an expert, in a store."""
+        begin, parts = 0, []
+        for shape, dtype in self._parts:
+            size = self._spare * math.prod(shape) * dtype.itemsize
+            part = store.buffer[begin : begin + size].view(dtype)
+            parts.append(part.view(self._spare, *shape))
+            begin += _padded(size)
+        return parts
+
+    def split(self, store: Store) -> List[torch.Tensor]:
+        """Those as the experts take them."""
+        made: List[torch.Tensor] = self._experts.split(self.parts_of(store))
+        return made
+
+    @outside_graphs
+    def fetch(self, call: Call) -> None:
+        """Brings the weights of those copies of a call that do not lie in its store."""
+        spare = call.slots[:, self._first_spare :]
+        stamps = call.stamps[np.maximum(spare, 0) // self._first_spare]
+        wanted = np.stack([np.full_like(spare, self.number), spare, stamps], axis=2)
+        held = call.store.held[:, : spare.shape[1]]
+        missing = (spare >= 0) & (held != wanted).any(axis=2)
+        if not missing.any():
+            return
+        slots = call.slots.copy()
+        slots[:, self._first_spare :][~missing] = -1
+        others = call.store.held
+        others[others[:, :, 0] != self.number] = -1  # theirs may lie where these go
+        held[missing] = wanted[missing]
+        home = [one.detach() for one in self._experts.home()]
+        every = range(len(self._parts))
+        self._move("fetch_weights", slots, home, self.split(call.store), every)
+
+    def add(self, call: Call, home: List[Any], copies: List[Any]) -> List[Any]:
+        """The gradients of home's tensors, with those of copies, which come home.
+
+        :param home, copies: as ``run`` gave the tensors; None for one that has no gradient
+        """
+        tensors = self._experts.home()
+        needs = [one.requires_grad for one in self._experts.of_expert(tensors, 0)]
+        which = [part for part, needed in enumerate(needs) if needed]
+        if not which:
+            return home
+        first = self._rank * self._first_spare
+        spare = call.slots[:, self._first_spare :]
+        mine = home
+        if ((first <= spare) & (spare < first + self._first_spare)).any():
+            mine = [
+                torch.zeros_like(one) if given is None else given.clone(memory_format=_ROWS)
+                for one, given in zip(tensors, home)
+            ]
+        wide = [
+            (torch.zeros_like(one) if given is None else given).to(_wide(one.dtype)).contiguous()
+            for one, given in zip(self.split(call.store), copies)
+        ]
+        self._move("add_gradients", call.slots, mine if mine is not home else [], wide, which)
+        return mine
+
+    def _move(
+        self, call: str, slots: Any, home: Tensors, copies: Tensors, which: Sequence[int]
+    ) -> None:
+        """:param home: none where no rank has copies of this one's experts
+        :param which: parts of an expert that move
+        """
+        kept = []
+
+        def addresses(tensors: Tensors, count: int) -> List[int]:
+            if not tensors:
+                return [0] * (count * len(which))
+            of_all = [self._experts.of_expert(tensors, at) for at in range(count)]
+            moved = [of_one[part].contiguous() for of_one in of_all for part in which]
+            kept.extend(moved)
+            return [one.data_ptr() for one in moved]
+
+        own = addresses(home, self._first_spare)
+        theirs = addresses(copies, self._spare)
+        sizes = [
+            (math.prod(self._parts[part][0]), str(self._parts[part][1]).removeprefix("torch."))
+            for part in which
+        ]
+        move = getattr(self._exchange.compiled, call)
+        move(slots, self.num_experts, sizes, own, theirs, self.number)
+
+
+_ROWS = torch.contiguous_format
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Fetch(torch.autograd.Function):
+    """Home's tensors and those of copies, with their weights. Backward adds the gradients of copies
+    to home's, once all of them are there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, copies: Copies, call: Call, mark: torch.Tensor, *home: Any) -> Any:
+        copies.fetch(call)
+        ctx.copies, ctx.call, ctx.count = copies, call, len(home)
+        ctx.set_materialize_grads(False)
+        save_mark(ctx, mark)
+        token = mark.new_empty(0, dtype=torch.float32)
+        mine = [one.view_as(one) for one in home]
+        views = copies.split(call.store)
+        given = [one.detach() for one in views]
+        needs = ctx.needs_input_grad[3:]
+        parts = copies.num_parts  # a copy's parts need gradients where those of home do
+        fixed = [one for one, needed in zip(mine, needs) if not needed]
+        fixed += [one for i, one in enumerate(given) if not needs[i % parts]]
+        ctx.mark_non_differentiable(*fixed)
+        return (token, *mine, *given)
+
+    @staticmethod
+    @outside_graphs
+    @first_order
+    def backward(ctx: Any, _token: Any, *gradients: Any) -> Any:
+        read_mark(ctx)
+        home = ctx.copies.add(ctx.call, list(gradients[: ctx.count]), list(gradients[ctx.count :]))
+        tensors = ctx.copies._experts.home()
+        found = [
+            (torch.zeros_like(of) if one is None else one) if needed else None
+            for one, of, needed in zip(home, tensors, ctx.needs_input_grad[3:])
+        ]
+        return (None, None, None, *found)
+
+
+class _Again(torch.autograd.Function):
+    """Outputs as they are. Backward fetches copies again that others have taken the place of. That
+    they depend on the token and on rows makes all ranks do so.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, copies: Copies, call: Call, outputs: Any, *ties: Any) -> Any:
+        ctx.copies, ctx.call, ctx.num_ties = copies, call, len(ties)
+        save_mark(ctx, outputs)
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    @outside_graphs
+    @first_order
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        read_mark(ctx)
+        ctx.copies.fetch(ctx.call)
+        token = torch.zeros(0) if ctx.needs_input_grad[3] else None
+        return (None, None, gradient, token, *[None] * (ctx.num_ties - 1))

@@ -1,0 +1,346 @@
+"""ExpertParallel with copies of hot experts: as without copies, to the rounding of the sums."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+if not hasattr(torch, "_grouped_mm"):
+    pytest.skip("this torch has no _grouped_mm", allow_module_level=True)
+
+import waybill  # noqa: E402
+from waybill.torch.moe import ExpertParallel, SwiGLUExperts  # noqa: E402
+
+HIDDEN, INNER, LOCAL, TOPK, MOST = 16, 32, 2, 2, 24
+
+
+class Lists(torch.nn.Module):
+    """Experts with a parameter for each matrix, and the interface of two functions."""
+
+    def __init__(self, stacked):
+        super().__init__()
+        self.first = torch.nn.ParameterList(stacked.gate.detach().clone().unbind())
+        self.second = torch.nn.ParameterList(stacked.down.detach().clone().unbind())
+        self.used = {}
+
+    def expert_tensors(self, expert):
+        return [self.first[expert], self.second[expert]]
+
+    def use_tensors(self, slot, tensors):
+        self.used[slot] = tensors
+
+    def forward(self, rows, ends):
+        parts, begin = [], 0
+        for slot, end in enumerate(ends.tolist()):
+            if self.used.get(slot) is not None or not self.used:
+                one, two = self.used[slot] if self.used else self.expert_tensors(slot)
+                parts.append(torch.relu(rows[begin:end] @ one) @ two)
+            begin = end
+        return torch.cat([*parts, rows[begin:]])
+
+
+def draws_of(seed):
+    """Ranks are threads, which share torch's own generator."""
+    return torch.Generator().manual_seed(seed)
+
+
+def experts_of(rank, kind="stacked", dtype=torch.float32):
+    experts, draws = SwiGLUExperts(LOCAL, HIDDEN, INNER, dtype), draws_of(100 + rank)
+    for weight in experts.parameters():
+        weight.data.copy_(torch.randn(weight.shape, generator=draws) / weight.shape[1] ** 0.5)
+    return Lists(experts) if kind == "lists" else experts
+
+
+def batch(rank, world, seed, empty=None):
+    """Tokens, scores, ids that like expert 0, a gradient. Rank ``empty`` has none."""
+    draws = draws_of(1000 * seed + rank)
+    count = 0 if rank == empty else MOST - rank
+    x = torch.randn(count, HIDDEN, generator=draws)
+    scores, ids = torch.rand(count, world * LOCAL, generator=draws).topk(TOPK)
+    hot = torch.rand(count, generator=draws) < 0.7
+    ids[hot, 0] = seed % 2
+    ids[torch.rand(ids.shape, generator=draws) < 0.1] = -1
+    return x, scores, ids, torch.randn(count, HIDDEN, generator=draws)
+
+
+def module_on(world, experts, **options):
+    given = {"spare_experts": 2, "min_rows": 1, "limit": 1.0, "dtype": torch.float32, **options}
+    return ExpertParallel(
+        experts, num_experts=world.world_size * LOCAL, topk=TOPK, hidden=HIDDEN, max_tokens=MOST,
+        group=world, gradients="sum", **given,
+    )  # fmt: skip
+
+
+def without(**options):
+    return {name: value for name, value in options.items() if name not in ("keep_copies",)} | {
+        "spare_experts": 0
+    }
+
+
+def one_step(module, inputs):
+    x, scores, ids, gradient = (one.clone() for one in inputs)
+    x.requires_grad_()
+    scores.requires_grad_()
+    out = module(x, scores, ids)
+    out.backward(gradient)
+    return [out.detach(), x.grad, scores.grad]
+
+
+def close(got, wanted):
+    """To the rounding of float32 sums of other parts."""
+    largest = max(1.0, wanted.abs().max().item()) if wanted.numel() else 1.0
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("kind", ["stacked", "lists"])
+@pytest.mark.parametrize("options", [
+    {}, {"keep_copies": True}, {"chunks": 2}, {"weights": "experts"}, {"windows": "own"},
+    {"fixed_rows": 4 * MOST * TOPK},
+])  # fmt: skip
+def test_as_without_copies(kind, options):
+    if kind == "lists" and "weights" in options:
+        pytest.skip("these experts take no weights")
+    world_size, steps = 4, 5
+
+    def body(world):
+        own = experts_of(world.rank, kind)
+        other = copy.deepcopy(own)
+        module = module_on(world, own, **options)
+        plain = module_on(world, other, **without(**options))
+        for seed in range(steps):  # rank `seed - 1` is empty
+            inputs = batch(world.rank, world_size, seed, empty=seed - 1)
+            for got, wanted in zip(one_step(module, inputs), one_step(plain, inputs)):
+                close(got, wanted)
+        for got, wanted in zip(own.parameters(), other.parameters()):
+            close(got.grad, wanted.grad)  # gradients of all steps
+        module.finalize()
+        plain.finalize()
+
+    waybill.run_threads(world_size, body)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_layers_share_the_pool_and_checkpoints_fetch_again(keep):
+    from torch.utils.checkpoint import checkpoint
+
+    def body(world):
+        own = [experts_of(world.rank), experts_of(world.rank + 7)]
+        other = copy.deepcopy(own)
+        modules = [module_on(world, one, keep_copies=keep) for one in own]
+        plain = [module_on(world, one, spare_experts=0) for one in other]
+        optimizer = torch.optim.SGD([p for one in own for p in one.parameters()], lr=1e-5)
+        reference = torch.optim.SGD([p for one in other for p in one.parameters()], lr=1e-5)
+
+        def both(layers, x, scores, ids, again):
+            for layer in layers:
+                if again:
+                    x = x + checkpoint(layer, x, scores, ids, use_reentrant=False)
+                else:
+                    x = x + layer(x, scores, ids)
+            return x
+
+        for seed in range(4):
+            for micro in range(2):  # two forwards, then two backwards
+                given = [batch(world.rank, 4, 10 * seed + m + micro) for m in range(2)]
+                outs, wanted = [], []
+                for m, (x, scores, ids, _) in enumerate(given):
+                    x.requires_grad_()
+                    outs.append(both(modules, x, scores, ids, m == 1))
+                    wanted.append(both(plain, x, scores, ids, False))
+                for out, want, (*_, gradient) in zip(outs, wanted, given):
+                    close(out, want)
+                    out.backward(gradient)
+                    want.backward(gradient)
+            for one, two in zip(own, other):
+                for got, want in zip(one.parameters(), two.parameters()):
+                    close(got.grad, want.grad)
+            for stepper in (optimizer, reference):
+                stepper.step()
+                stepper.zero_grad()
+
+    waybill.run_threads(4, body)
+
+
+class Counted:
+    """An exchange that counts its calls."""
+
+    def __init__(self, compiled):
+        self.compiled, self.fetched = compiled, 0
+
+    def __getattr__(self, name):
+        if name == "fetch_weights":
+            self.fetched += 1
+        return getattr(self.compiled, name)
+
+
+def test_kept_copies_are_void_when_weights_change():
+    def body(world):
+        own = experts_of(world.rank)
+        module = module_on(world, own, keep_copies=True).eval()
+        shared = module._copies[0]._exchange
+        shared.compiled = counted = Counted(shared.compiled)
+        inputs = batch(world.rank, 2, 0)[:3]
+
+        def calls(change=None):
+            if change is not None and world.rank == 0:
+                change()
+            before = counted.fetched
+            plain = module_on(world, copy.deepcopy(own), spare_experts=0)
+            with torch.no_grad():
+                close(module(*inputs), plain(*inputs))
+            plain.finalize()
+            return counted.fetched - before
+
+        assert calls() == 1
+        assert calls() == 0  # they are there
+
+        def step():
+            for weight in own.parameters():
+                weight.grad = torch.ones_like(weight)
+            torch.optim.SGD(own.parameters(), lr=0.1).step()
+
+        assert calls(step) == 1
+        assert calls() == 0
+        state = {name: value * 2 for name, value in own.state_dict().items()}
+        assert calls(lambda: own.load_state_dict(state)) == 1
+        with torch.no_grad():
+            assert calls(lambda: own.gate[0, 0].add_(1)) == 1
+        assert calls() == 0
+
+        def behind():
+            own.gate.data[0].mul_(3)  # no version counter shows it
+            module.forget_copies()
+
+        assert calls(behind) == 1
+        assert calls() == 0
+
+    waybill.run_threads(2, body)
+
+
+def train(world_size, spare, steps=50, **options):
+    """Losses and weights of all ranks after some steps of a small mixture with a skewed router."""
+    found = {}
+
+    def body(world):
+        rank = world.rank
+        own = experts_of(rank)
+        module = module_on(world, own, spare_experts=spare, **options)
+        router = torch.nn.Linear(HIDDEN, world_size * LOCAL)
+        with torch.no_grad():
+            router.weight.copy_(torch.randn(router.weight.shape, generator=draws_of(5)) / 8)
+            router.bias.zero_()
+            router.bias[0] += 2  # most choose expert 0
+        counted = None
+        for copies in module._copies:
+            counted = copies._exchange.compiled = Counted(copies._exchange.compiled)
+        optimizer = torch.optim.SGD([*own.parameters(), *router.parameters()], lr=0.02)
+        draws, losses = draws_of(rank), []
+        for step in range(steps):
+            count = 0 if rank == step % (world_size + 3) else MOST  # each in turn is empty
+            x = torch.randn(count, HIDDEN, generator=draws)
+            scores, ids = router(x).softmax(-1).topk(TOPK)
+            loss = (x + module(x, scores, ids) - x.roll(1, -1)).square().sum() / MOST
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        weights = [one.detach().clone() for one in (*own.parameters(), *router.parameters())]
+        found[rank] = losses, weights
+        assert counted is None or counted.fetched >= steps - 1
+        module.finalize()
+
+    waybill.run_threads(world_size, body)
+    return [found[rank] for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_training_is_the_same_as_without_copies(world_size):
+    plain = train(world_size, 0)
+    for options in ({}, {"keep_copies": True}):
+        copied, again = (train(world_size, 2, **options) for _ in range(2))
+        for (losses, weights), (want, want_weights) in zip(copied, plain):
+            assert losses == pytest.approx(want, rel=1e-4, abs=1e-5)
+            for got, wanted in zip(weights, want_weights):
+                torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4)
+        for (losses, weights), (same, same_weights) in zip(copied, again):
+            assert losses == same
+            for got, wanted in zip(weights, same_weights):
+                assert torch.equal(got, wanted)
+
+
+def test_memory():
+    def body(world):
+        own = [experts_of(world.rank) for _ in range(3)]
+        one, two, kept = (
+            module_on(world, experts, keep_copies=keep)
+            for experts, keep in zip(own, (False, False, True))
+        )
+        plain = module_on(world, own[0], spare_experts=0)
+        of_expert = 3 * HIDDEN * INNER * 4
+        for module in (one, two, kept):
+            made = module.memory()
+            assert made["windows"] == module.layer.memory_bytes > 0
+            assert made["copies"] == made["copies_if_kept"] == 2 * of_expert
+            assert made["copy_gradients"] == 2 * of_expert
+        assert one._copies[0]._pool() is two._copies[0]._pool()
+        assert kept._copies[0]._pool() is not one._copies[0]._pool()
+        assert plain.memory() == {
+            "windows": plain.layer.memory_bytes, "copies": 0, "copy_gradients": 0,
+            "copies_if_kept": 0,
+        }  # fmt: skip
+
+    waybill.run_threads(2, body)
+
+
+def test_frozen_parameters_and_bfloat16():
+    def body(world):
+        own = experts_of(world.rank, dtype=torch.bfloat16)
+        own.up.requires_grad_(False)
+        other = copy.deepcopy(own)
+        module = module_on(world, own, dtype=torch.bfloat16)
+        plain = module_on(world, other, dtype=torch.bfloat16, spare_experts=0)
+        x, scores, ids, gradient = batch(world.rank, 4, 0)
+        for one in (module, plain):
+            one(x.bfloat16(), scores, ids).backward(gradient.bfloat16())
+        assert own.up.grad is None
+        for got, wanted in ((own.gate, other.gate), (own.down, other.down)):
+            torch.testing.assert_close(got.grad, wanted.grad, rtol=0.05, atol=0.5)
+        for frozen in own.parameters():
+            frozen.requires_grad_(False)
+        x = x.bfloat16().requires_grad_()
+        module(x, scores, ids).backward(gradient.bfloat16())
+        assert x.grad is not None
+
+    waybill.run_threads(4, body)
+
+
+def test_refused_by_name():
+    def body(world):
+        def refuses(error, text, experts=None, **options):
+            with pytest.raises(error, match=text):
+                module_on(world, experts or experts_of(world.rank), **options)
+
+        wrong = torch.nn.Linear(HIDDEN, HIDDEN)
+        refuses(waybill.InvalidArgument, r"parameter weight of experts has shape \[16, 16\]", wrong)
+        refuses(
+            waybill.InvalidArgument, "expected a module whose parameters", lambda rows, ends: rows
+        )
+        refuses(waybill.Unsupported, "operations = True with spare_experts = 2",
+                fixed_rows=100, operations=True)  # fmt: skip
+        refuses(waybill.InvalidArgument, "keep_copies = True", spare_experts=0, keep_copies=True)
+        refuses(waybill.InvalidArgument, "limit = 0.5", limit=0.5)
+        refuses(waybill.InvalidArgument, "spare_experts = -1", spare_experts=-1)
+        sharded = type("FSDPModule", (SwiGLUExperts,), {})(LOCAL, HIDDEN, INNER)
+        refuses(waybill.Unsupported, "sharded by FSDP", sharded)
+        module = module_on(world, experts_of(world.rank))
+        step = one_step(module, batch(world.rank, 2, 0))
+        assert step[0].isfinite().all()  # nothing above has told anybody
+        layer = module.layer
+        with pytest.raises(waybill.InvalidArgument, match="spare_experts = 0, expected 2"):
+            ExpertParallel(
+                experts_of(world.rank), num_experts=2 * LOCAL, topk=TOPK, hidden=HIDDEN,
+                max_tokens=MOST, gradients="sum", layer=layer,
+            )  # fmt: skip
+
+    waybill.run_threads(2, body)
