@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """One attention step, forward and backward, of packed documents over ranks: waybill.torch's
-ContextParallelAttention, three ways by hand, and attention alone.
+ContextParallelAttention, four ways by hand, and attention alone.
 
     torchrun --nproc-per-node N bench/python/attention_step.py [--workload SOURCE:TOKENS:SEED ...]
     ... [--steps 50] [--device cpu --heads 4 2 16 --workload wlbllm:512:1]     # a try without GPUs
@@ -15,6 +15,7 @@ Times are the slowest rank's, medians over the steps; beside them by phase, on t
 the host. Ways:
 
   contiguous, per document, hybrid  by hand, see attention_ways.py
+  ulysses                      by hand, heads split instead of tokens; where heads divide
   waybill                      the module, which decides between the next and the last of these:
   waybill, in place            rows that stay are attended to where they are
   waybill, one stream          the same, and others travel before that instead of beside it
@@ -38,7 +39,15 @@ import sys
 from typing import Any, Callable
 
 import torch
-from attention_ways import WAYS, ByHand, draw, held_pieces, kernel_of
+from attention_ways import (
+    WAYS,
+    ByHand,
+    Ulysses,
+    draw,
+    held_pieces,
+    kernel_of,
+    ulysses_heads,
+)
 from ring_attention import ring_milliseconds
 from step_bench import join, run_workloads
 from step_clock import StepClock
@@ -81,7 +90,11 @@ class Bench:
             for way, given in MODULES.items()
         }
         self.shape = self.modules["waybill"].planner.shape
-        self.attend = kernel_of(device, self.shape)
+        self.attend = dict.fromkeys(WAYS, kernel_of(device, self.shape))
+        split = ulysses_heads(self.heads, self.kv_heads, self.size)
+        if split is not None:
+            shape = self.shape._replace(heads=split[0], kv_heads=split[1])
+            self.attend["ulysses"] = kernel_of(device, shape)
         generator = torch.Generator(device=device).manual_seed(int(seed))
         shapes = [
             (n, self.head_dim) for n in (self.heads, self.kv_heads, self.kv_heads, self.heads)
@@ -111,11 +124,17 @@ class Bench:
             plan = module.plan(waybill_pieces(lengths, self.size))
             module.prepare(plan)
             if self.device.type == "cuda":  # their upload is a part of the time
-                torch.cuda.current_stream().wait_stream(module._beside.uploads)
+                torch.cuda.current_stream().wait_stream(module._side.uploads)
             if way == "waybill":
                 self.planned, self.chosen = self.planned + 1, self.chosen + plan.in_place
             return plan
-        return ByHand(way, lengths, self.device) if way in WAYS else None
+        return self.by_hand(way, lengths) if way in self.attend else None
+
+    def by_hand(self, way: str, lengths: list[int]) -> Any:
+        """The tables of a way by hand."""
+        if way == "ulysses":
+            return Ulysses(lengths, self.device)
+        return ByHand(way, lengths, self.device)
 
     def prepare(self, way: str, lengths: list[int]) -> Callable[..., Any]:
         """A step of this way, with its rows in place: a function of the batch's tables, and of one
@@ -125,8 +144,8 @@ class Bench:
             return self._alone(way, lengths)
         begin = self.rank * self.per_rank
         rows: Any = slice(begin, begin + self.per_rank)
-        if way in WAYS:
-            held = held_pieces(way, self.rank, self.size, lengths)
+        if way in self.attend:
+            held = self.by_hand(way, lengths).pieces
             rows = torch.cat([torch.arange(p.begin, p.end) for p in held]).to(self.device)
         inputs, grad = self.leaves(rows)
 
@@ -134,7 +153,7 @@ class Bench:
             if way in MODULES:
                 out = self.modules[way](tables, *inputs)
             else:
-                out = tables.attention(self.attend, *inputs)
+                out = tables.attention(self.attend[way], *inputs)
             forward_done()
             out.backward(grad)
             return out, inputs
@@ -181,11 +200,11 @@ class Bench:
         """Largest differences of output and gradients between each way and the module."""
         lengths = self.order(0)
         found = {}
-        for way in (*MODULES, *WAYS):
+        for way in (*MODULES, *self.attend):
             out, inputs = self.prepare(way, lengths)(self.tables(way, lengths))
             rows = torch.arange(self.rank * self.per_rank, (self.rank + 1) * self.per_rank)
-            if way in WAYS:
-                rows = ByHand(way, lengths, self.device).token_rows()
+            if way in self.attend:
+                rows = self.by_hand(way, lengths).token_rows()
             mine = (out.detach(), *(t.grad for t in inputs))
             found[way] = [self._everywhere(rows.to(self.device), t) for t in mine]
         reference = found["waybill"]
@@ -201,7 +220,7 @@ class Bench:
         return full
 
     def run(self) -> dict[str, Any]:
-        ways = (*MODULES, *WAYS, *ALONE)
+        ways = (*MODULES, *self.attend, *ALONE)
         differences = self.compare() if self.options.compare else {}
         times: dict[str, list[float]] = {way: [] for way in ways}
         phases: dict[str, list[Any]] = {way: [] for way in ways}
@@ -221,7 +240,7 @@ class Bench:
         )
         distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
         medians = {w: round(statistics.median(t), 3) for w, t in zip(ways, slowest.tolist())}
-        best = min(medians[way] for way in WAYS)
+        best = min(medians[way] for way in self.attend)
         if len(self.lengths) == 1:
             medians["ring of torch"] = self._ring()
         return {

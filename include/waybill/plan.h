@@ -14,6 +14,7 @@
 #include "waybill/json/plan_json.h"
 #include "waybill/planner/planner.h"
 #include "waybill/planner/static_plans.h"
+#include "waybill/planner/varlen_relay.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/plan_summary.h"
 #include "waybill/routing/compute_metadata.h"

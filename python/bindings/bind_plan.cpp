@@ -23,6 +23,7 @@
 #include "waybill/json/plan_json.h"
 #include "waybill/planner/planner.h"
 #include "waybill/planner/static_plans.h"
+#include "waybill/planner/varlen_relay.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/plan_summary.h"
 #include "waybill/routing/qkv_plan.h"
@@ -230,7 +231,7 @@ void add_figures(nb::class_<AttentionPlan>& plan) {
   add_table(plan, "kv_tokens", &AttentionPlan::kv_tokens);
   plan.def_ro("block_work", &AttentionPlan::block_work);
   plan.def_ro("least_bytes_in", &AttentionPlan::least_bytes_in);
-  plan.def_prop_ro("has_relay", [](const AttentionPlan& p) { return !p.relay.empty(); });
+  plan.def_ro("relay", &AttentionPlan::relay);
   plan.def("bytes_in", [](const AttentionPlan& p) { return numpy_array(p.bytes_in()); });
   plan.def(
       "bytes_out",
@@ -248,9 +249,9 @@ void add_figures(nb::class_<AttentionPlan>& plan) {
   plan.def("balanced", &AttentionPlan::balanced);
 }
 
-nb::list hop_tuples(const AttentionPlan& plan) {
+nb::list hop_tuples(const RelaySchedule& relay) {
   nb::list hops;
-  for (const RelayHop& hop : plan.relay.hops) {
+  for (const RelayHop& hop : relay.hops) {
     hops.append(nb::make_tuple(hop.src_rank, hop.dst_rank, hop.shard, hop.stage, hop.row_begin,
                                hop.num_rows, hop.after));
   }
@@ -283,6 +284,44 @@ std::vector<std::vector<DocumentRange>> rank_pieces_from(const std::vector<std::
   return ranks;
 }
 
+/// A batch as ContextParallelAttention moves it. Python keeps plan and routing.
+struct BatchTables {
+  /// @param use "auto", "always" or "never"
+  BatchTables(const QkvPlan& its_plan, const VarlenRouting& its_routing,
+              const PlannerOptions& its_options, std::string_view use)
+      : plan(its_plan), routing(its_routing), options(its_options) {
+    if (use == "auto") relay = relay_that_pays(plan, routing, options);
+    if (use == "always") relay = plan_varlen_relay(plan, routing, options, VarlenRelayUse::always);
+    if (!relay.empty()) sums = relay_of_sums(routing, relay);
+  }
+
+  const QkvPlan& plan;
+  const VarlenRouting& routing;
+  PlannerOptions options;
+  RelaySchedule relay;  ///< of K and V
+  RelaySchedule sums;   ///< of their gradients
+};
+
+template <class Plan>
+StepPredictor predictor_of(const Plan& plan) {
+  if constexpr (std::is_same_v<Plan, BatchTables>) {
+    return StepPredictor(plan.plan, plan.routing, &plan.relay);
+  } else {
+    return StepPredictor(plan);
+  }
+}
+
+template <class Plan>
+StepOptions usual_options(const Plan& plan) {
+  if constexpr (std::is_same_v<Plan, AttentionPlan>) return StepOptions::of(plan);
+  if constexpr (std::is_same_v<Plan, BatchTables>)
+    return {.model = plan.options.model,
+            .mask = plan.options.mask,
+            .hardware = plan.options.hardware,
+            .transfer = plan.relay.empty() ? TransferMode::direct : TransferMode::relay};
+  return {};
+}
+
 /// The options of the plan, or the usual ones, with what the caller gave in place of theirs.
 template <class Plan>
 StepOptions step_options_py(
@@ -295,8 +334,7 @@ StepOptions step_options_py(
     std::optional<double> network_bytes_per_second, std::optional<double> message_seconds,
     std::optional<double> pairs_per_second, std::optional<std::int64_t> row_pairs,
     std::optional<std::int64_t> shard_pairs) {
-  StepOptions options;
-  if constexpr (std::is_same_v<Plan, AttentionPlan>) options = StepOptions::of(plan);
+  StepOptions options = usual_options(plan);
   const auto set = [](auto& field, const auto& given) {
     if (given) field = *given;
   };
@@ -371,10 +409,10 @@ nb::list cause_tuples(const std::vector<StepCause>& causes) {
 
 template <class Plan>
 std::vector<Remedy> remedies_of(const Plan& plan, const StepPrediction& step) {
-  return unlocked([&] { return step_remedies(StepPredictor(plan), step); });
+  return unlocked([&] { return step_remedies(predictor_of(plan), step); });
 }
 
-/// Functions that need the plan again; `Plan` is a QkvPlan or an AttentionPlan.
+/// Functions that need the plan again; `Plan` is a QkvPlan, an AttentionPlan or BatchTables.
 template <class Plan>
 void bind_of_plan(nb::module_& m) {
   m.def("step_options", step_options_py<Plan>, "plan"_a, "transfer"_a, "phase_seconds"_a,
@@ -387,7 +425,9 @@ void bind_of_plan(nb::module_& m) {
         "shard_pairs"_a = nb::none());
   m.def(
       "predict_step",
-      [](const Plan& plan, const StepOptions& options) { return predict_step(plan, options); },
+      [](const Plan& plan, const StepOptions& options) {
+        return predictor_of(plan).predict(options);
+      },
       "plan"_a, "options"_a, without_lock);
   m.def("step_remedies", [](const Plan& plan, const StepPrediction& step) {
     nb::list tuples;
@@ -443,6 +483,14 @@ void bind_cost_model(nb::module_& m) {
   bind_named(m);
   bind_of_plan<QkvPlan>(m);
   bind_of_plan<AttentionPlan>(m);
+  nb::class_<BatchTables> batch(m, "BatchTables");
+  batch.def(
+      nb::init<const QkvPlan&, const VarlenRouting&, const PlannerOptions&, std::string_view>(),
+      "plan"_a, "routing"_a, "options"_a, "use"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+      without_lock);
+  batch.def_ro("relay", &BatchTables::relay);
+  batch.def_ro("sums", &BatchTables::sums);
+  bind_of_plan<BatchTables>(m);
   const auto bind_static = [&](const char* name, auto* make) {
     m.def(
         name,
@@ -514,10 +562,12 @@ void bind_planner(nb::module_& m) {
         "kv_layout"_a, "block_tokens"_a, "ranks_per_node"_a, "imbalance_target"_a, "byte_weight"_a,
         "message_seconds"_a, "pairs_per_second"_a, "nvlink_bytes_per_second"_a,
         "network_bytes_per_second"_a, "row_pairs"_a, "shard_pairs"_a, "tails"_a);
+  nb::class_<RelaySchedule> relay(m, "RelaySchedule");
+  relay.def_prop_ro("empty", &RelaySchedule::empty);
+  relay.def("hops", &hop_tuples);
   nb::class_<AttentionPlan> plan(m, "AttentionPlan");
   add_figures(plan);
   plan.def_ro("plan", &AttentionPlan::plan);
-  plan.def("hops", &hop_tuples);
   plan.def("text", [](const AttentionPlan& p) { return to_string(p); });
   plan.def(
       "summary_text",

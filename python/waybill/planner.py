@@ -104,11 +104,11 @@ class AttentionPlan(Unchanging, Made):
     @property
     def relay_hops(self) -> list[RelayHop]:
         """The relay schedule, in an order in which it can be carried out; empty without relay."""
-        return [RelayHop(*hop) for hop in self._plan.hops()]
+        return [RelayHop(*hop) for hop in self._plan.relay.hops()]
 
     def limit_seconds(self, relay: Optional[bool] = None) -> float:
         """The least time that the links allow; with relay where there is one, unless said."""
-        return self._plan.limit_seconds(self._plan.has_relay if relay is None else relay)
+        return self._plan.limit_seconds(not self._plan.relay.empty if relay is None else relay)
 
     def validate(self, max_findings: int = 100) -> list[Finding]:
         """The findings: everything is counted again from the routing; empty when all is right."""
@@ -128,7 +128,7 @@ class AttentionPlan(Unchanging, Made):
     def to_routing(self, num_threads: int = 1) -> QkvRouting:
         """Routing in sparse form, as a SequenceDispatcher takes it, with the relay schedule."""
         routing = self.to_qkv_plan().to_routing(num_threads)
-        relay = self._plan if self._plan.has_relay else None
+        relay = None if self._plan.relay.empty else self._plan.relay
         return QkvRouting._with(_routing=routing._routing, _plan=self, _relay=relay)
 
     def summary(self, gb_per_s: float = 0.0) -> str:

@@ -43,7 +43,7 @@ class SparseMetadata(Unchanging, Made):
 
     __slots__ = ("_min_rows", "_name", "_relay", "_routing", "_table")
     _table: _core.SparseMetadata
-    _relay: Any  # the compiled AttentionPlan whose relay schedule these rows may follow, or None
+    _relay: Any  # the compiled relay schedule that these rows may follow, or None
     _routing: Optional[QkvRouting]  # whose table it is, under _name; None of from_dense
     _name: str
     _min_rows: int  # for which windows have room in any case
@@ -177,7 +177,7 @@ class QkvRouting(Unchanging, Made):
 
 
 def relay_of(value: Any) -> Any:
-    """The compiled AttentionPlan with the relay schedule of metadata, or None."""
+    """The compiled relay schedule of metadata, or None."""
     return value._relay if isinstance(value, SparseMetadata) else None
 
 

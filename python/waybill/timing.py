@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Iterator, Mapping, NamedTuple, Optional, Sequence, Union
+from typing import Any, Iterator, Mapping, NamedTuple, Optional, Protocol, Sequence, Union
 
 from . import _core
 from ._arrays import (
@@ -38,7 +38,17 @@ __all__ = [
     "zigzag_plan",
 ]
 
-AnyPlan = Union[AttentionPlan, QkvPlan]
+
+class TimedBatch(Protocol):
+    """A BatchPlan of waybill.torch, whose step can be predicted too."""
+
+    qkv_plan: QkvPlan
+
+    def tables(self) -> Any:
+        """The compiled part's tables of the batch."""
+
+
+AnyPlan = Union[AttentionPlan, QkvPlan, TimedBatch]
 
 
 class StepCause(NamedTuple):
@@ -212,7 +222,8 @@ def predict_step(
 
     Args:
         plan: an AttentionPlan brings rows, mask, hardware and relay with it; what is given here
-            takes their place. For a QkvPlan the defaults are those of ``waybill.plan``.
+            takes their place. So does a BatchPlan, whose rows that stay are attended to while the
+            others travel. For a QkvPlan the defaults are those of ``waybill.plan``.
         transfer: how K and V travel: "direct", "once_per_node", "relay"; "auto" is relay where the
             plan has a schedule, else direct.
         nvlink_bytes_per_second, network_bytes_per_second: of a rank, each way; message_seconds,
@@ -248,12 +259,21 @@ def predict_step(
     given.update(check_speeds(who, nvlink_bytes_per_second, network_bytes_per_second, True))
     if dtype is not None:
         given["dtype"] = library_dtype_of(dtype, f"{who}: dtype")
-    instance(plan, (AttentionPlan, QkvPlan), "predict_step: plan", "an AttentionPlan or a QkvPlan")
+    compiled, num_shards = _of_plan(plan)
     with said_by(who, words=flat_names):
-        options = _core.step_options(plan._plan, transfer, **given)
-        step = _core.predict_step(plan._plan, options)
+        options = _core.step_options(compiled, transfer, **given)
+        step = _core.predict_step(compiled, options)
+    return StepPrediction._wrap(step, step.transfer, num_shards, compiled)
+
+
+def _of_plan(plan: Any) -> tuple[Any, int]:
+    """What the compiled part predicts, and its number of shards."""
+    if hasattr(plan, "qkv_plan") and hasattr(plan, "tables"):
+        return plan.tables(), plan.qkv_plan.num_shards
+    expected = "an AttentionPlan, a QkvPlan or a BatchPlan"
+    instance(plan, (AttentionPlan, QkvPlan), "predict_step: plan", expected)
     sparse = plan.to_qkv_plan() if isinstance(plan, AttentionPlan) else plan
-    return StepPrediction._wrap(step, step.transfer, sparse.num_shards, plan._plan)
+    return plan._plan, sparse.num_shards
 
 
 def explain(plan: AnyPlan, transfer: str = "auto", **hardware: Any) -> list[str]:

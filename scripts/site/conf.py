@@ -4,6 +4,7 @@ import re
 import sys
 from pathlib import Path
 
+from docutils import nodes
 from sphinx import addnodes
 
 sys.path.append(str(Path(__file__).parent))
@@ -85,13 +86,17 @@ def plain_raises(_app, _what, _name, _value, _options, lines):
 
 
 def without_namespaces(_app, tree):
-    """What a header declares stands on its page itself, not inside of ``namespace waybill``."""
+    """What a header declares stands on its page itself, not inside of ``namespace waybill``. Titles
+    of parts of a class are the same in each class, and no place that is linked.
+    """
     for node in list(tree.findall(addnodes.desc)):
         if node.astext().startswith("namespace waybill"):
-            node.replace_self(node[-1].children)
+            node.replace_self([nodes.target(ids=node[0]["ids"]), *node[-1].children])
+    for node in tree.findall(nodes.rubric):
+        node["ids"] = []
 
 
 def setup(app):
     app.connect("autodoc-process-docstring", plain_raises, priority=100)  # before napoleon
     app.connect("autodoc-process-bases", public_bases)
-    app.connect("doctree-read", without_namespaces)
+    app.connect("doctree-read", without_namespaces, priority=100)  # before contents are listed

@@ -26,6 +26,11 @@ import contract
 FOREIGN = ["megatron", "torchtitan", "transformers", "nemo_automodel"]
 #: Headers that include others and declare nothing.
 UMBRELLAS = ("plan.h", "sequence.h", "experts.h")
+#: What a header has for others: without private members.
+SECTIONS = (
+    "briefdescription detaileddescription define enum func innerclass innernamespace public-attrib"
+    " public-func public-static-attrib public-static-func public-type typedef"
+)
 
 DOXYGEN = """\
 INPUT = {include}
@@ -162,7 +167,8 @@ def cpp_pages(root: Path) -> Iterator[tuple[str, str]]:
             pages.append(page)
             name = header.relative_to(root / "include").as_posix()
             text = title(name) + f".. code-block:: cpp\n\n   #include <{name}>\n\n"
-            yield f"reference/cpp/{page}.rst", f"{text}.. doxygenfile:: {header.name}\n"
+            text += f".. doxygenfile:: {header.name}\n   :sections: {SECTIONS}\n"
+            yield f"reference/cpp/{page}.rst", text
             names = sorted(set(public_types(header)))
             index += f"- :doc:`{header.name} <{page}>`: {', '.join(names) or 'functions'}\n"
         index += "\n"

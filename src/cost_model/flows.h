@@ -33,6 +33,8 @@ struct TimedPlan {
   std::vector<std::int32_t> home;      ///< [N]
   std::vector<std::int32_t> document;  ///< [N]
   std::vector<std::int64_t> position;  ///< [N] first token, in the document
+  /// [N] 1: attended to where it is, while other rows travel; empty: the kernel waits for all rows
+  std::vector<std::uint8_t> stays = {};
 };
 
 /// Calls `visit` for every move of KV between ranks, straight or once per node.

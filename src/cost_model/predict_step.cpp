@@ -11,6 +11,7 @@
 #include "routing/homes.h"
 #include "waybill/core/error.h"
 #include "waybill/planner/static_plans.h"
+#include "waybill/planner/varlen_relay.h"
 
 namespace waybill {
 namespace {
@@ -84,8 +85,20 @@ struct StepFlows {
   }
 };
 
+/// Takes the time of `staying` pairs, [W], that passes while rows travel out of the kernel's.
+/// @param travel the phase before
+void overlap(const PhasePrediction& travel, std::span<const std::int64_t> staying,
+             double pairs_per_second, PhasePrediction& phase) {
+  for (std::size_t r = 0; r < staying.size(); ++r) {
+    const double at_home =
+        std::min(phase.seconds[r], static_cast<double>(staying[r]) / pairs_per_second);
+    phase.seconds[r] -= std::min(at_home, travel.end[r] - travel.begin[r]);
+  }
+}
+
+/// @param staying [W] pairs that are attended to while rows travel; empty: none
 void run_phase(const StepFlows& flows, const Topology& nodes, const StepPrediction& step, bool even,
-               PhasePrediction& phase) {
+               std::span<const std::int64_t> staying, PhasePrediction& phase) {
   const StepOptions& options = step.options;
   const auto transfer = [&](const FlowSet& set, bool reverse, double share = 1) {
     detail::run_transfer(set, reverse, share, nodes, options, phase);
@@ -101,10 +114,13 @@ void run_phase(const StepFlows& flows, const Topology& nodes, const StepPredicti
     case StepPhase::kv_gradient:
       return transfer(flows.gradient, true, options.costs.pull_share);
     case StepPhase::attention:
-    case StepPhase::attention_gradient:
-      phase.seconds =
-          kernel_seconds(step.work, kernel_pairs_per_second(options, phase.phase), even);
+    case StepPhase::attention_gradient: {
+      const double pairs_per_second = kernel_pairs_per_second(options, phase.phase);
+      phase.seconds = kernel_seconds(step.work, pairs_per_second, even);
+      overlap(step.phases[static_cast<std::size_t>(phase.phase) - 1], staying, pairs_per_second,
+              phase);
       return detail::run_kernel(phase);
+    }
   }
 }
 
@@ -112,9 +128,12 @@ double end_of(const PhasePrediction& phase) {
   return *std::max_element(phase.end.begin(), phase.end.end());
 }
 
-// Takes dK and dV back as K and V went, where that is sooner than straight.
-void try_forwarded_gradient(const StepFlows& flows, const Topology& nodes, StepPrediction& step) {
+// Takes dK and dV back as K and V went, where that is sooner than straight. Those of a batch go
+// straight on one node, as the dispatcher sends them there.
+void try_forwarded_gradient(const StepFlows& flows, const Topology& nodes, bool is_batch,
+                            StepPrediction& step) {
   if (step.options.transfer == TransferMode::direct) return;
+  if (is_batch && nodes.num_nodes() == 1) return;
   PhasePrediction forwarded;
   forwarded.phase = StepPhase::kv_gradient;
   forwarded.begin = step.phases.back().begin;
@@ -266,18 +285,22 @@ StepPrediction predict_plan(const TimedPlan& timed, const StepOptions& options, 
   step.options.mask.kind = kind;
   step.world_size = timed.plan->world_size;
   step.work.assign(step.world_size, 0);
-  for (std::size_t n = 0; n < shard_pairs.size(); ++n)
+  std::vector<std::int64_t> staying(timed.stays.empty() ? 0 : step.world_size);
+  for (std::size_t n = 0; n < shard_pairs.size(); ++n) {
     step.work[timed.plan->q_dst[n]] += shard_pairs[n];
+    if (!timed.stays.empty() && timed.stays[n] != 0)
+      staying[timed.plan->q_dst[n]] += shard_pairs[n];
+  }
   step.phases.resize(num_step_phases);
   std::vector<double> begin(step.world_size, 0);
   for (int i = 0; i < num_step_phases; ++i) {
     PhasePrediction& phase = step.phases[i];
     phase.phase = static_cast<StepPhase>(i);
     phase.begin = std::move(begin);
-    run_phase(flows, nodes, step, even, phase);
+    run_phase(flows, nodes, step, even, staying, phase);
     begin = phase.end;
   }
-  try_forwarded_gradient(flows, nodes, step);
+  try_forwarded_gradient(flows, nodes, !timed.stays.empty(), step);
   step.seconds = end_of(step.phases.back());
   step.forward_seconds = end_of(step.phase(StepPhase::output));
   step.path = path_of(step);
@@ -315,12 +338,14 @@ const StepCause& StepPrediction::bottleneck() const {
                            [](const auto& a, const auto& b) { return a.seconds < b.seconds; });
 }
 
-StepPredictor::StepPredictor(const QkvPlan& plan, const RelaySchedule* relay) {
+namespace {
+
+/// Without a routing.
+std::unique_ptr<TimedPlan> timed_plan(const QkvPlan& plan, const RelaySchedule* relay) {
   auto made = std::make_unique<TimedPlan>();
   TimedPlan& timed = *made;
   timed.plan = &plan;
   timed.relay = relay != nullptr && !relay->empty() ? relay : nullptr;
-  timed.routing = compute_qkv_routing(plan);
   timed.home = homes_of(plan.rank_shard_offsets);
   if (timed.relay != nullptr)
     detail::check_hops(in_predict_step, timed.relay->hops, plan.world_size, plan.shard_len,
@@ -336,7 +361,29 @@ StepPredictor::StepPredictor(const QkvPlan& plan, const RelaySchedule* relay) {
       position += plan.shard_len[shard];
     }
   }
-  timed_ = std::move(made);
+  return made;
+}
+
+}  // namespace
+
+StepPredictor::StepPredictor(const QkvPlan& plan, const RelaySchedule* relay) {
+  QkvRouting routing = compute_qkv_routing(plan);  // checks the plan
+  auto timed = timed_plan(plan, relay);
+  timed->routing = std::move(routing);
+  timed_ = std::move(timed);
+}
+
+StepPredictor::StepPredictor(const QkvPlan& plan, const VarlenRouting& routing,
+                             const RelaySchedule* relay) {
+  plan.check(in_predict_step);
+  auto timed = timed_plan(plan, relay);
+  timed->routing.fwd_q = routing.fwd_q;
+  timed->routing.fwd_kv = routing.fwd_kv;
+  timed->stays.resize(plan.num_shards());
+  for (std::int64_t n = 0; n < plan.num_shards(); ++n) {
+    timed->stays[n] = routing.fwd_q.destination_end(n) == routing.fwd_q.destination_begin(n);
+  }
+  timed_ = std::move(timed);
 }
 
 StepPredictor::StepPredictor(const AttentionPlan& plan) : StepPredictor(plan.plan, &plan.relay) {}
@@ -392,9 +439,34 @@ void StepOptions::check(const char* who) const {
   check_number(who, "costs.backward_flops_per_second", costs.backward_flops_per_second, false);
 }
 
+namespace {
+
+/// As a dispatcher sends what has no schedule.
+StepOptions without_relay(StepOptions options, std::int32_t world_size) {
+  const bool several_nodes = world_size > options.hardware.ranks_per_node;
+  options.transfer = several_nodes ? TransferMode::once_per_node : TransferMode::direct;
+  return options;
+}
+
+}  // namespace
+
+RelaySchedule relay_that_pays(const QkvPlan& plan, const VarlenRouting& routing,
+                              const PlannerOptions& options) {
+  constexpr double least_gain = 0.01;  // of the step
+  RelaySchedule relay = plan_varlen_relay(plan, routing, options);
+  if (relay.empty()) return relay;
+  const StepPredictor predictor(plan, routing, &relay);
+  StepOptions step{.model = options.model, .mask = options.mask, .hardware = options.hardware};
+  const double without = predictor.predict(without_relay(step, plan.world_size)).seconds;
+  step.transfer = TransferMode::relay;
+  if (predictor.predict(step).seconds > (1 - least_gain) * without) return {};
+  return relay;
+}
+
 std::string_view to_string(RemedyKind kind) {
-  static constexpr std::array<std::string_view, 6> names = {
-      "relay", "once_per_node", "even_work", "double_nvlink", "double_network", "double_compute"};
+  static constexpr std::array<std::string_view, 7> names = {
+      "relay",          "once_per_node",  "even_work", "double_nvlink",
+      "double_network", "double_compute", "no_relay"};
   return names[static_cast<std::size_t>(kind)];
 }
 
@@ -408,6 +480,9 @@ std::vector<Remedy> step_remedies(const StepPredictor& predictor, const StepPred
   if (predictor.has_relay() && options.transfer != TransferMode::relay) {
     options.transfer = TransferMode::relay;
     add(RemedyKind::relay, options);
+  }
+  if (step.options.transfer == TransferMode::relay) {
+    add(RemedyKind::no_relay, without_relay(options, step.world_size));
   }
   if (several_nodes && step.options.transfer == TransferMode::direct) {
     options.transfer = TransferMode::once_per_node;

@@ -13,12 +13,12 @@ namespace waybill::detail {
 void FigureCounter::add_rows(std::int32_t first, std::int32_t last, std::int32_t dst,
                              const KvDocument& doc, AttentionPlan& plan) {
   const std::int64_t row_bytes = plan.options.model.kv_row_bytes();
-  const std::int32_t doc_first = runs[doc.first_run].first;
+  const std::int32_t doc_first = kv_.runs[doc.first_run].first;
   const auto rows = [&](std::int32_t from, std::int32_t to) {
     return position_[to - doc_first] - position_[from - doc_first];
   };
   plan.kv_tokens[dst] += rows(first, last);
-  const auto doc_runs = std::span(runs).subspan(doc.first_run, doc.last_run - doc.first_run);
+  const auto doc_runs = std::span(kv_.runs).subspan(doc.first_run, doc.last_run - doc.first_run);
   const auto index = [&](auto it) { return static_cast<std::int32_t>(it - doc_runs.begin()); };
   std::int32_t begin = index(std::ranges::upper_bound(doc_runs, first, {}, &RankRange::last));
   std::int32_t end = index(std::ranges::lower_bound(doc_runs, last, {}, &RankRange::first));
@@ -37,7 +37,7 @@ void FigureCounter::add_rows(std::int32_t first, std::int32_t last, std::int32_t
 
   // Runs are in the order of their ranks: those of the node of `dst` lie side by side.
   const std::int32_t node_size = plan.options.hardware.ranks_per_node;
-  const std::int64_t node_begin = std::int64_t{nodes[dst]} * node_size;
+  const std::int64_t node_begin = std::int64_t{kv_.nodes[dst]} * node_size;
   const auto place = [&](std::int64_t rank) {
     const auto rank_of = [](const RankRange& run) { return std::int64_t{run.rank}; };
     return std::clamp(index(std::ranges::lower_bound(doc_runs, rank, {}, rank_of)), begin, end);
@@ -63,13 +63,13 @@ void FigureCounter::add_rows(std::int32_t first, std::int32_t last, std::int32_t
 // Adds the bytes that add_rows noted.
 void FigureCounter::send_whole_runs(const KvDocument& doc, AttentionPlan& plan) const {
   const std::int64_t row_bytes = plan.options.model.kv_row_bytes();
-  const std::int32_t doc_first = runs[doc.first_run].first;
+  const std::int32_t doc_first = kv_.runs[doc.first_run].first;
   std::int64_t near = 0;
   std::int64_t far = 0;
   for (std::int32_t i = doc.first_run; i < doc.last_run; ++i) {
     near += sent_near_[i - doc.first_run];
     far += sent_far_[i - doc.first_run];
-    const RankRange& run = runs[i];
+    const RankRange& run = kv_.runs[i];
     const std::int64_t bytes =
         (position_[run.last - doc_first] - position_[run.first - doc_first]) * row_bytes;
     plan.links[run.rank].nvlink_out += near * bytes;
@@ -80,8 +80,8 @@ void FigureCounter::send_whole_runs(const KvDocument& doc, AttentionPlan& plan) 
 void FigureCounter::count_document(std::int64_t first, std::int64_t last, AttentionPlan& plan) {
   const QkvPlan& qkv = plan.plan;
   KvDocument doc;
-  doc.first_need = static_cast<std::int32_t>(needs.size());
-  doc.first_run = static_cast<std::int32_t>(runs.size());
+  doc.first_need = static_cast<std::int32_t>(kv_.needs.size());
+  doc.first_run = static_cast<std::int32_t>(kv_.runs.size());
   position_.assign(1, 0);
   const std::int64_t doc_len =
       std::accumulate(qkv.shard_len.begin() + first, qkv.shard_len.begin() + last, std::int64_t{0});
@@ -92,9 +92,9 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
   for (std::int64_t n = first; n < last; ++n) {
     const auto shard = static_cast<std::int32_t>(n);
     while (n >= qkv.rank_shard_offsets[home_rank_ + 1]) ++home_rank_;
-    if (n == first || runs.back().rank != home_rank_)
-      runs.push_back({.rank = home_rank_, .first = shard, .last = shard});
-    runs.back().last = shard + 1;
+    if (n == first || kv_.runs.back().rank != home_rank_)
+      kv_.runs.push_back({.rank = home_rank_, .first = shard, .last = shard});
+    kv_.runs.back().last = shard + 1;
     const std::int64_t begin = position_.back();
     position_.push_back(begin + qkv.shard_len[n]);
     const std::int32_t dst = qkv.q_dst[n];
@@ -102,24 +102,24 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
         kernel_work(plan.options.mask, plan.options.hardware, begin, position_.back(), doc_len);
     plan.attention_tokens[dst] += qkv.shard_len[n];
     if (dst != home_rank_)
-      add_link(q_links, home_rank_, dst, qkv.shard_len[n] * plan.options.model.q_row_bytes());
+      add_link(kv_.q_links, home_rank_, dst, qkv.shard_len[n] * plan.options.model.q_row_bytes());
     const std::int32_t key =
         static_cast<std::int32_t>(first) + (qkv.kv_begin.empty() ? 0 : qkv.kv_begin[n]);
     std::int32_t& need = need_of_rank_[dst];
-    if (need < doc.first_need || needs[need].last < key) {
-      need = static_cast<std::int32_t>(needs.size());
-      needs.push_back({.rank = dst, .first = key, .last = key_end(n)});
+    if (need < doc.first_need || kv_.needs[need].last < key) {
+      need = static_cast<std::int32_t>(kv_.needs.size());
+      kv_.needs.push_back({.rank = dst, .first = key, .last = key_end(n)});
     } else {
-      needs[need].last = key_end(n);
+      kv_.needs[need].last = key_end(n);
     }
   }
-  doc.last_need = static_cast<std::int32_t>(needs.size());
-  doc.last_run = static_cast<std::int32_t>(runs.size());
+  doc.last_need = static_cast<std::int32_t>(kv_.needs.size());
+  doc.last_run = static_cast<std::int32_t>(kv_.runs.size());
   sent_near_.assign(doc.last_run - doc.first_run + 1, 0);
   sent_far_.assign(doc.last_run - doc.first_run + 1, 0);
   if (qkv.kv_layout == KvLayout::per_rank) {
     for (std::int32_t i = doc.first_need; i < doc.last_need; ++i)
-      add_rows(needs[i].first, needs[i].last, needs[i].rank, doc, plan);
+      add_rows(kv_.needs[i].first, kv_.needs[i].last, kv_.needs[i].rank, doc, plan);
   } else {
     for (std::int64_t n = first; n < last; ++n) {
       const std::int64_t key = first + (qkv.kv_begin.empty() ? 0 : qkv.kv_begin[n]);
@@ -127,7 +127,7 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
     }
   }
   send_whole_runs(doc, plan);
-  documents.push_back(doc);
+  kv_.documents.push_back(doc);
 }
 
 // See AttentionPlan::least_bytes_in. Queries at `begin` or later have more work than all homes of
@@ -170,14 +170,14 @@ void FigureCounter::count(const HomeLayout& home, AttentionPlan& plan) {
   plan.kv_tokens.assign(world_size, 0);
   plan.links.assign(world_size, {});
   plan.block_work = 0;
-  q_links.assign(world_size, {});
+  kv_.q_links.assign(world_size, {});
   need_of_rank_.assign(world_size, -1);
-  nodes.resize(world_size);
+  kv_.nodes.resize(world_size);
   for (std::size_t r = 0; r < world_size; ++r)
-    nodes[r] = static_cast<std::int32_t>(r) / plan.options.hardware.ranks_per_node;
-  needs.clear();
-  runs.clear();
-  documents.clear();
+    kv_.nodes[r] = static_cast<std::int32_t>(r) / plan.options.hardware.ranks_per_node;
+  kv_.needs.clear();
+  kv_.runs.clear();
+  kv_.documents.clear();
   home_rank_ = 0;
   std::int64_t longest = 0;
   for (std::int64_t d = 0; d < qkv.num_documents(); ++d) {
@@ -198,7 +198,7 @@ void FigureCounter::count(const HomeLayout& home, AttentionPlan& plan) {
   plan.block_work =
       kernel_work(mask, plan.options.hardware,
                   std::max<std::int64_t>(0, longest - plan.options.block_tokens), longest, longest);
-  add_links(plan.links, q_links);
+  add_links(plan.links, kv_.q_links);
 }
 
 }  // namespace waybill::detail

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "home_layout.h"
@@ -25,18 +26,22 @@ struct KvDocument {
   std::int32_t last_run = 0;
 };
 
+/// The rows of KV that cross. Shards are numbered so that those of a document are consecutive.
+struct KvNeeds {
+  std::vector<RankRange> needs;  ///< KV shards of a document that a rank needs; may hold own ones
+  std::vector<RankRange> runs;   ///< consecutive shards of a document with one home
+  std::vector<KvDocument> documents;
+  std::vector<LinkBytes> q_links;   ///< [W] of Q alone
+  std::vector<std::int32_t> nodes;  ///< [W]
+};
+
 /// Counts what a plan, as write_plan writes it, costs each rank. Keeps its memory.
 class FigureCounter {
  public:
   /// Fills all figures of `plan` but the relay from its `options` and `plan`.
   void count(const HomeLayout& home, AttentionPlan& plan);
 
-  /// The shards that cross, for the relay.
-  std::vector<RankRange> needs;  ///< KV shards of a document that a rank needs, own ones too
-  std::vector<RankRange> runs;   ///< consecutive shards of a document with one home
-  std::vector<KvDocument> documents;
-  std::vector<LinkBytes> q_links;   ///< [W] of Q alone
-  std::vector<std::int32_t> nodes;  ///< [W]
+  [[nodiscard]] const KvNeeds& crossing() const { return kv_; }
 
  private:
   void bound_bytes_in(const HomeLayout& home, AttentionPlan& plan) const;
@@ -46,9 +51,10 @@ class FigureCounter {
   void send_whole_runs(const KvDocument& doc, AttentionPlan& plan) const;
   void add_link(std::vector<LinkBytes>& links, std::int32_t src, std::int32_t dst,
                 std::int64_t num_bytes) const {
-    add_bytes(links, nodes[src] == nodes[dst], src, dst, num_bytes);
+    add_bytes(links, kv_.nodes[src] == kv_.nodes[dst], src, dst, num_bytes);
   }
 
+  KvNeeds kv_;
   std::vector<std::int32_t> need_of_rank_;  // [W] into needs, -1
   std::vector<std::int64_t> position_;      // shards of a document, and its end
   // [runs of the document + 1] How often each is sent whole, less how often the one before is:
@@ -65,7 +71,11 @@ class FigureCounter {
 /// cap grows. Over nodes the same is done among nodes first, then inside each node.
 class RelayPlanner {
  public:
-  void plan(const FigureCounter& figures, AttentionPlan& plan);
+  /// Fills `relay`.
+  /// @param num_rows [N] of each shard
+  /// @param direct [W] bytes of Q and KV without forwarding, each row once per rank
+  void plan(const KvNeeds& kv, std::span<const std::int64_t> num_rows,
+            std::span<const LinkBytes> direct, const PlannerOptions& options, RelaySchedule& relay);
 
  private:
   /// One kind of link, and who has the rows at hand, in the order in which they got them: hops that
@@ -82,22 +92,23 @@ class RelayPlanner {
     }
   };
 
-  void start(const FigureCounter& figures, AttentionPlan& plan);
-  void reserve_first_sends(const FigureCounter& figures, const KvDocument& doc);
-  void send_document(const FigureCounter& figures, const KvDocument& doc);
+  void start(const KvNeeds& kv, std::span<const LinkBytes> direct, const PlannerOptions& options);
+  void reserve_first_sends(const KvNeeds& kv, const KvDocument& doc);
+  void send_document(const KvNeeds& kv, const KvDocument& doc);
   void send_shard(std::int32_t shard);
   void send_part(const RelayHop& part);
   void spread_in_node(const RelayHop& part, std::size_t first, std::size_t last, std::int32_t root);
   void order_by_room(std::vector<RankRange>& entries, std::int64_t num_rows, const Tier& tier);
   std::int32_t hop(const RelayHop& part, Tier& tier, std::int32_t dst);
   [[nodiscard]] std::int32_t rank_of(std::int32_t holder) const {
-    return holder < 0 ? home_ : plan_->relay.hops[holder].dst_rank;
+    return holder < 0 ? home_ : relay_->hops[holder].dst_rank;
   }
   [[nodiscard]] std::int64_t& bytes_out(std::int32_t rank, const Tier& tier) const;
   [[nodiscard]] std::int32_t entry_of_node(std::size_t first, std::size_t last) const;
   [[nodiscard]] std::size_t end_of_node(std::size_t first) const;
 
-  AttentionPlan* plan_ = nullptr;
+  RelaySchedule* relay_ = nullptr;
+  std::span<const std::int64_t> num_rows_;  ///< [N]
   const std::int32_t* nodes_ = nullptr;
   std::int64_t row_bytes_ = 0;
   std::int64_t part_rows_ = 0;

@@ -70,6 +70,12 @@ inline void add_bytes(std::span<LinkBytes> links, bool is_in_node, std::int32_t 
   in += num_bytes;
 }
 
+/// Whether receivers should forward, as a dispatcher decides it (RelayUse::automatic): signals for
+/// what is forwarded cost more than a tenth of the limit of the links is worth.
+[[nodiscard]] inline bool relay_pays(double relay_seconds, double direct_seconds) {
+  return relay_seconds <= 0.9 * direct_seconds;
+}
+
 /// Adds rank by rank.
 inline void add_links(std::span<LinkBytes> sums, std::span<const LinkBytes> links) {
   for (std::size_t r = 0; r < sums.size(); ++r) {

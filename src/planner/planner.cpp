@@ -119,7 +119,7 @@ void Planner::Memory::compute_next(const PlannerOptions& options, double target)
           over < 0 ? 0 : std::max(next.attention_tokens[over], next.kv_tokens[over]),
           " tokens, max_tokens_per_rank has ", options.max_tokens_per_rank);
   if (options.relay) {
-    relay.plan(figures, next);
+    relay.plan(figures.crossing(), next.plan.shard_len, next.links, next.options, next.relay);
   } else {
     next.relay = {};
   }

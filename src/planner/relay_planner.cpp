@@ -26,51 +26,55 @@ void check_number_of_hops(std::int64_t num_hops) {
 
 }  // namespace
 
-void RelayPlanner::plan(const FigureCounter& figures, AttentionPlan& plan) {
-  std::int64_t arrivals = -plan.plan.num_shards();  // at most all of them are where they are needed
-  for (const RankRange& need : figures.needs) arrivals += need.last - need.first;
+void RelayPlanner::plan(const KvNeeds& kv, std::span<const std::int64_t> num_rows,
+                        std::span<const LinkBytes> direct, const PlannerOptions& options,
+                        RelaySchedule& relay) {
+  std::int64_t arrivals = -std::ssize(num_rows);  // at most all of them are where they are needed
+  for (const RankRange& need : kv.needs) arrivals += need.last - need.first;
   check_number_of_hops(arrivals);
-  start(figures, plan);
-  for (const KvDocument& doc : figures.documents) reserve_first_sends(figures, doc);
-  for (const KvDocument& doc : figures.documents) send_document(figures, doc);
+  relay_ = &relay;
+  num_rows_ = num_rows;
+  start(kv, direct, options);
+  for (const KvDocument& doc : kv.documents) reserve_first_sends(kv, doc);
+  for (const KvDocument& doc : kv.documents) send_document(kv, doc);
 }
 
-void RelayPlanner::start(const FigureCounter& figures, AttentionPlan& plan) {
-  plan_ = &plan;
-  nodes_ = figures.nodes.data();
-  row_bytes_ = plan.options.model.kv_row_bytes();
+void RelayPlanner::start(const KvNeeds& kv, std::span<const LinkBytes> direct,
+                         const PlannerOptions& options) {
+  nodes_ = kv.nodes.data();
+  row_bytes_ = options.model.kv_row_bytes();
   turn_ = 0;
-  plan.relay.hops.clear();
-  plan.relay.num_stages = 0;
-  plan.relay.links.assign(figures.q_links.begin(), figures.q_links.end());
-  reserved_.assign(plan.plan.num_shards(), not_reserved);
+  relay_->hops.clear();
+  relay_->num_stages = 0;
+  relay_->links.assign(kv.q_links.begin(), kv.q_links.end());
+  reserved_.assign(num_rows_.size(), not_reserved);
   nvlink_.cap = 1;
   network_.cap = 1;
-  for (const LinkBytes& link : plan.links) {
+  for (const LinkBytes& link : direct) {
     nvlink_.cap = std::max(nvlink_.cap, link.in());
     network_.cap = std::max(network_.cap, link.network_in);
   }
   // Inside a node most copies of a row are saved on the network.
-  const std::int64_t ranks = std::min<std::int64_t>(plan.options.hardware.ranks_per_node, 4);
+  const std::int64_t ranks = std::min<std::int64_t>(options.hardware.ranks_per_node, 4);
   network_.cap = std::max<std::int64_t>(1, network_.cap / ranks);
   part_rows_ = std::max<std::int64_t>(64, nvlink_.cap / parts_of_cap / row_bytes_);
 }
 
 std::int64_t& RelayPlanner::bytes_out(std::int32_t rank, const Tier& tier) const {
-  LinkBytes& link = plan_->relay.links[rank];
+  LinkBytes& link = relay_->links[rank];
   return tier.network ? link.network_out : link.nvlink_out;
 }
 
 // Home sends every shard once, whatever the cap says: these bytes are spoken for.
-void RelayPlanner::reserve_first_sends(const FigureCounter& figures, const KvDocument& doc) {
-  const std::int32_t base = figures.runs[doc.first_run].first;
-  const std::int32_t end = figures.runs[doc.last_run - 1].last;
+void RelayPlanner::reserve_first_sends(const KvNeeds& kv, const KvDocument& doc) {
+  const std::int32_t base = kv.runs[doc.first_run].first;
+  const std::int32_t end = kv.runs[doc.last_run - 1].last;
   in_node_.assign(end - base + 1, 0);
   beyond_.assign(end - base + 1, 0);
   for (std::int32_t i = doc.first_need; i < doc.last_need; ++i) {
-    const RankRange& need = figures.needs[i];
+    const RankRange& need = kv.needs[i];
     for (std::int32_t j = doc.first_run; j < doc.last_run; ++j) {
-      const RankRange& run = figures.runs[j];
+      const RankRange& run = kv.runs[j];
       const std::int32_t first = std::max(run.first, need.first);
       const std::int32_t last = std::min(run.last, need.last);
       if (run.rank == need.rank || first >= last) continue;
@@ -85,23 +89,22 @@ void RelayPlanner::reserve_first_sends(const FigureCounter& figures, const KvDoc
   for (std::int32_t n = base; n < end; ++n) {
     near += in_node_[n - base];
     far += beyond_[n - base];
-    while (n >= figures.runs[run].last) ++run;
+    while (n >= kv.runs[run].last) ++run;
     if (near + far == 0) continue;
     reserved_[n] = near > 0 ? reserved_nvlink : reserved_network;
-    bytes_out(figures.runs[run].rank, near > 0 ? nvlink_ : network_) +=
-        plan_->plan.shard_len[n] * row_bytes_;
+    bytes_out(kv.runs[run].rank, near > 0 ? nvlink_ : network_) += num_rows_[n] * row_bytes_;
   }
 }
 
-void RelayPlanner::send_document(const FigureCounter& figures, const KvDocument& doc) {
-  needs_.assign(figures.needs.begin() + doc.first_need, figures.needs.begin() + doc.last_need);
+void RelayPlanner::send_document(const KvNeeds& kv, const KvDocument& doc) {
+  needs_.assign(kv.needs.begin() + doc.first_need, kv.needs.begin() + doc.last_need);
   std::sort(needs_.begin(), needs_.end(),
             [](const RankRange& a, const RankRange& b) { return a.rank < b.rank; });
   const std::int64_t nvlink_cap = nvlink_.cap;
   const std::int64_t network_cap = network_.cap;
   // From the end of the document: few have its last shards, and they must have room to forward.
   for (std::int32_t i = doc.last_run; i-- > doc.first_run;) {
-    const RankRange& run = figures.runs[i];
+    const RankRange& run = kv.runs[i];
     for (std::int32_t n = run.last; n-- > run.first;) {
       if (reserved_[n] == not_reserved) continue;
       receivers_.clear();
@@ -118,7 +121,7 @@ void RelayPlanner::send_document(const FigureCounter& figures, const KvDocument&
 }
 
 void RelayPlanner::send_shard(std::int32_t shard) {
-  const std::int64_t num_rows = plan_->plan.shard_len[shard];
+  const std::int64_t num_rows = num_rows_[shard];
   const Tier& reserved = reserved_[shard] == reserved_nvlink ? nvlink_ : network_;
   const std::int64_t num_parts = receivers_.size() == 1 ? 1 : (num_rows - 1) / part_rows_ + 1;
   for (std::int64_t i = 0; i < num_parts; ++i) {
@@ -180,7 +183,7 @@ void RelayPlanner::order_by_room(std::vector<RankRange>& entries, std::int64_t n
 std::int32_t RelayPlanner::entry_of_node(std::size_t first, std::size_t last) const {
   std::int32_t best = receivers_[first];
   for (std::size_t i = first + 1; i < last; ++i) {
-    if (plan_->relay.links[receivers_[i]].network_in < plan_->relay.links[best].network_in)
+    if (relay_->links[receivers_[i]].network_in < relay_->links[best].network_in)
       best = receivers_[i];
   }
   return best;
@@ -211,7 +214,7 @@ std::int32_t RelayPlanner::hop(const RelayHop& part, Tier& tier, std::int32_t ds
     tier.front = 0;
     tier.cap += tier.cap / 16 + 1;
   }
-  RelaySchedule& relay = plan_->relay;
+  RelaySchedule& relay = *relay_;
   RelayHop hop = part;
   hop.after = tier.holders[tier.front];
   hop.src_rank = rank_of(hop.after);

@@ -209,7 +209,8 @@ std::string remedy_text(const Remedy& remedy) {
                                         "Perfectly even work",
                                         "Twice the NVLink speed",
                                         "Twice the network speed",
-                                        "Twice the attention speed"};
+                                        "Twice the attention speed",
+                                        "Sending K and V without a relay"};
   return std::string(texts[static_cast<std::size_t>(remedy.kind)]);
 }
 
@@ -218,6 +219,14 @@ void add_remedies(const StepPrediction& step, std::span<const Remedy> remedies,
   std::string useless;
   for (const Remedy& remedy : remedies) {
     const double saved = step.seconds - remedy.seconds;
+    if (remedy.kind == RemedyKind::no_relay && saved < -worth_saying * step.seconds) {
+      sentences.push_back(concat("Forwarding K and V saves ", format_seconds(-saved), " (",
+                                 percent(-saved, remedy.seconds),
+                                 "): without a relay, the step "
+                                 "would take ",
+                                 format_seconds(remedy.seconds), "."));
+      continue;
+    }
     if (saved < worth_saying * step.seconds) {
       std::string text = remedy_text(remedy);
       text[0] = static_cast<char>(text[0] | 0x20);  // ASCII letters

@@ -207,6 +207,24 @@ TEST(PredictionProperties, RemediesAreStepsWithOneChange) {
   }
 }
 
+TEST(PredictionProperties, ARelaySaysWhatItGains) {
+  const AttentionPlan plan = random_plan(3);
+  const StepPredictor predictor(plan);
+  const StepPrediction step = predict_step(plan);
+  ASSERT_EQ(step.options.transfer, TransferMode::relay);
+  int found = 0;
+  for (const Remedy& remedy : step_remedies(predictor, step)) {
+    EXPECT_NE(remedy.kind, RemedyKind::relay);
+    if (remedy.kind != RemedyKind::no_relay) continue;
+    ++found;
+    StepOptions options = step.options;
+    const bool nodes = step.world_size > options.hardware.ranks_per_node;
+    options.transfer = nodes ? TransferMode::once_per_node : TransferMode::direct;
+    EXPECT_EQ(remedy.seconds, predictor.predict(options).seconds);
+  }
+  EXPECT_EQ(found, 1);
+}
+
 TEST(PredictionProperties, StaticPlansHaveNoScheduleButPredictions) {
   const std::vector<std::int64_t> lengths(16, 1000);
   const QkvPlan plan = per_document_plan(lengths, {.tokens_per_rank = 2000});

@@ -12,7 +12,7 @@ import waybill
 pytest.importorskip("torch")
 
 from waybill import _bench
-from waybill._bench import expert_ways, experts, ranks
+from waybill._bench import attention, attention_ways, expert_ways, experts, ranks
 from waybill.integrations import deep_ep
 
 SIZES = ["--tokens", "1,9", "--hidden", "64", "--experts", "8", "--topk", "3", "--seconds", "1"]
@@ -67,6 +67,45 @@ def test_report_for_an_issue(capsys):
     assert "| Waybill, compact rows | " in out and "| DeepEP | needs 2 GPUs | " in out
 
 
+ATTENTION = ("Waybill", *(f"{way} by hand (copies)" for way in attention_ways.WAYS))
+
+
+def test_attention(capsys, tmp_path):
+    """Documents across ranks, of one token, and with a token left over."""
+    found = tmp_path / "bench.json"
+    lengths = ["--attention", "40,1,1,23,2"]
+    assert _bench.main(["--device", "cpu", *SIZES, *lengths, "--json", str(found)]) == 0
+    result = json.loads(found.read_text())["attention"]
+    assert (result["tokens"], result["longest"], result["backward"]) == (66, 40, True)
+    assert [line["way"] for line in result["lines"]] == list(ATTENTION)
+    assert all(line["right"] and line["us"] > 0 for line in result["lines"])
+    out = capsys.readouterr().out
+    assert "attention, forward and backward" in out and "5 documents of 66 tokens" in out
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_wrong_attention_is_said(part, monkeypatch, capsys):
+    """Outputs, and gradients alone."""
+    step = attention.Batch.step
+
+    def damaged(batch, way):
+        run = step(batch, way)
+
+        def wrong():
+            found = run()
+            if way == "hybrid":
+                found[part][0] += 1
+            return found
+
+        return wrong
+
+    monkeypatch.setattr(attention.Batch, "step", damaged)
+    assert _bench.main(["--device", "cpu", *SIZES, "--attention", "9,7", "--report"]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert sum("WRONG" in line for line in lines) == 1
+    assert any("hybrid" in line and "WRONG" in line for line in lines)
+
+
 @pytest.mark.parametrize("name", ["combine", "dispatch_again"])
 def test_a_wrong_way_is_said(name, monkeypatch, capsys):
     whole = getattr(expert_ways.AllToAll, name)
@@ -118,6 +157,8 @@ def test_a_rank_that_fails_ends_the_others():
         ("--tokens 128,x", ["--tokens", "'x'", "1..1048576"]),
         ("--tokens 0", ["--tokens", "'0'"]),
         ("--topk 9 --experts 8", ["--topk", "got 9", "1..8"]),
+        ("--attention 1", ["--attention", "'1'", "at least 2 tokens"]),
+        ("--attention wlblm", ["wlblm", "wlbllm"]),
     ],
 )
 def test_wrong_arguments_are_named(argument, words):

@@ -37,6 +37,8 @@ ATTENTION = {
     "imbalance_target": (1.2, lambda m: m.planner.facts()["imbalance_target"] == 1.2),
     "costs": (waybill.AttentionCosts(1e9, 300), lambda m: m.planner.facts()["row_pairs"] == 300),
     "latent_dim": (16, lambda m: m.planner.latent_dim == 16),
+    "chunk": (16, lambda m: m.planner.chunk == 16),
+    "relay": ("never", lambda m: m.planner.relay == "never"),
     "overlap": (False, lambda m: not m._side.overlaps),
     "num_sms": (4, lambda m: m._dispatcher.num_sms == 4),
     "device": ("cpu", lambda m: m.world.device == "cpu"),
@@ -45,8 +47,8 @@ ATTENTION = {
 WRONG = {
     "heads": 0, "kv_heads": 0, "head_dim": 0, "v_head_dim": 0, "dtype": "int32", "mask": "no",
     "window": 0, "scale": -1.0, "kernel": "no", "in_place": "no", "block_tokens": 0,
-    "imbalance_target": "no", "costs": 1, "latent_dim": 0, "overlap": "no", "num_sms": -1,
-    "device": "tpu", "timeout_s": "no",
+    "imbalance_target": "no", "costs": 1, "latent_dim": 0, "chunk": 0, "relay": "no",
+    "overlap": "no", "num_sms": -1, "device": "tpu", "timeout_s": "no",
 }  # fmt: skip
 
 

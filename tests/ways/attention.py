@@ -44,6 +44,8 @@ class AttentionWay(Way):
     edges: dict[str, Any] = field(default_factory=lambda: SEQUENCE_EDGES)
     in_place: bool = True
     fixed: bool = False
+    relay: str = "auto"
+    chunk: int | None = None
 
     def excluded(self, edge: str, device: str) -> str | None:
         """Rows of attention are heads."""
@@ -61,8 +63,9 @@ class AttentionWay(Way):
         wide = world.device != "cpu"
         heads, kv_heads, size, dtype = WIDE if wide else SMALL
         attend = wt.ContextParallelAttention(
-            world, heads, kv_heads, size, dtype=dtype, block_tokens=4, in_place=self.in_place
-        )
+            world, heads, kv_heads, size, dtype=dtype, block_tokens=4, in_place=self.in_place,
+            relay=self.relay, chunk=self.chunk,
+        )  # fmt: skip
         plans = [attend.plan(pieces_of(batch)) for batch in case.batches]
         fixed, rows = None, None
         if self.fixed:
@@ -97,7 +100,7 @@ class AttentionWay(Way):
         for number, batch in enumerate(case.batches):
             for rank, of_rank in enumerate(results):
                 wide = of_rank[number]["out"].shape[-1] > 8
-                wanted = _whole(case, number, wide)[rank]
+                wanted = _whole(case, number, wide, self.chunk)[rank]
                 limit = 0.06 if wide else 1e-9
                 for name, want in wanted.items():
                     got = of_rank[number][name]
@@ -130,14 +133,14 @@ def _padded(tensors: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
 
 
 @lru_cache(maxsize=64)
-def _whole(case: SequenceCase, number: int, wide: bool) -> list[Arrays]:
+def _whole(case: SequenceCase, number: int, wide: bool, chunk: int | None) -> list[Arrays]:
     """Output and gradients of each rank's rows, from whole documents, in float64."""
     given = [[t.double() for t in _numbers(case, number, r, wide)] for r in range(case.world)]
     outs = [torch.zeros_like(one[3]) for one in given]
     leaves = [[tensor.requires_grad_() for tensor in one[:3]] for one in given]
     for parts in _documents(case.batches[number]):
         joined = [torch.cat([leaves[r][i][a:b] for r, a, b in parts]) for i in range(3)]
-        out = _attention(*joined)
+        out = _attention(*joined, chunk)
         for (r, a, b), part in zip(parts, out.split([b - a for _, a, b in parts])):
             outs[r] = outs[r].index_copy(0, torch.arange(a, b), part)
     total = torch.stack([(out * one[3]).sum() for out, one in zip(outs, given)]).sum()
@@ -162,11 +165,15 @@ def _documents(batch: Batch) -> list[list[tuple[int, int, int]]]:
     return list(documents.values())
 
 
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal, in plain operations."""
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: int | None
+) -> torch.Tensor:
+    """Causal, within chunks, in plain operations."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    hidden = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+    at = torch.arange(len(q))
+    of = at // (chunk or len(q) or 1)
+    hidden = (at[:, None] < at) | (of[:, None] != of)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
@@ -174,10 +181,18 @@ def _ways() -> Iterator[AttentionWay]:
     yield AttentionWay("attention", "one node, attention, all rows dispatched", in_place=False)
     yield AttentionWay("attention_in_place", "one node, attention in place")
     yield AttentionWay("attention_fixed", "one node, attention, a fixed plan", fixed=True)
+    yield AttentionWay(
+        "attention_relay", "one node, attention, ranks forward K and V", relay="always"
+    )
+    yield AttentionWay("attention_chunks", "one node, attention in chunks of 7", chunk=7)
     over = ((4, 2),)
     yield AttentionWay(
         "attention_nodes", "several nodes, mapped, attention in place", topologies=over
     )
+    yield AttentionWay(
+        "attention_nodes_relay", "several nodes, mapped, attention, ranks forward K and V",
+        topologies=over, relay="always",
+    )  # fmt: skip
 
 
 WAYS = {way.name: way for way in _ways()}

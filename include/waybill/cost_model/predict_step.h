@@ -10,6 +10,7 @@
 #include "waybill/core/topology.h"
 #include "waybill/planner/planner.h"
 #include "waybill/routing/qkv_plan.h"
+#include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
 
@@ -169,6 +170,10 @@ class StepPredictor {
   /// The plan, and the schedule if not null, must outlive the object. @throws as plan.check()
   explicit StepPredictor(const QkvPlan& plan, const RelaySchedule* relay = nullptr);
   explicit StepPredictor(const AttentionPlan& plan);
+  /// As ContextParallelAttention runs it: rows that stay do not move, and are attended to while the
+  /// others travel. `relay` has hops of routing.fwd_kv. All must outlive the object.
+  StepPredictor(const QkvPlan& plan, const VarlenRouting& routing,
+                const RelaySchedule* relay = nullptr);
   ~StepPredictor();
   StepPredictor(StepPredictor&&) noexcept;
   StepPredictor& operator=(StepPredictor&&) noexcept;
@@ -184,6 +189,12 @@ class StepPredictor {
   std::unique_ptr<const detail::TimedPlan> timed_;
 };
 
+/// The relay schedule of a batch's routing where its predicted step is at least a hundredth shorter
+/// with it than straight, over the network once per node; else an empty one. See plan_varlen_relay.
+/// @throws InvalidArgument as plan_varlen_relay and predict_step
+[[nodiscard]] RelaySchedule relay_that_pays(const QkvPlan& plan, const VarlenRouting& routing,
+                                            const PlannerOptions& options);
+
 /// A possible change to a step.
 enum class RemedyKind : std::uint8_t {
   relay,          ///< forward KV as the planner's schedule says
@@ -192,6 +203,7 @@ enum class RemedyKind : std::uint8_t {
   double_nvlink,
   double_network,
   double_compute,
+  no_relay,  ///< send KV straight, over the network once per node: what a relay gains
 };
 
 [[nodiscard]] std::string_view to_string(RemedyKind kind);
@@ -204,7 +216,8 @@ struct Remedy {
 };
 
 /// The step with each change that applies, one at a time, shortest first: relay and once_per_node
-/// where they are not used and possible, the network where there are several nodes.
+/// where they are not used and possible, no_relay where it is used, the network where there are
+/// several nodes.
 [[nodiscard]] std::vector<Remedy> step_remedies(const StepPredictor& predictor,
                                                 const StepPrediction& step);
 

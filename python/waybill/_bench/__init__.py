@@ -22,6 +22,8 @@ __all__ = ["main"]
 _EPILOG = """examples:
   python -m waybill bench                               a minute, on what is here
   python -m waybill bench --experts 64 --hidden 2048 --tokens 128,1024,8192
+  python -m waybill bench --attention wlbllm            also a step of attention
+  python -m waybill bench --attention 30000,500,2268
   python -m waybill bench --report > report.md          to paste into an issue
   python -m waybill bench --json bench.json --html bench.html
 """
@@ -33,12 +35,13 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     if importlib.util.find_spec("torch") is None:
         parser.error("bench needs torch, which is not installed: pip install torch")
-    from . import experts, ranks, report
+    from . import attention, experts, ranks, report
 
     begin = time.monotonic()
     try:
         place = ranks.place_of(options.device, options.ranks, options.experts)
         sizes = experts.Sizes.of(options, place)
+        documents = attention.Documents.of(options, place) if options.attention else None
     except ValueError as error:  # InvalidArgument too
         parser.error(str(error))
     command = " ".join(["python -m waybill bench", *arguments])
@@ -49,6 +52,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         print(report.headline(result, place), file=sys.stderr, flush=True)
         result["experts"] = ranks.start(place, experts.measure, sizes, options.seconds)
+        if documents is not None:
+            seconds = options.seconds / 2
+            result["attention"] = ranks.start(place, attention.measure, documents, seconds)
     except KeyboardInterrupt:
         print("\nbench: interrupted", file=sys.stderr, flush=True)
         return 130
@@ -77,6 +83,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--topk", type=_count(32), default=8, help="experts of a token; %(default)s")
     add("--hidden", type=_count(2**16), default=7168, help="elements of a token; %(default)s")
     add("--tokens", type=_counts, help="of a rank; 128,4096, on CPUs 128,1024")
+    add(
+        "--attention", metavar="LENGTHS",
+        help="also a step of attention, on documents of these lengths (30000,500,2268) or drawn"
+        " from a distribution (wlbllm)",
+    )  # fmt: skip
     add("--device", choices=("cuda", "cpu"), help="cuda where Waybill finds a GPU")
     add("--ranks", type=_count(64), help="as many as there are GPUs, and at least 2")
     add("--seconds", type=_count(3600), default=30, help="for the measured calls; %(default)s")

@@ -56,9 +56,8 @@ def headline(result: dict[str, Any], place: Place) -> str:
 
 
 def all_right(result: dict[str, Any]) -> bool:
-    return all(
-        line.get("right", True) for table in result["experts"]["tables"] for line in table["lines"]
-    )
+    tables = [*result["experts"]["tables"], result.get("attention", {"lines": []})]
+    return all(line.get("right", True) for table in tables for line in table["lines"])
 
 
 def text(result: dict[str, Any]) -> str:
@@ -75,6 +74,11 @@ def text(result: dict[str, Any]) -> str:
             for row in (_short(row) for row in table)
         ]
         parts.append("\n".join([caption, "", *lines]))
+    if "attention" in result:
+        caption, rows = _attention(result)
+        width = max(len(row[0]) for row in rows)
+        lines = [f"{row[0].ljust(width)}  {row[1]:>12}  {row[2]:>10}  {row[3]}" for row in rows]
+        parts.append("\n".join([caption, "", *lines]))
     return "\n\n".join([*parts, _NOTES])
 
 
@@ -84,6 +88,10 @@ def markdown(result: dict[str, Any]) -> str:
     parts = [f"`{result['command']}`, {result['seconds']} s\n\n{facts}"]
     for caption, rows in _tables(result):
         lines = [_HEAD, ["---", *["--:"] * (len(_HEAD) - 1)], *rows]
+        parts.append("\n".join([caption, "", *("| " + " | ".join(row) + " |" for row in lines)]))
+    if "attention" in result:
+        caption, (head, *rows) = _attention(result)
+        lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
         parts.append("\n".join([caption, "", *("| " + " | ".join(row) + " |" for row in lines)]))
     return "\n\n".join([*parts, _NOTES])
 
@@ -101,6 +109,9 @@ def html(result: dict[str, Any]) -> str:
             [*map(escape, row), _report.bar(value, max(sums))] for row, value in zip(rows, sums)
         ]
         body.append(_report.table([*_HEAD, "all three calls"], cells, caption))
+    if "attention" in result:
+        caption, (head, *rows) = _attention(result)
+        body.append(_report.table(head, [[*map(escape, row)] for row in rows], caption))
     body.append(f"<p>{escape(_NOTES)}</p>")
     style = "body{font-family:sans-serif;margin:2em}caption{padding:1em 0}"
     return (
@@ -137,6 +148,24 @@ def _tables(result: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
         )
         ours = next((line for line in table["lines"] if "compact" in line["way"]), None)
         yield caption, [_row(line, table["wire_bytes"], ours) for line in table["lines"]]
+
+
+def _attention(result: dict[str, Any]) -> tuple[str, list[list[str]]]:
+    """(caption, head and rows)."""
+    found = result["attention"]
+    heads, kv_heads, head_dim = found["heads"]
+    step = "forward and backward" if found["backward"] else "forward alone"
+    caption = (
+        f"attention, {step}, planning included: {found['documents']} documents of"
+        f" {found['tokens']} tokens in all, the longest {found['longest']}; {heads} heads of"
+        f" {head_dim}, {kv_heads} of K and V"
+    )
+    ours = found["lines"][0]["us"]
+    rows = [["way", "us", "of Waybill", "numbers"]]
+    for line in found["lines"]:
+        right = "right" if line["right"] else "WRONG"
+        rows.append([line["way"], f"{line['us']:.1f}", f"{line['us'] / ours:.2f}", right])
+    return caption, rows
 
 
 def _row(line: dict[str, Any], wire_bytes: int, ours: Optional[dict[str, Any]]) -> list[str]:

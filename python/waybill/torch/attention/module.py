@@ -59,7 +59,8 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             own included.
         scale: of scores; head_dim ** -0.5 by default.
         kernel: "auto", a name, an AttentionKernel, or a function; see ``waybill.torch.kernels``.
-        in_place, block_tokens, imbalance_target, costs, latent_dim: as of BatchPlanner.
+        in_place, block_tokens, imbalance_target, costs, latent_dim, chunk, relay: as of
+            BatchPlanner.
         overlap: on GPUs, rows that travel are moved and attended to on a second stream.
         num_sms: multiprocessors that a dispatch may use.
         device, timeout_s: of the World that is made from a group, as of
@@ -89,6 +90,8 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         imbalance_target: float = 1.01,
         costs: Optional[AttentionCosts] = None,
         latent_dim: Optional[int] = None,
+        chunk: Optional[int] = None,
+        relay: str = "auto",
         overlap: bool = True,
         num_sms: int = 16,
         device: Any = None,
@@ -102,12 +105,15 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             self.world = World._of_group(_WHO, group, device, False, None, seconds)
         self.device = torch.device(self.world.device)
 
+        nodes = self.world.topology
+
         def check() -> dict[str, Any]:
             self.planner = BatchPlanner(
                 self.world.world_size, heads, kv_heads, head_dim, v_head_dim, dtype=dtype,
                 mask=mask, window=window, scale=scale, in_place=in_place,
                 block_tokens=block_tokens, imbalance_target=imbalance_target, costs=costs,
-                latent_dim=latent_dim, who=_WHO,
+                latent_dim=latent_dim, chunk=chunk, relay=relay,
+                ranks_per_node=nodes.ranks_per_node if nodes.num_nodes > 1 else None, who=_WHO,
             )  # fmt: skip
             self.kernel = choose_kernel(kernel, self.device, _WHO)
             self.kernel.check(self.planner.shape, self.device, _WHO)
@@ -116,7 +122,9 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             return self.planner.facts()
 
         agree_on(self.world, _WHO, check)
-        self._dispatcher = SequenceDispatcher(self.world, num_sms=num_sms, relay="never")
+        # Of schedules that a plan has; where calls are so short that it does not pay, straight.
+        use = "automatic" if self.planner.relay == "auto" else self.planner.relay
+        self._dispatcher = SequenceDispatcher(self.world, num_sms=num_sms, relay=use)
         self._side = SideStream(self.device, bool(overlap))
         # Compiled programs read these.
         self._dtype, self._kind = self.planner.shape.dtype, self.device.type
@@ -206,10 +214,9 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
     def _check_planner(self, plan: Any) -> None:
         instance(plan, BatchPlan, f"{_WHO}: plan", "a BatchPlan, as of plan(pieces)")
         its, mine = plan.planner, self.planner
-        if (its.shape, its.latent_dim) != (mine.shape, mine.latent_dim):
+        if (its.shape, its.latent_dim, its.chunk) != (mine.shape, mine.latent_dim, mine.chunk):
             raise InvalidArgument(
-                f"{_WHO}: the plan is of {its.shape}, latent_dim={its.latent_dim}, expected"
-                f" {mine.shape}, latent_dim={mine.latent_dim}"
+                f"{_WHO}: the plan is of {its.attends_as}, expected {mine.attends_as}"
             )
         if plan.world_size != self.world.world_size:
             raise InvalidArgument(

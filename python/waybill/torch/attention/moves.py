@@ -271,9 +271,12 @@ class Moves:
     """
 
     def __init__(
-        self, routing: Any, dispatcher: SequenceDispatcher, shape: AttentionShape, latent_dim: int
-    ) -> None:
+        self, routing: Any, dispatcher: SequenceDispatcher, shape: AttentionShape, latent_dim: int,
+        tables: Any = None,
+    ) -> None:  # fmt: skip
         self._routing, self._dispatcher = routing, dispatcher
+        #: The relay schedules of K and V, and of their gradients, where ranks forward them.
+        self._relays = {} if tables is None else {"fwd_kv": tables.relay, "sum_kv": tables.sums}
         sizes = (shape.head_dim, shape.v_head_dim)
         self._q, self._out = (TensorFormat(shape.dtype, (shape.heads, size)) for size in sizes)
         self._kv = [TensorFormat(shape.dtype, (shape.kv_heads, size)) for size in sizes]
@@ -348,7 +351,7 @@ class Moves:
         return [(self._table(table), *formats) for table, formats in self._formats(name)]
 
     def _table(self, name: str) -> SparseMetadata:
-        return SparseMetadata._wrap(getattr(self._routing, name))
+        return SparseMetadata._wrap(getattr(self._routing, name), relay=self._relays.get(name))
 
     def _formats(self, name: str) -> list[Tuple[str, list[TensorFormat]]]:
         """For each part: which table of the routing, and what goes that way."""

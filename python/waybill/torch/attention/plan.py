@@ -60,17 +60,24 @@ class BatchPlanner(WrittenOnce, Unchanging):
         block_tokens: documents are cut at multiples of it.
         imbalance_target: largest work of a rank over the mean that is aimed at, > 1.
         latent_dim: of rows of which K and V are projected where they arrive; None: K and V travel.
+        chunk: tokens after which a document's attention begins anew, counted from its beginning: a
+            query meets keys of its own chunk alone, as mask and window say; None: no chunks.
         costs: what the kernel takes besides (query, key) pairs, as calibrate_attention measures it;
             the same on all ranks.
+        relay: whether ranks forward K and V that they received to others. "auto": in a batch whose
+            predicted step is shorter with it; "never"; "always": wherever rows travel.
+        ranks_per_node: consecutive ranks with NVLink between them; None: all.
     """
 
     __slots__ = (
         "_called",
         "_given",
         "_options",
+        "chunk",
         "costs",
         "in_place",
         "latent_dim",
+        "relay",
         "shape",
         "world_size",
     )
@@ -92,6 +99,9 @@ class BatchPlanner(WrittenOnce, Unchanging):
         imbalance_target: float = 1.01,
         costs: Optional[AttentionCosts] = None,
         latent_dim: Optional[int] = None,
+        chunk: Optional[int] = None,
+        relay: str = "auto",
+        ranks_per_node: Optional[int] = None,
         who: str = "BatchPlanner",
     ) -> None:
         self._called = f"{who}.plan"
@@ -100,6 +110,9 @@ class BatchPlanner(WrittenOnce, Unchanging):
         self.in_place = _in_place(in_place, who)
         self.costs = costs
         self.latent_dim = 0 if latent_dim is None else at_least(latent_dim, 1, f"{who}: latent_dim")
+        self.chunk = None if chunk is None else at_least(chunk, 1, f"{who}: chunk")
+        self.relay = choice(relay, f"{who}: relay", "auto", "never", "always")
+        nodes = max(8, self.world_size) if ranks_per_node is None else ranks_per_node
         self._given = (heads, kv_heads, head_dim, v_head_dim)
         shape = self.shape
         kv_row = shape.kv_heads * (shape.head_dim + shape.v_head_dim)
@@ -110,7 +123,7 @@ class BatchPlanner(WrittenOnce, Unchanging):
             "dtype": dtype_name(shape.dtype), "mask": mask, "window": window or 0,
             "max_tokens_per_rank": 0, "relay": False, "kv_layout": "per_query",
             "block_tokens": at_least(block_tokens, 1, f"{who}: block_tokens"),
-            "ranks_per_node": max(8, self.world_size),
+            "ranks_per_node": at_least(nodes, 1, f"{who}: ranks_per_node"),
             "imbalance_target": number(imbalance_target, f"{who}: imbalance_target"),
             "byte_weight": 0.0, "message_seconds": 0.4e-6, "pairs_per_second": 0.0,
             "tails": True, **LinkSpeeds().rates, **planned(costs, who),
@@ -132,24 +145,41 @@ class BatchPlanner(WrittenOnce, Unchanging):
                 f"{who}: pieces of {len(pieces)} ranks, expected {self.world_size}"
             )
         tables = [piece_table(held, rank, who) for rank, held in enumerate(pieces)]
-        flat = np.concatenate(tables).ravel().tolist() if tables else []
         try:
-            options = _core.planner_options(**self._options)
-            plan = _core.plan_pieces([len(table) for table in tables], flat, options)
+            plan = self._planned(tables)
         except InvalidArgument as error:
             raise reworded(error, who) from None
         return BatchPlan._make(self, tables, QkvPlan._wrap(plan))
+
+    def _planned(self, tables: list[IntArray]) -> Any:
+        options = _core.planner_options(**self._options)
+
+        def planned(given: Sequence[IntArray]) -> Any:
+            flat = np.concatenate(given).ravel().tolist()
+            return _core.plan_pieces([len(table) for table in given], flat, options)
+
+        if self.chunk is None or not _add_up(tables):  # errors name documents, not chunks
+            return planned(tables)
+        return planned(_in_chunks(tables, self.chunk))
 
     def facts(self) -> dict[str, Any]:
         """All that plans and results depend on, by the names of arguments: planners of which one is
         another make other plans.
         """
         options = self._options
-        own = ("block_tokens", "imbalance_target", "row_pairs", "shard_pairs", "pairs_per_second")
+        own = ("block_tokens", "imbalance_target", "row_pairs", "shard_pairs", "pairs_per_second",
+               "ranks_per_node")  # fmt: skip
         return {
             **self.shape._asdict(), "latent_dim": self.latent_dim or None,
-            "in_place": self.in_place, **{name: options[name] for name in own},
+            "chunk": self.chunk, "in_place": self.in_place, "relay": self.relay,
+            **{name: options[name] for name in own},
         }  # fmt: skip
+
+    @property
+    def attends_as(self) -> str:
+        """What a plan and the module that takes it have in common."""
+        chunk = "" if self.chunk is None else f", chunk={self.chunk}"
+        return f"{self.shape}, latent_dim={self.latent_dim}{chunk}"
 
     @property
     def fingerprint(self) -> int:
@@ -166,6 +196,8 @@ class BatchPlanner(WrittenOnce, Unchanging):
                 "latent_dim": self.latent_dim or None,
                 "block_tokens": options["block_tokens"],
                 "imbalance_target": options["imbalance_target"],
+                "chunk": self.chunk, "relay": self.relay,
+                "ranks_per_node": options["ranks_per_node"],
                 "who": self._called.removesuffix(".plan"),
             },
         )  # fmt: skip
@@ -185,12 +217,21 @@ class BatchPlan(WrittenOnce):
     module makes its tables of it the first time that it is used there.
     """
 
-    __slots__ = ("__weakref__", "_pieces", "_routings", "in_place", "planner", "qkv_plan")
+    __slots__ = (
+        "__weakref__",
+        "_pieces",
+        "_routings",
+        "_tables",
+        "in_place",
+        "planner",
+        "qkv_plan",
+    )
     planner: BatchPlanner
     qkv_plan: QkvPlan
     in_place: bool  #: whether rows that stay are attended to where they are
     _pieces: list[IntArray]
     _routings: list[Any]  #: one, once it was asked for
+    _tables: list[Any]  #: the same
 
     def __init__(self) -> None:
         raise InvalidArgument("BatchPlan: got a constructor call, expected BatchPlanner.plan(...)")
@@ -208,6 +249,7 @@ class BatchPlan(WrittenOnce):
                 in_place, routing = False, None
         self.planner, self.qkv_plan, self._pieces = planner, plan, pieces
         self.in_place, self._routings = in_place, [] if routing is None else [routing]
+        self._tables = []
         return self
 
     @property
@@ -278,6 +320,20 @@ class BatchPlan(WrittenOnce):
             self._routings.append(_core.compute_varlen_routing(self.qkv_plan._plan, self.in_place))
         return self._routings[0]
 
+    def tables(self) -> Any:
+        """The compiled part's tables: the routing with who forwards what, for predictions too."""
+        if not self._tables:
+            routing, planner = self.routing(), self.planner
+            options = _core.planner_options(**planner._options)
+            made = _core.BatchTables(self.qkv_plan._plan, routing, options, planner.relay)
+            self._tables.append(made)
+        return self._tables[0]
+
+    @property
+    def forwards(self) -> bool:
+        """Whether ranks forward K and V that they received to others."""
+        return not self.tables().relay.empty
+
     def _table(self, rank: int, who: str) -> IntArray:
         return self._pieces[within(rank, 0, self.world_size - 1, f"BatchPlan.{who}: rank")]
 
@@ -290,6 +346,43 @@ class BatchPlan(WrittenOnce):
             f" documents={self.qkv_plan.num_documents}, imbalance={self.imbalance:.4f},"
             f" in_place={self.in_place})"
         )
+
+
+def _add_up(tables: Sequence[IntArray]) -> bool:
+    """Whether pieces may be whole documents: as many tokens as the last one says. Where two hold a
+    token, and none another, it is two that the planner sees.
+    """
+    document, offset, length = np.concatenate(tables).T
+    if (offset < 0).any() or (length < 1).any():
+        return False
+    _, place = np.unique(document, return_inverse=True)
+    ends = np.zeros(len(document), np.int64)
+    np.maximum.at(ends, place, offset + length)
+    held = np.zeros(len(document), np.int64)
+    np.add.at(held, place, length)
+    return bool((ends == held).all())
+
+
+def _in_chunks(tables: Sequence[IntArray], chunk: int) -> list[IntArray]:
+    """Pieces cut where chunks of documents end: each chunk is a document, with a number of its own
+    and positions of its own.
+    """
+    everything = np.concatenate(tables)
+    documents = np.unique(everything[:, 0])
+    most = int(everything[:, 1:].sum(1).max(initial=0)) // chunk + 1  # chunks of one, or more
+    cut = []
+    for table in tables:
+        first = table[:, 1] // chunk
+        counts = (table[:, 1] + table[:, 2] - 1) // chunk - first + 1
+        piece = np.repeat(np.arange(len(table)), counts)
+        nth = np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts)
+        document, offset, length = table[piece].T
+        number = first[piece] + nth
+        begin = np.maximum(offset, number * chunk)
+        end = np.minimum(offset + length, (number + 1) * chunk)
+        of_chunk = np.searchsorted(documents, document) * most + number
+        cut.append(np.stack([of_chunk, begin - number * chunk, end - begin], 1))
+    return cut
 
 
 def piece_table(held: Any, rank: int, who: str) -> IntArray:

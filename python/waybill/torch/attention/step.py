@@ -229,7 +229,8 @@ class RankStep:
         self.uploads.keep((table, *self.q_rows.tables, *self.kv_rows.tables))
         #: Whether any rank dispatches anything: else there is nothing collective.
         self.moves = bool(len(routing.fwd_q.dst_rank))
-        self._moves = Moves(routing, self.dispatcher, self.shape, self.latent_dim)
+        tables = plan.tables() if self.moves else None
+        self._moves = Moves(routing, self.dispatcher, self.shape, self.latent_dim, tables)
 
     def check_open(self) -> None:
         """Backward of a call that was made before the module was closed comes too late. Where no
