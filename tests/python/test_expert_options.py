@@ -243,6 +243,9 @@ SEEN = {
         "weights": "test_expert_dtypes.py", "chunks": "test_expert_parallel.py",
         "operations": "test_expert_operations.py", "layer": "test_expert_options.py",
         "layer_options": "test_expert_options.py",
+        "spare_experts": "test_expert_parallel_copies.py",
+        "limit": "test_expert_parallel_copies.py", "min_rows": "test_expert_parallel_copies.py",
+        "keep_copies": "test_expert_parallel_copies.py",
     },
     EPAll2AllLayer: {
         "max_tokens": "test_torch_moe.py",
