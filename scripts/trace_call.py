@@ -173,6 +173,12 @@ def core_of(build):
     return next(iter(sorted(folder.glob("_core*.so")))).resolve()
 
 
+def library_folder(core):
+    """Where the shared library lies that an installed extension loads; "" if there is none."""
+    found = sorted(core.parent.rglob("libwaybill.so*"))
+    return str(found[0].parent) if found else ""
+
+
 def traced(name, build):
     """({file: functions} of Python, {file: lines that ran} of C++)"""
     with tempfile.TemporaryDirectory() as scratch:
@@ -186,6 +192,7 @@ def traced(name, build):
         env = {
             **os.environ,
             "PYTHONPATH": str(package.parent),
+            "LD_LIBRARY_PATH": library_folder(core),
             "PYTHONDONTWRITEBYTECODE": "1",
             "GCOV_PREFIX": f"{scratch}/counters",
         }

@@ -47,4 +47,4 @@ def test_ranks_as_processes(file):
 
 def test_the_same_on_the_cpu():
     """So that it is not only seen where there are GPUs."""
-    run_ranks("test_deep_ep_low_latency.py", 3, "cpu", "zeros and cpu", 120)
+    run_ranks("test_deep_ep_low_latency.py", 3, "cpu", "zeros and cpu", 240)
