@@ -253,7 +253,8 @@ class Copies:
 
     def _checked_parts(self) -> List[Tuple[torch.Size, torch.dtype]]:
         """Shape and dtype of each tensor of an expert."""
-        home, parts = self._experts.home(), []
+        home = self._experts.home()
+        parts: List[Tuple[torch.Size, torch.dtype]] = []
         for expert in range(self._first_spare):
             tensors = self._experts.of_expert(home, expert)
             mine = [(one.shape, one.dtype) for one in tensors]
