@@ -13,9 +13,10 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from attention_ways import draw, held_pieces
+from attention_ways import draw
 
 import waybill
+from waybill._bench.attention_ways import held_pieces
 from waybill.torch import BatchPlanner
 
 _PER_NODE = 8

@@ -39,15 +39,7 @@ import sys
 from typing import Any, Callable
 
 import torch
-from attention_ways import (
-    WAYS,
-    ByHand,
-    Ulysses,
-    draw,
-    held_pieces,
-    kernel_of,
-    ulysses_heads,
-)
+from attention_ways import Ulysses, by_hand, draw, ulysses_heads
 from ring_attention import ring_milliseconds
 from step_bench import join, run_workloads
 from step_clock import StepClock
@@ -55,6 +47,7 @@ from step_profile import profiled
 from torch import distributed
 
 import waybill.torch as waybill
+from waybill._bench.attention_ways import WAYS, held_pieces, kernel_of
 from waybill.torch.attention.moves import SideStream, calls_of
 
 MODULES = {
@@ -134,7 +127,7 @@ class Bench:
         """The tables of a way by hand."""
         if way == "ulysses":
             return Ulysses(lengths, self.device)
-        return ByHand(way, lengths, self.device)
+        return by_hand(way, lengths, self.device)
 
     def prepare(self, way: str, lengths: list[int]) -> Callable[..., Any]:
         """A step of this way, with its rows in place: a function of the batch's tables, and of one

@@ -23,12 +23,13 @@ from typing import Any, Callable
 
 import torch
 from attention_step import waybill_pieces
-from attention_ways import WAYS, ByHand, draw, kernel_of
+from attention_ways import by_hand, draw
 from step_bench import join
 from torch import distributed, nn
 from torch.nn import functional
 
 import waybill.torch as waybill
+from waybill._bench.attention_ways import WAYS, kernel_of
 
 VOCABULARY = 4096
 LLAMA = {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "mlp": 14336}
@@ -145,13 +146,13 @@ class Trainer:
 
     def _rows(self, lengths: list[int]) -> Any:
         if self.way in WAYS:
-            return ByHand(self.way, lengths, torch.device("cpu")).token_rows()
+            return by_hand(self.way, lengths, torch.device("cpu")).token_rows()
         per_rank = sum(lengths) // self.ranks
         return slice(self.rank * per_rank, (self.rank + 1) * per_rank)
 
     def _attention(self, lengths: list[int]) -> Callable[..., Any]:
         if self.way in WAYS:
-            batch = ByHand(self.way, lengths, self.device)
+            batch = by_hand(self.way, lengths, self.device)
             return lambda *qkv: batch.attention(self.attend, *qkv)
         plan = self.module.plan(waybill_pieces(lengths, self.ranks))
         self.module.prepare(plan)
