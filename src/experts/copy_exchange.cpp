@@ -82,6 +82,7 @@ struct CopyExchange::State {
   void send(const char* operation, std::int32_t peer, const std::byte* data, std::int64_t bytes);
   template <class Take>
   void receive(const char* operation, std::int32_t peer, std::int64_t bytes, Take&& take);
+  void run(const char* who, const ExpertCopyCall& call, Moves moves);
   void fetch_weights(const char* who, const ExpertCopyCall& call);
   void add_gradients(const char* who, const ExpertCopyCall& call);
 
@@ -246,28 +247,22 @@ CopyExchange::CopyExchange(CopyExchange&& other) noexcept = default;
 CopyExchange& CopyExchange::operator=(CopyExchange&& other) noexcept = default;
 CopyExchange::~CopyExchange() = default;
 
-void CopyExchange::fetch_weights(const ExpertCopyCall& call) {
-  constexpr const char* who = "fetch_weights";
-  State& state = *state_;
-  state.abort_state.check(who);
-  check_call(who, state.world, call, Moves::weights);
-  check_tensors(who, call, state.me);
-  state.abort_state.guard([&] {
-    state.enter(who, fingerprint_of(call, Moves::weights));
-    state.fetch_weights(who, call);
+void CopyExchange::State::run(const char* who, const ExpertCopyCall& call, Moves moves) {
+  abort_state.check(who);
+  check_call(who, world, call, moves);
+  check_tensors(who, call, me);
+  abort_state.guard([&] {
+    enter(who, fingerprint_of(call, moves));
+    moves == Moves::weights ? fetch_weights(who, call) : add_gradients(who, call);
   });
 }
 
+void CopyExchange::fetch_weights(const ExpertCopyCall& call) {
+  state_->run("fetch_weights", call, Moves::weights);
+}
+
 void CopyExchange::add_gradients(const ExpertCopyCall& call) {
-  constexpr const char* who = "add_gradients";
-  State& state = *state_;
-  state.abort_state.check(who);
-  check_call(who, state.world, call, Moves::gradients);
-  check_tensors(who, call, state.me);
-  state.abort_state.guard([&] {
-    state.enter(who, fingerprint_of(call, Moves::gradients));
-    state.add_gradients(who, call);
-  });
+  state_->run("add_gradients", call, Moves::gradients);
 }
 
 std::vector<std::int64_t> CopyExchange::exchange_versions(std::int64_t mine, std::uint64_t owner) {
