@@ -32,22 +32,22 @@ def train(world, steps, spare):
     """Losses of this rank, the rows that it computed in the first step, and its memory."""
     num_experts = world.world_size * LOCAL
     experts = SwiGLUExperts(LOCAL, HIDDEN, INNER)
-    router = torch.nn.Linear(HIDDEN, num_experts)
+    router = [torch.nn.Parameter(torch.empty(n)) for n in ((num_experts, HIDDEN), num_experts)]
     fill(experts.parameters(), 10 + world.rank)
-    fill(router.parameters(), 3)
-    router.bias.data[0] += 3  # most tokens choose expert 0
+    fill(router, 3)
+    router[1].data[0] += 3  # most tokens choose expert 0
     layer = ExpertParallel(
         experts, num_experts=num_experts, topk=TOPK, hidden=HIDDEN, max_tokens=TOKENS, group=world,
         gradients="sum", dtype=torch.float32, spare_experts=spare, limit=1.02, min_rows=8,
     )  # fmt: skip
     rows = []
     experts.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
-    optimizer = torch.optim.SGD([*experts.parameters(), *router.parameters()], lr=0.02)
+    optimizer = torch.optim.SGD([*experts.parameters(), *router], lr=0.02)
     draws = torch.Generator().manual_seed(world.rank)
     losses, in_first = [], 0
     for step in range(steps):
         x = torch.randn(TOKENS, HIDDEN, generator=draws)
-        scores, ids = router(x).softmax(-1).topk(TOPK)
+        scores, ids = torch.nn.functional.linear(x, *router).softmax(-1).topk(TOPK)
         loss = (x + layer(x, scores, ids) - x.roll(1, -1)).square().mean()
         optimizer.zero_grad()
         loss.backward()

@@ -66,7 +66,7 @@ def test_descriptors_that_stay_are_noticed(soak, monkeypatch, capsys):
 
 def test_memory_that_stays_is_noticed(soak, monkeypatch, capsys):
     status, _ = leaks_in(
-        soak, monkeypatch, lambda kept: kept.append(bytearray(os.urandom(16 << 20)))
+        soak, monkeypatch, lambda kept: kept.append(bytearray(os.urandom(64 << 20)))
     )
     shown = capsys.readouterr().out
     assert status == 1, shown
