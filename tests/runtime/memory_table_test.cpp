@@ -63,11 +63,11 @@ void check_tables(std::int32_t world_size) {
         transport.release(larger);
         transport.release(pad);
       },
-      60);
+      240);
 }
 
 TEST(memory_table, of_many_ranks_lives_as_long_as_the_memory) {
-  for (const std::int32_t world_size : {1, 128, 1024}) check_tables(world_size);
+  for (const std::int32_t world_size : {1, 3, 128}) check_tables(world_size);
 }
 
 TEST(memory_table, is_not_there_where_nobody_needs_it) {
@@ -80,7 +80,7 @@ TEST(memory_table, is_not_there_where_nobody_needs_it) {
         ASSERT_EQ(buffer.memory.size(), 2U);
         transport->release(buffer);
       },
-      60);
+      240);
 }
 
 }  // namespace
