@@ -117,8 +117,8 @@ class RankAttention(NamedTuple):
     shard: IntArray  #: (n,): number of the shard in the plan
     q_begin: IntArray  #: (n,): first row of the shard's queries in the rank's Q
     q_len: IntArray  #: (n,)
-    kv_begin: IntArray  #: (n,): first row of its context in the rank's K and V
-    kv_len: IntArray  #: (n,): rows of its context, which ends with the shard itself
+    kv_row: IntArray  #: (n,): first row of its context in the rank's K and V
+    kv_len: IntArray  #: (n,): rows of its context, which holds the shard itself
 
 
 class QkvRouting(Unchanging, Made):
@@ -206,8 +206,8 @@ class QkvPlan(Unchanging, Made):
     """A dispatch plan in sparse form; everything else is computed from it. Immutable.
 
     Shards are numbered rank by rank, in the order of their rows. A document is a list of shards in
-    the order of its tokens; they may lie on different ranks. Under a causal mask the query shard at
-    position q of its document needs the KV shards at positions kv_begin..q, under a full mask all.
+    the order of its tokens; they may lie on different ranks. A query shard needs
+    the KV shards at positions [kv_begin, kv_end) of its document, itself among them.
 
     Args:
         world_size: W.
@@ -218,7 +218,9 @@ class QkvPlan(Unchanging, Made):
         doc_shards: (N,), shards, document by document.
         kv_begin: (N,) by shard, first KV position that it needs; None is 0 for all.
         kv_layout: "per_rank", one copy of KV a rank and document; or "per_query", DistCA's.
-        mask: "causal"; "full", without kv_begin: every query meets all keys of its document.
+        mask: "full" stands for the kv_end with which every shard needs all of its document.
+        kv_end: (N,) by shard, the position after the last that it needs; None: a shard needs none
+            after itself, and its queries none after themselves.
     """
 
     __slots__ = ("_plan",)
@@ -234,11 +236,13 @@ class QkvPlan(Unchanging, Made):
         kv_begin: Optional[Sequence[int]] = None,
         kv_layout: str = "per_rank",
         mask: str = "causal",
+        kv_end: Optional[Sequence[int]] = None,
     ) -> None:
         tables = {
             "rank_shard_offsets": rank_shard_offsets, "shard_len": shard_len, "q_dst": q_dst,
             "doc_shard_offsets": doc_shard_offsets, "doc_shards": doc_shards,
             "kv_begin": [] if kv_begin is None else kv_begin,
+            "kv_end": [] if kv_end is None else kv_end,
         }  # fmt: skip
         lists = {name: flat_list(table, f"QkvPlan: {name}") for name, table in tables.items()}
         with said_by("QkvPlan"):
@@ -261,7 +265,6 @@ class QkvPlan(Unchanging, Made):
 
     world_size: int = forwarded("_plan.world_size", "Number of ranks, W.")
     kv_layout: str = forwarded("_plan.kv_layout", '"per_rank" or "per_query".')
-    mask: str = forwarded("_plan.mask", '"causal" or "full".')
     rank_shard_offsets: IntArray = forwarded(
         "_plan.rank_shard_offsets",
         "(W + 1,): rank w has shards [o[w], o[w + 1]). Read-only, as all tables.",
@@ -274,6 +277,9 @@ class QkvPlan(Unchanging, Made):
     doc_shards: IntArray = forwarded("_plan.doc_shards", "(N,): shards, document by document.")
     kv_begin: IntArray = forwarded(
         "_plan.kv_begin", "(N,) first KV position that each shard needs, or (0,) for all 0."
+    )
+    kv_end: IntArray = forwarded(
+        "_plan.kv_end", "(N,) position after the last that each shard needs, or (0,): see QkvPlan."
     )
 
     @property
@@ -288,7 +294,9 @@ class QkvPlan(Unchanging, Made):
 
     @property
     def work(self) -> IntArray:
-        """(W,): (query, key) pairs that each rank attends to under the mask."""
+        """(W,): (query, key) pairs that each rank attends to, with all keys of each range. Exact
+        for causal and full masks; of others whole blocks.
+        """
         return self._plan.rank_work()
 
     @property
@@ -357,15 +365,15 @@ class QkvPlan(Unchanging, Made):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (
             self.world_size, self.rank_shard_offsets, self.shard_len, self.q_dst,
-            self.doc_shard_offsets, self.doc_shards, self.kv_begin, self.kv_layout, self.mask,
+            self.doc_shard_offsets, self.doc_shards, self.kv_begin, self.kv_layout, "causal",
+            self.kv_end,
         )  # fmt: skip
 
     def __repr__(self) -> str:
         return (
             f"QkvPlan(world_size={self.world_size}, documents={self.num_documents},"
             f" shards={self.num_shards}, tokens={int(self.shard_len.sum())},"
-            f" kv_layout={self.kv_layout!r}, imbalance={self.imbalance:.3f}"
-            f"{', mask=' + repr(self.mask) if self.mask != 'causal' else ''})"
+            f" kv_layout={self.kv_layout!r}, imbalance={self.imbalance:.3f})"
         )
 
     def _repr_html_(self) -> str:
