@@ -564,13 +564,13 @@ class Dispatcher:
     def plan(
         self,
         gradient: bool,
-        parts: Sequence[tuple[SparseMetadata, Sequence[tuple[str, int]], RelaySchedule, int]],
+        parts: Sequence[tuple[SparseMetadata, Sequence[tuple[str, int]], RelaySchedule, int, int]],
         stream: int,
     ) -> PlanHandle: ...
     def replace_plan(
         self,
         plan: PlanHandle,
-        parts: Sequence[tuple[SparseMetadata, Sequence[tuple[str, int]], RelaySchedule, int]],
+        parts: Sequence[tuple[SparseMetadata, Sequence[tuple[str, int]], RelaySchedule, int, int]],
         stream: int,
     ) -> None: ...
     def reserve(self, window_bytes: int, num_slots: int, stream: int) -> None: ...
