@@ -860,3 +860,28 @@ class CopyExchange:
     ) -> None: ...
     def exchange_versions(self, mine: int, owner: int) -> list[int]: ...
     def finalize(self) -> None: ...
+
+class CopyStore:
+    def __init__(self, world: World, size_bytes: int, spare_experts: int) -> None: ...
+    def fetch_weights(
+        self,
+        tables: tuple[int, int],
+        sizes: tuple[int, int],
+        parts: Sequence[tuple[int, str]],
+        home: Sequence[int],
+        copies: Sequence[int],
+        held: tuple[int, int, bool],
+        stream: int,
+    ) -> None: ...
+    def add_gradients(
+        self,
+        tables: tuple[int, int],
+        sizes: tuple[int, int],
+        parts: Sequence[tuple[int, str]],
+        home: Sequence[int],
+        copies: Sequence[int],
+        held: tuple[int, int, bool],
+        stream: int,
+    ) -> None: ...
+    def bytes(self, first: int, count: int) -> Any: ...
+    def finalize(self) -> None: ...
