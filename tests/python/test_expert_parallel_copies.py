@@ -333,6 +333,10 @@ def test_refused_by_name():
         refuses(waybill.InvalidArgument, "spare_experts = -1", spare_experts=-1)
         sharded = type("FSDPModule", (SwiGLUExperts,), {})(LOCAL, HIDDEN, INNER)
         refuses(waybill.Unsupported, "sharded by FSDP", sharded)
+        inside = torch.nn.Sequential(sharded)
+        refuses(waybill.Unsupported, "sharded by FSDP", inside)
+        wrapped = type("DistributedDataParallel", (SwiGLUExperts,), {})(LOCAL, HIDDEN, INNER)
+        refuses(waybill.Unsupported, "wrapped by DDP", wrapped)
         module = module_on(world, experts_of(world.rank))
         step = one_step(module, batch(world.rank, 2, 0))
         assert step[0].isfinite().all()  # nothing above has told anybody
