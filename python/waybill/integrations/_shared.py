@@ -20,6 +20,7 @@ from ..torch.attention.moves import PieceExchange
 from ..torch.attention.plan import RankPieces
 from ..torch.experts.autograd import tied_to_parameters
 from ..torch.experts.copies import Copies, checked_copies
+from ..torch.experts.device_copies import copies_for
 from ..torch.experts.grouped import ends_within
 from ..torch.moe import EPAll2AllLayer
 from ..torch.world import world_of
@@ -117,7 +118,7 @@ class CopiedExperts:
         if self._copies is None:
             with said_by(self._who):
                 keep = bool(self._options["keep_copies"])
-                self._copies = Copies(self._experts, layer, keep)
+                (self._copies,) = copies_for(self._experts, layer, keep)
         return self._copies.before_dispatch(layer, training)
 
     @outside_graphs
