@@ -679,6 +679,22 @@ def predict_experts(
     ids: Sequence[NDArray[Any]],
     options: ExpertCostOptions,
 ) -> list[Any]: ...
+def price_copies(
+    config: EPConfig,
+    dispatch: EPDispatchOptions,
+    ids: Sequence[NDArray[Any]],
+    calls: ExpertCostOptions,
+    intermediate: int,
+    gemm_flops_per_second: float,
+) -> dict[str, Any]: ...
+def break_even_rows(
+    config: EPConfig,
+    gemm_flops_per_second: float,
+    link_bytes_per_second: float,
+    weights: float,
+    gradients: float,
+    gemm: float,
+) -> int: ...
 
 class ExpertSummary:
     @property
