@@ -112,6 +112,7 @@ class DeviceCopies(Copies):
         """The last layout, where copies are kept and not trained: ranks do not ask each other
         whether weights have changed, and a checkpoint makes the same plan again.
         """
+        self._check_whole()
         last = None if training or not self.keep else self._last
         return last[1] if last is not None and last[0] is layer else None
 
@@ -155,10 +156,11 @@ class DeviceCopies(Copies):
         every = range(len(self._parts))
         self._queue("fetch_weights", call, home, self.parts_of(call.store), every, fresh)
 
-    def add(self, call: Any, home: List[Any], copies: List[Any]) -> List[Any]:
+    def add(
+        self, call: Any, home: List[Any], copies: List[Any], needs: Sequence[bool]
+    ) -> List[Any]:
         tensors = self._experts.home()
-        needs = [one.requires_grad for one in self._experts.of_expert(tensors, 0)]
-        which = [part for part, needed in enumerate(needs) if needed]
+        which = [part for part in range(self.num_parts) if needs[part]]
         if not which:
             return home
         mine = [
