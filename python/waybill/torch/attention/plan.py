@@ -400,7 +400,7 @@ def _own_tables(plan: QkvPlan, window: Optional[int], who: str) -> list[IntArray
         table = np.stack([document, offset, length], 1)[begin:end]
         table = table[table[:, 2] > 0]
         adjoins = (table[1:, 0] == table[:-1, 0]) & (table[1:, 1] == table[:-1, 1:].sum(1))
-        starts = np.flatnonzero(np.concatenate([[True], ~adjoins])) if len(table) else []
+        starts: IntArray = np.flatnonzero(np.concatenate([[len(table) > 0], ~adjoins]))
         merged = table[starts]
         if len(merged):
             merged[:, 2] = np.add.reduceat(table[:, 2], starts)
