@@ -290,7 +290,7 @@ class RankKvLayout(NamedTuple):
     """The attention layout where KV lies once per rank: query shards read ranges of it, rows."""
 
     cu_seqlens_q: Tuple[Any, ...]  #: W arrays (n_r + 1,)
-    kv_row: Tuple[Any, ...]  #: W arrays (n_r,): first row of the shard's context
+    kv_begin: Tuple[Any, ...]  #: W arrays (n_r,): first row of the shard's context
     kv_len: Tuple[Any, ...]  #: W arrays (n_r,): rows of the context, the shard included
     max_seqlen_q: Any  #: (W,)
     max_seqlen_kv: Any  #: (W,)
@@ -367,9 +367,9 @@ LayoutFields = Tuple[List[Any], List[Any], Any, Any, Any, List[Any], List[Any]]
 
 def attention_layout(fields: LayoutFields, ragged: bool) -> Union[AttnLayout, RankKvLayout]:
     """From what the compiled part returns."""
-    cu_q, cu_kv, max_q, max_kv, num_recv, kv_row, kv_len = fields
+    cu_q, cu_kv, max_q, max_kv, num_recv, kv_begin, kv_len = fields
     if ragged and not cu_kv and len(cu_q) > 0:
-        return RankKvLayout(tuple(cu_q), tuple(kv_row), tuple(kv_len), max_q, max_kv, num_recv)
+        return RankKvLayout(tuple(cu_q), tuple(kv_begin), tuple(kv_len), max_q, max_kv, num_recv)
     if ragged:
         return AttnLayout(tuple(cu_q), tuple(cu_kv), max_q, max_kv, num_recv)
     return AttnLayout(cu_q[0], cu_kv[0], max_q, max_kv, num_recv)
@@ -380,7 +380,7 @@ def layout_fields(layout: Union[AttnLayout, RankKvLayout]) -> LayoutFields:
     if isinstance(layout, RankKvLayout):
         return (
             list(layout.cu_seqlens_q), [], layout.max_seqlen_q, layout.max_seqlen_kv,
-            layout.num_local_seqs_recv, list(layout.kv_row), list(layout.kv_len),
+            layout.num_local_seqs_recv, list(layout.kv_begin), list(layout.kv_len),
         )  # fmt: skip
     return (
         list(layout.cu_seqlens_q), list(layout.cu_seqlens_kv), layout.max_seqlen_q,

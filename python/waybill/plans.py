@@ -6,6 +6,8 @@ import operator
 import os
 from typing import Any, List, NamedTuple, Optional, Sequence, Union
 
+import numpy as np
+
 from . import _core, _report
 from ._arrays import (
     AnyArray,
@@ -123,7 +125,7 @@ class RankAttention(NamedTuple):
     shard: IntArray  #: (n,): number of the shard in the plan
     q_begin: IntArray  #: (n,): first row of the shard's queries in the rank's Q
     q_len: IntArray  #: (n,)
-    kv_row: IntArray  #: (n,): first row of its context in the rank's K and V
+    kv_begin: IntArray  #: (n,): first row of its context in the rank's K and V
     kv_len: IntArray  #: (n,): rows of its context, which holds the shard itself
 
 
@@ -289,6 +291,15 @@ class QkvPlan(Unchanging, Made):
     )
 
     @property
+    def mask(self) -> str:
+        """ "full" where every shard needs all of its document, else "causal"."""
+        counts, ends = np.diff(self.doc_shard_offsets), self.kv_end
+        if len(ends) == 0 or len(self.kv_begin) > 0:
+            return "causal"
+        whole = np.array_equal(ends[self.doc_shards], np.repeat(counts, counts))
+        return "full" if whole else "causal"
+
+    @property
     def num_shards(self) -> int:
         """N."""
         return len(self.shard_len)
@@ -338,21 +349,21 @@ class QkvPlan(Unchanging, Made):
         return q.T, kv.T
 
     def summary(
-        self, q_row_bytes: int = 8192, kv_row_bytes: int = 4096, gb_per_s: float = 0.0
+        self, q_row_bytes: int = 8192, kv_begin_bytes: int = 4096, gb_per_s: float = 0.0
     ) -> str:
         """Figures and bars in text. Bytes are those of one row; kv counts K and V together."""
-        return self._plan.summary_text(q_row_bytes, kv_row_bytes, gb_per_s, True)
+        return self._plan.summary_text(q_row_bytes, kv_begin_bytes, gb_per_s, True)
 
     def to_html(
         self,
         path: Union[str, os.PathLike[str], None] = None,
         q_row_bytes: int = 8192,
-        kv_row_bytes: int = 4096,
+        kv_begin_bytes: int = 4096,
         gb_per_s: float = 0.0,
         title: str = "Waybill report",
     ) -> str:
         """A page that stands alone in one file; also written to ``path`` when one is given."""
-        return kept(self._plan.report_page(q_row_bytes, kv_row_bytes, gb_per_s, title), path)
+        return kept(self._plan.report_page(q_row_bytes, kv_begin_bytes, gb_per_s, title), path)
 
     def plot_traffic(self, ax: Any = None) -> Any:
         """Draws the rows of Q and KV between ranks as a heat map; returns the axes."""

@@ -97,7 +97,7 @@ def test_attention_of_ranks_is_attention_alone(kv_layout):
         q, k, v = (x.copy() for x in dispatcher.dispatch(there, *mine))
         at = routing.attention(world.rank)
         out = np.zeros_like(q)
-        for a, n, b, m in zip(at.q_begin, at.q_len, at.kv_row, at.kv_len):
+        for a, n, b, m in zip(at.q_begin, at.q_len, at.kv_begin, at.kv_len):
             out[a : a + n] = attended(q[a : a + n], k[b : b + m], v[b : b + m])
         (home,) = dispatcher.dispatch(back, out)
         return home.copy()
@@ -135,7 +135,7 @@ def test_attention_step_of_torch():
         step = wt.AttentionStep(wt.SequenceDispatcher(world), routing, *mine)
         q, k, v = step.dispatch_qkv(*mine)
         at, outs = step.attention, []
-        for a, n, b, m in zip(at.q_begin, at.q_len, at.kv_row, at.kv_len):
+        for a, n, b, m in zip(at.q_begin, at.q_len, at.kv_begin, at.kv_len):
             outs.append(attend(q[a : a + n], k[b : b + m], v[b : b + m]))
         home = step.return_outputs(torch.cat(outs) if outs else q * 0)
         home.square().sum().backward()
