@@ -123,8 +123,8 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
 
         agree_on(self.world, _WHO, check)
         # Of schedules that a plan has; where calls are so short that it does not pay, straight.
-        use = "automatic" if self.planner.relay == "auto" else self.planner.relay
-        self._dispatcher = SequenceDispatcher(self.world, num_sms=num_sms, relay=use)
+        self._relay_use = "automatic" if self.planner.relay == "auto" else self.planner.relay
+        self._dispatcher = SequenceDispatcher(self.world, num_sms=num_sms, relay=self._relay_use)
         self._side = SideStream(self.device, bool(overlap))
         # Compiled programs read these.
         self._dtype, self._kind = self.planner.shape.dtype, self.device.type
@@ -185,7 +185,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             if self._fixed_dispatcher is None:
                 # A graph holds copies by copy engine for ever.
                 self._fixed_dispatcher = SequenceDispatcher(
-                    self.world, num_sms=self._dispatcher.num_sms, relay="never",
+                    self.world, num_sms=self._dispatcher.num_sms, relay=self._relay_use,
                     local_by_copy_engine=False,
                 )  # fmt: skip
             step = FixedStep(plan, self._fixed_dispatcher, self.kernel, self._side, fits)
