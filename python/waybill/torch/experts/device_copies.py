@@ -43,7 +43,8 @@ class DeviceExchange(Exchange):
     """As ``Exchange``: the pool brings its own way of weights and gradients."""
 
     def __init__(self, world: Any) -> None:
-        self.world, self.device_pool = world, None
+        self.world = world
+        self.device_pool: Optional[DeviceStore] = None
         self.users, self.num_modules, self.num_calls = 0, 0, 0
 
     def device_pool_of(self, sizes: Tuple[int, int], spare: int) -> DeviceStore:
