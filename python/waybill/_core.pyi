@@ -475,7 +475,12 @@ def explain_step(arg0: BatchTables, arg1: StepPrediction, /) -> list[str]: ...
 
 class BatchTables:
     def __init__(
-        self, plan: Plan, routing: VarlenRouting, options: PlannerOptions, use: str
+        self,
+        plan: Plan,
+        routing: VarlenRouting,
+        options: PlannerOptions,
+        use: str,
+        given: RelaySchedule | None,
     ) -> None: ...
     @property
     def relay(self) -> RelaySchedule: ...

@@ -17,6 +17,8 @@ from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
 from ...costs import AttentionCosts
 from ...errors import InvalidArgument, TransportError, Unsupported
+from ...planner import AttentionPlan
+from ...plans import QkvPlan
 from ...world import World, agree_on
 from .._tensors import casts_to, require_moved
 from ..kernels import Kernel as _Kernel
@@ -148,9 +150,9 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
                 self._exchange = PieceExchange(self.world)
         return self._exchange.gather(held)
 
-    def plan(self, pieces: Sequence[Any]) -> BatchPlan:
-        """The plan of what the ranks hold; as ``self.planner.plan``, which can be pickled and needs
-        no ranks.
+    def plan(self, pieces: Union[Sequence[Any], QkvPlan, AttentionPlan]) -> BatchPlan:
+        """The plan of what the ranks hold, or of a plan of one's own; as ``self.planner.plan``,
+        which can be pickled and needs no ranks.
         """
         return self.planner.plan(pieces)
 

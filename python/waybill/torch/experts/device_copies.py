@@ -43,14 +43,15 @@ class DeviceExchange(Exchange):
     """As ``Exchange``: the pool brings its own way of weights and gradients."""
 
     def __init__(self, world: Any) -> None:
-        self.world, self.device_pool = world, None
+        self.world = world
+        self.device_pool: Optional[DeviceStore] = None
         self.users, self.num_modules, self.num_calls = 0, 0, 0
 
     def device_pool_of(self, sizes: Tuple[int, int], spare: int) -> DeviceStore:
         """The pool, with room for so many bytes. Collective where it has to grow. Calls in flight
         keep the one that they had.
         """
-        pool: Optional[DeviceStore] = self.device_pool
+        pool = self.device_pool
         if pool is None or spare > pool.spare or any(a > b for a, b in zip(sizes, pool.sizes)):
             before = (0, 0) if pool is None else pool.sizes
             more = spare if pool is None else max(spare, pool.spare)
@@ -93,7 +94,7 @@ class DeviceCopies(Copies):
     def _make_store(self) -> DeviceStore:
         return DeviceStore(self.world, self._sizes(), self._spare)
 
-    def _pool(self) -> DeviceStore:
+    def _pool(self) -> Any:
         if self._own is not None:
             return self._own
         return self._exchange.device_pool_of(self._sizes(), self._spare)
