@@ -287,11 +287,17 @@ std::vector<std::vector<DocumentRange>> rank_pieces_from(const std::vector<std::
 /// A batch as ContextParallelAttention moves it. Python keeps plan and routing.
 struct BatchTables {
   /// @param use "auto", "always" or "never"
+  /// @param given a schedule of the plan's K and V, which is taken unless use is "never"; or null
   BatchTables(const QkvPlan& its_plan, const VarlenRouting& its_routing,
-              const PlannerOptions& its_options, std::string_view use)
+              const PlannerOptions& its_options, std::string_view use, const RelaySchedule* given)
       : plan(its_plan), routing(its_routing), options(its_options) {
-    if (use == "auto") relay = relay_that_pays(plan, routing, options);
-    if (use == "always") relay = plan_varlen_relay(plan, routing, options, VarlenRelayUse::always);
+    if (given != nullptr) {
+      if (use != "never") relay = *given;
+    } else if (use == "auto") {
+      relay = relay_that_pays(plan, routing, options);
+    } else if (use == "always") {
+      relay = plan_varlen_relay(plan, routing, options, VarlenRelayUse::always);
+    }
     if (!relay.empty()) sums = relay_of_sums(routing, relay);
   }
 
@@ -459,12 +465,14 @@ void bind_prediction(nb::module_& m) {
 
 void bind_named(nb::module_& m) {
   nb::class_<NamedStep> named(m, "NamedStep");
-  named.def_static("make", [](std::string name, std::int64_t shards, const StepPrediction& step) {
-    return NamedStep{std::move(name), shards, step};
+  named.def_static("make", [](std::string name, std::int64_t shards, const StepPrediction& step,
+                              std::int32_t degree) {
+    return NamedStep{std::move(name), shards, step, degree};
   });
   named.def_ro("name", &NamedStep::name);
   named.def_ro("num_shards", &NamedStep::num_shards);
   named.def_ro("step", &NamedStep::step);
+  named.def_ro("degree", &NamedStep::degree);
   m.def("step_table", [](const std::vector<NamedStep>& steps) { return step_table(steps); });
   m.def(
       "chrome_trace", [](const std::vector<NamedStep>& steps) { return chrome_trace(steps); },
@@ -472,10 +480,10 @@ void bind_named(nb::module_& m) {
   m.def(
       "compare_plans",
       [](const std::vector<std::int64_t>& lengths, const PlannerOptions& planner,
-         std::int32_t degree) {
-        return compare_plans(lengths, {.planner = planner, .degree = degree});
+         std::int32_t degree, std::int64_t head_dim) {
+        return compare_plans(lengths, {.planner = planner, .degree = degree, .head_dim = head_dim});
       },
-      "doc_lengths"_a, "planner"_a, "degree"_a, without_lock);
+      "doc_lengths"_a, "planner"_a, "degree"_a, "head_dim"_a, without_lock);
 }
 
 void bind_cost_model(nb::module_& m) {
@@ -484,10 +492,10 @@ void bind_cost_model(nb::module_& m) {
   bind_of_plan<QkvPlan>(m);
   bind_of_plan<AttentionPlan>(m);
   nb::class_<BatchTables> batch(m, "BatchTables");
-  batch.def(
-      nb::init<const QkvPlan&, const VarlenRouting&, const PlannerOptions&, std::string_view>(),
-      "plan"_a, "routing"_a, "options"_a, "use"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
-      without_lock);
+  batch.def(nb::init<const QkvPlan&, const VarlenRouting&, const PlannerOptions&, std::string_view,
+                     const RelaySchedule*>(),
+            "plan"_a, "routing"_a, "options"_a, "use"_a, "given"_a.none(), nb::keep_alive<1, 2>(),
+            nb::keep_alive<1, 3>(), without_lock);
   batch.def_ro("relay", &BatchTables::relay);
   batch.def_ro("sums", &BatchTables::sums);
   bind_of_plan<BatchTables>(m);

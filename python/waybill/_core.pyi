@@ -370,18 +370,20 @@ class StepPrediction:
 
 class NamedStep:
     @staticmethod
-    def make(arg0: str, arg1: int, arg2: StepPrediction, /) -> NamedStep: ...
+    def make(arg0: str, arg1: int, arg2: StepPrediction, arg3: int, /) -> NamedStep: ...
     @property
     def name(self) -> str: ...
     @property
     def num_shards(self) -> int: ...
     @property
     def step(self) -> StepPrediction: ...
+    @property
+    def degree(self) -> int: ...
 
 def step_table(arg: Sequence[NamedStep], /) -> str: ...
 def chrome_trace(arg: Sequence[NamedStep], /) -> str: ...
 def compare_plans(
-    doc_lengths: Sequence[int], planner: PlannerOptions, degree: int
+    doc_lengths: Sequence[int], planner: PlannerOptions, degree: int, head_dim: int
 ) -> list[NamedStep]: ...
 @overload
 def step_options(
@@ -473,7 +475,12 @@ def explain_step(arg0: BatchTables, arg1: StepPrediction, /) -> list[str]: ...
 
 class BatchTables:
     def __init__(
-        self, plan: Plan, routing: VarlenRouting, options: PlannerOptions, use: str
+        self,
+        plan: Plan,
+        routing: VarlenRouting,
+        options: PlannerOptions,
+        use: str,
+        given: RelaySchedule | None,
     ) -> None: ...
     @property
     def relay(self) -> RelaySchedule: ...
@@ -564,13 +571,13 @@ class Dispatcher:
     def plan(
         self,
         gradient: bool,
-        parts: Sequence[tuple[SparseMetadata, Sequence[tuple[str, int]], RelaySchedule, int]],
+        parts: Sequence[tuple[SparseMetadata, Sequence[tuple[str, int]], RelaySchedule, int, int]],
         stream: int,
     ) -> PlanHandle: ...
     def replace_plan(
         self,
         plan: PlanHandle,
-        parts: Sequence[tuple[SparseMetadata, Sequence[tuple[str, int]], RelaySchedule, int]],
+        parts: Sequence[tuple[SparseMetadata, Sequence[tuple[str, int]], RelaySchedule, int, int]],
         stream: int,
     ) -> None: ...
     def reserve(self, window_bytes: int, num_slots: int, stream: int) -> None: ...
@@ -672,6 +679,22 @@ def predict_experts(
     ids: Sequence[NDArray[Any]],
     options: ExpertCostOptions,
 ) -> list[Any]: ...
+def price_copies(
+    config: EPConfig,
+    dispatch: EPDispatchOptions,
+    ids: Sequence[NDArray[Any]],
+    calls: ExpertCostOptions,
+    intermediate: int,
+    gemm_flops_per_second: float,
+) -> dict[str, Any]: ...
+def break_even_rows(
+    config: EPConfig,
+    gemm_flops_per_second: float,
+    link_bytes_per_second: float,
+    weights: float,
+    gradients: float,
+    gemm: float,
+) -> int: ...
 
 class ExpertSummary:
     @property
@@ -859,4 +882,29 @@ class CopyExchange:
         owner: int,
     ) -> None: ...
     def exchange_versions(self, mine: int, owner: int) -> list[int]: ...
+    def finalize(self) -> None: ...
+
+class CopyStore:
+    def __init__(self, world: World, size_bytes: int, spare_experts: int) -> None: ...
+    def fetch_weights(
+        self,
+        tables: tuple[int, int],
+        sizes: tuple[int, int],
+        parts: Sequence[tuple[int, str]],
+        home: Sequence[int],
+        copies: Sequence[int],
+        held: tuple[int, int, bool],
+        stream: int,
+    ) -> None: ...
+    def add_gradients(
+        self,
+        tables: tuple[int, int],
+        sizes: tuple[int, int],
+        parts: Sequence[tuple[int, str]],
+        home: Sequence[int],
+        copies: Sequence[int],
+        held: tuple[int, int, bool],
+        stream: int,
+    ) -> None: ...
+    def bytes(self, first: int, count: int) -> Any: ...
     def finalize(self) -> None: ...

@@ -16,6 +16,7 @@ from .even_experts import (
 )
 from .layer import EPAll2AllLayer
 from .predict import ExpertCallPrediction, ExpertSummary, predict, summarize
+from .prices import ExpertCopyPrices, ExpertStepSeconds, break_even_rows, price_copies
 from .simulate import EPAllToAllLayoutDesc, ExpertDispatch, quantize_fp8, simulate_dispatch
 
 __all__ = [
@@ -24,12 +25,16 @@ __all__ = [
     "EPConfig",
     "EvenExperts",
     "ExpertCallPrediction",
+    "ExpertCopyPrices",
     "ExpertDispatch",
     "ExpertPlacement",
+    "ExpertStepSeconds",
     "ExpertSummary",
+    "break_even_rows",
     "even_experts",
     "plan_expert_placement",
     "predict",
+    "price_copies",
     "quantize_fp8",
     "simulate_dispatch",
     "simulate_expert_copies",

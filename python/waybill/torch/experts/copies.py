@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -30,9 +31,10 @@ class StackedExperts:
     """
 
     def __init__(self, experts: torch.nn.Module, num_experts: int) -> None:
-        self._experts, self.num_experts = experts, num_experts
+        self.module, self.num_experts = experts, num_experts
         self._names = [name for name, _ in experts.named_parameters()]
-        for name, value in experts.named_parameters():
+        self.host_waits = True  #: for the number of rows of home experts, where it is on a device
+        for name, value in zip(self._names, self.home()):
             if value.ndim == 0 or value.shape[0] != num_experts:
                 raise InvalidArgument(
                     f"{_WHO}: parameter {name} of experts has shape {list(value.shape)}, expected"
@@ -42,7 +44,10 @@ class StackedExperts:
 
     def home(self) -> List[torch.Tensor]:
         """Differentiable tensors, whose gradients are those of home experts."""
-        return [value for _, value in self._experts.named_parameters()]
+        return [
+            value.to_local() if hasattr(value, "to_local") else value  # of a DTensor
+            for _, value in self.module.named_parameters()
+        ]
 
     def of_expert(self, tensors: Tensors, expert: int) -> List[torch.Tensor]:
         """Those of one expert, from ``home()`` or ``split()``, which are detached."""
@@ -60,19 +65,53 @@ class StackedExperts:
 
         :param copies: none where no rank has any
         """
-
-        def made(tensors: Tensors, part: slice, of_part: torch.Tensor) -> torch.Tensor:
-            given = (rows[part], of_part, *(one[part] for one in weights))
-            replaced = dict(zip(self._names, tensors))
-            outputs: torch.Tensor = torch.func.functional_call(self._experts, replaced, given)
-            return outputs
-
         of_home, of_copies = ends[: self.num_experts], ends[self.num_experts :]
-        split = int(of_home[-1])
+        if copies and not self.host_waits:
+            return self._apart(home, copies, rows, of_home, of_copies, weights)
+        split = int(of_home[-1]) if copies else 0
         if not copies or split == int(ends[-1]):
-            return made(home, slice(None), of_home)
-        first = made(home, slice(0, split), of_home)
-        return torch.cat([first, made(copies, slice(split, None), of_copies - split)])
+            return self._made(home, of_home, rows, *weights)
+        before, after = ([one[part] for one in (rows, *weights)] for part in _halves(split))
+        first = self._made(home, of_home, *before)
+        return torch.cat([first, self._made(copies, of_copies - split, *after)])
+
+    def _made(
+        self, tensors: Tensors, ends: torch.Tensor, rows: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        """What the module makes of rows with these parameters."""
+        replaced, given = dict(zip(self._names, tensors)), (rows, ends, *weights)
+        outputs: torch.Tensor = torch.func.functional_call(self.module, replaced, given)
+        return outputs
+
+    def _apart(
+        self, home: Tensors, copies: Tensors, rows: torch.Tensor, of_home: torch.Tensor,
+        of_copies: torch.Tensor, weights: Tensors,
+    ) -> torch.Tensor:  # fmt: skip
+        """The same where only the device knows how many rows home experts have: copies get all rows
+        turned round, so that theirs are the first. Rows of others are zeros, as their gradients,
+        which may be anything, would be added.
+        """
+        split, count = of_home[-1], rows.shape[0]
+        place = torch.arange(count, device=rows.device)
+        of_home_rows = place < split
+        there, back = (place + split) % count, (place - split) % count
+        of_copy_rows = place < of_copies[-1] - split
+        given = (rows, *weights)
+        first = [_only(of_home_rows, one) for one in given]
+        second = [_only(of_copy_rows, one.index_select(0, there)) for one in given]
+        made = self._made(home, of_home, *first)
+        turned = self._made(copies, of_copies - split, *second).index_select(0, back)
+        outputs: torch.Tensor = torch.where(of_home_rows[:, None], made, turned)
+        return outputs
+
+
+def _halves(split: int) -> Tuple[slice, slice]:
+    return slice(0, split), slice(split, None)
+
+
+def _only(wanted: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Zeros in place of the other rows."""
+    return torch.where(wanted if rows.ndim == 1 else wanted[:, None], rows, rows.new_zeros(()))
 
 
 class GivenExperts:
@@ -82,17 +121,17 @@ class GivenExperts:
     """
 
     def __init__(self, experts: Any, num_experts: int) -> None:
-        self._experts, self.num_experts = experts, num_experts
+        self.module, self.num_experts = experts, num_experts
 
     def home(self) -> List[torch.Tensor]:
         """As ``StackedExperts.home``: expert after expert."""
         return [
-            one for e in range(self.num_experts) for one in self._experts.expert_tensors(e)
+            one for e in range(self.num_experts) for one in self.module.expert_tensors(e)
         ]  # fmt: skip
 
     def of_expert(self, tensors: Tensors, expert: int) -> List[torch.Tensor]:
         """As ``StackedExperts.of_expert``."""
-        count = len(self._experts.expert_tensors(0))
+        count = len(self.module.expert_tensors(0))
         return list(tensors[expert * count : (expert + 1) * count])
 
     def split(self, parts: List[torch.Tensor]) -> List[torch.Tensor]:
@@ -106,18 +145,24 @@ class GivenExperts:
         """As ``StackedExperts.run``."""
         tensors, num_slots = [*home, *copies], ends.shape[0]
         for slot in range(num_slots):
-            self._experts.use_tensors(slot, self.of_expert(tensors, slot) or None)
-        outputs: torch.Tensor = self._experts(rows, ends, *weights)
+            self.module.use_tensors(slot, self.of_expert(tensors, slot) or None)
+        outputs: torch.Tensor = self.module(rows, ends, *weights)
         for slot in range(num_slots):  # they hold the graph
-            self._experts.use_tensors(slot, None)
+            self.module.use_tensors(slot, None)
         return outputs
 
 
 def adapted(experts: Any, num_experts: int) -> Any:
     """The experts as tensors that are sent, and a function of tensors."""
-    for one in type(experts).__mro__:
-        if one.__name__ in ("FSDPModule", "FullyShardedDataParallel"):
-            raise Unsupported(f"{_WHO}: experts is sharded by FSDP, expected whole parameters")
+    modules = experts.modules() if isinstance(experts, torch.nn.Module) else [experts]
+    kinds = {one.__name__ for module in modules for one in type(module).__mro__}
+    if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+        raise Unsupported(f"{_WHO}: experts is sharded by FSDP, expected whole parameters")
+    if "DistributedDataParallel" in kinds:
+        raise Unsupported(
+            f"{_WHO}: experts is wrapped by DDP, whose averages miss the gradients of copies,"
+            " expected the module itself"
+        )
     if all(callable(getattr(experts, n, None)) for n in ("expert_tensors", "use_tensors")):
         return GivenExperts(experts, num_experts)
     if not isinstance(experts, torch.nn.Module):
@@ -148,22 +193,12 @@ def checked_copies(
                 "ExpertParallel: keep_copies = True, expected spare_experts > 0 with it"
             )
         return {}
-    if world.device != "cpu":
-        raise Unsupported(
-            f"{_WHO} = {spare_experts} on {world.device}, expected ranks on CPUs: weights of copies"
-            " do not travel between GPUs yet"
-        )
     if operations:
         raise Unsupported(
             f"ExpertParallel: operations = True with spare_experts = {spare_experts}, expected"
             " operations = None: no operation of torch.library brings weights of copies yet"
         )
     return options
-
-
-def copies_for(experts: Any, layer: Any, keep_copies: bool) -> Tuple[Copies, ...]:
-    """One for a layer that has spare experts. Collective."""
-    return (Copies(experts, layer, keep_copies),) if layer.spare_experts else ()
 
 
 class Store:
@@ -236,11 +271,12 @@ class Copies:
         self._first_spare, self.num_experts = layer.experts_per_rank, layer.num_tot_experts
         self._rank = layer.rank
         self._parts = self._checked_parts()
+        self._made_with = [weakref.ref(one) for one in self._parameters()]
         sizes = (self._spare * math.prod(s) * d.itemsize for s, d in self._parts)
         self.size = sum(_padded(size) for size in sizes)
-        self._exchange = Exchange.of(self.world)
+        self._exchange = self._share()
         self.number = self._exchange.num_modules
-        self._own = Store(self.size, self.world.world_size, self._spare) if keep else None
+        self._own = self._make_store() if keep else None
         if not keep:
             self._pool()
         self._forgotten = 0
@@ -269,7 +305,15 @@ class Copies:
                 raise InvalidArgument(f"{_WHO}: a tensor of an expert is {dtype}, expected floats")
         return parts
 
-    def _pool(self) -> Store:
+    def _share(self) -> Any:
+        """What the modules of the world share."""
+        return Exchange.of(self.world)
+
+    def _make_store(self) -> Any:
+        """A store of the module's own."""
+        return Store(self.size, self.world.world_size, self._spare)
+
+    def _pool(self) -> Any:
         if self._own is not None:
             return self._own
         return self._exchange.pool_of(self.size, self.world.world_size, self._spare)
@@ -296,12 +340,21 @@ class Copies:
         """Collective."""
         self._exchange.release(self.world)
 
+    def _parameters(self) -> List[torch.Tensor]:
+        module = self._experts.module
+        return list(module.parameters()) if isinstance(module, torch.nn.Module) else []
+
+    def _check_whole(self) -> None:
+        """Whether the experts are as they were: FSDP may have sharded them since."""
+        adapted(self._experts.module, self._first_spare)
+
     def before_dispatch(self, layer: Any, training: bool) -> Any:
         """Collective where copies are kept: the layout whose copies are there, None: none.
 
         In training it changes with the weights alone, so that a checkpoint that computes a forward
         again makes the same plan.
         """
+        self._check_whole()
         if not self.keep:
             return None
         versions = self._exchange.compiled.exchange_versions(self._own_version(), self.number)
@@ -314,10 +367,16 @@ class Copies:
 
     def _own_version(self) -> int:
         """A number that grows when weights of this rank change."""
-        home = self._experts.home()
+        home, whole = self._experts.home(), self._parameters()
+        # Those of FSDP, which wraps a module around this one, are filled anew for each forward, and
+        # no counter says so.
+        if any(one is not of() for one, of in zip(whole, self._made_with)):
+            self.forget()
+        # A DTensor is changed in place by way of its own counter, not of that of its part.
         seen = (
             self._forgotten,
             *((one.data_ptr(), one._version) for one in home if not one.is_inference()),
+            *(one._version for one in whole if not one.is_inference()),
         )
         if seen != self._seen:
             self._seen = seen
@@ -387,14 +446,16 @@ class Copies:
         every = range(len(self._parts))
         self._move("fetch_weights", slots, home, self.split(call.store), every)
 
-    def add(self, call: Call, home: List[Any], copies: List[Any]) -> List[Any]:
+    def add(
+        self, call: Call, home: List[Any], copies: List[Any], needs: Sequence[bool]
+    ) -> List[Any]:
         """The gradients of home's tensors, with those of copies, which come home.
 
         :param home, copies: as ``run`` gave the tensors; None for one that has no gradient
+        :param needs: of home's tensors, whether they need a gradient: alike for all experts
         """
         tensors = self._experts.home()
-        needs = [one.requires_grad for one in self._experts.of_expert(tensors, 0)]
-        which = [part for part, needed in enumerate(needs) if needed]
+        which = [part for part in range(self.num_parts) if needs[part]]
         if not which:
             return home
         first = self._rank * self._first_spare
@@ -476,11 +537,13 @@ class _Fetch(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, _token: Any, *gradients: Any) -> Any:
         read_mark(ctx)
-        home = ctx.copies.add(ctx.call, list(gradients[: ctx.count]), list(gradients[ctx.count :]))
+        needs = ctx.needs_input_grad[3:]
+        home, theirs = list(gradients[: ctx.count]), list(gradients[ctx.count :])
+        home = ctx.copies.add(ctx.call, home, theirs, needs)
         tensors = ctx.copies._experts.home()
         found = [
             (torch.zeros_like(of) if one is None else one) if needed else None
-            for one, of, needed in zip(home, tensors, ctx.needs_input_grad[3:])
+            for one, of, needed in zip(home, tensors, needs)
         ]
         return (None, None, None, *found)
 
@@ -502,5 +565,7 @@ class _Again(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         read_mark(ctx)
         ctx.copies.fetch(ctx.call)
-        token = torch.zeros(0) if ctx.needs_input_grad[3] else None
+        token = None
+        if ctx.needs_input_grad[3]:
+            token = torch.zeros(0, device=gradient.device)
         return (None, None, gradient, token, *[None] * (ctx.num_ties - 1))
