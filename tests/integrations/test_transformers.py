@@ -6,8 +6,12 @@ import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPTBigCodeConfig,
     GPTBigCodeForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForTokenClassification,
@@ -17,7 +21,7 @@ from transformers import (
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from waybill import InvalidArgument, Unsupported
-from waybill.integrations.transformers import SharedAttention, windows_of
+from waybill.integrations.transformers import Chunk, SharedAttention, windows_of
 from waybill.torch import pack, run_threads
 
 VOCABULARY, WORLD = 40, 4
@@ -35,6 +39,25 @@ def llama():
 def mistral():
     """A window that is shorter than documents."""
     return MistralForCausalLM(MistralConfig(**SIZES, head_dim=8, sliding_window=7))
+
+
+def llama4():
+    """Layers of chunks and of whole documents; both have experts."""
+    kinds = ["chunked_attention", "full_attention"]
+    config = Llama4TextConfig(
+        **SIZES, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=8,
+        layer_types=kinds, attn_temperature_tuning=False, pad_token_id=None,
+    )  # fmt: skip
+    return Llama4ForCausalLM(config)
+
+
+def gemma3():
+    """A layer with a window, and one without."""
+    config = Gemma3TextConfig(
+        **SIZES, head_dim=8, query_pre_attn_scalar=8, sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    return Gemma3ForCausalLM(config)
 
 
 def bloom():
@@ -92,7 +115,7 @@ def shared(rank, kind, checkpoints):
     return logits.detach().cpu().numpy(), [p.grad.cpu().numpy() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", [llama, mistral])
+@pytest.mark.parametrize("kind", [llama, mistral, llama4, gemma3])
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_as_one_process(kind, checkpoints):
     want, want_gradients = alone(kind)
@@ -109,8 +132,13 @@ def test_windows():
     assert windows_of(config) == [7]
     config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
     assert windows_of(config) == [None, 7]
-    config.layer_types = ["chunked_attention"]
-    with pytest.raises(Unsupported, match=r"layer_types\[0\] = 'chunked_attention'"):
+    config.layer_types = ["chunked_attention", "full_attention"]
+    config.attention_chunk_size = 8192
+    assert windows_of(config) == [Chunk(8192), None]
+    with pytest.raises(Unsupported, match="attn_temperature_tuning = True"):
+        SharedAttention(None, Llama4TextConfig(**SIZES, pad_token_id=None))
+    config.layer_types = ["linear_attention"]
+    with pytest.raises(Unsupported, match=r"layer_types\[0\] = 'linear_attention'"):
         windows_of(config)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -26,7 +26,7 @@ from ..torch import BatchPlan, BatchPlanner, ContextParallelAttention
 from ..torch.attention.plan import RankPieces
 from ..torch.kernels import AttentionShape
 
-__all__ = ["PlannedBatch", "SharedAttention", "attention_forward", "no_mask", "windows_of"]
+__all__ = ["Chunk", "PlannedBatch", "SharedAttention", "attention_forward", "no_mask", "windows_of"]
 
 
 _own: Any = PreTrainedModel.__dict__["loss_function"]
@@ -75,13 +75,34 @@ _WHO = "waybill attention"
 _REFUSED = ("softcap", "position_bias", "s_aux", "cache", "block_mask")
 
 
-def windows_of(config: Any) -> List[Optional[int]]:
+class Chunk(NamedTuple):
+    """Attention that begins anew after so many tokens of a document, as in Llama 4's layers."""
+
+    tokens: int
+
+
+#: What a layer meets of a document: the last so many keys, those of its chunk, or all (None).
+Window = Union[int, Chunk, None]
+
+
+def _known_kinds(config: Any) -> Dict[str, Window]:
+    """By the names of ``config.layer_types``."""
+    known: Dict[str, Window] = {
+        "full_attention": None,
+        "sliding_attention": getattr(config, "sliding_window", None),
+    }
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None:
+        known["chunked_attention"] = Chunk(chunk)
+    return known
+
+
+def windows_of(config: Any) -> List[Window]:
     """The windows of a model's layers, each once; None is without one."""
-    window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        return [window]
-    known = {"full_attention": None, "sliding_attention": window}
+        return [getattr(config, "sliding_window", None)]
+    known = _known_kinds(config)
     for layer, kind in enumerate(kinds):
         if kind not in known:
             raise Unsupported(
@@ -92,8 +113,8 @@ def windows_of(config: Any) -> List[Optional[int]]:
 
 
 class SharedAttention:
-    """Attention that all layers of a model share: a ContextParallelAttention for each window that
-    they have.
+    """Attention that all layers of a model share: a ContextParallelAttention for each window or
+    chunk that they have.
 
     Args:
         ranks: a World, a process group, a DeviceMesh of one dimension, or None.
@@ -107,6 +128,11 @@ class SharedAttention:
                 f"SharedAttention: config = {shown(config)}, expected that of a model"
             )
         self._config = config = config.get_text_config()
+        if getattr(config, "attn_temperature_tuning", False):
+            raise Unsupported(
+                "SharedAttention: config.attn_temperature_tuning = True, expected False: the model"
+                " scales queries by their row, not by their position in a document"
+            )
         heads = config.num_attention_heads
         given: Dict[str, Any] = {
             "heads": heads,
@@ -115,17 +141,19 @@ class SharedAttention:
             "dtype": getattr(config, "dtype", None) or torch.float32,
         }
         given.update(options)
-        self.modules: Dict[Optional[int], ContextParallelAttention] = {}
+        self.modules: Dict[Window, ContextParallelAttention] = {}
         for window in windows_of(config):
             with said_by("SharedAttention"):
-                self.modules[window] = ContextParallelAttention(ranks, window=window, **given)
+                of = "chunk" if isinstance(window, Chunk) else "window"
+                reach = {of: window.tokens if isinstance(window, Chunk) else window}
+                self.modules[window] = ContextParallelAttention(ranks, **reach, **given)
             ranks = self.modules[window].world
         self._first = next(iter(self.modules.values()))
         world = self._first.world
         self.rank, self.world_size, self.device = world.rank, world.world_size, self._first.device
 
     @property
-    def planners(self) -> Dict[Optional[int], BatchPlanner]:
+    def planners(self) -> Dict[Window, BatchPlanner]:
         """By window; a worker of a DataLoader may plan with them."""
         return {window: module.planner for window, module in self.modules.items()}
 
@@ -140,7 +168,7 @@ class SharedAttention:
             plans = {window: p.plan(pieces) for window, p in self.planners.items()}
         return self.batch(plans)
 
-    def batch(self, plans: Mapping[Optional[int], BatchPlan]) -> PlannedBatch:
+    def batch(self, plans: Mapping[Window, BatchPlan]) -> PlannedBatch:
         """The batch of plans that were made elsewhere, one for each of ``planners``."""
         if not isinstance(plans, Mapping):
             raise InvalidArgument(
@@ -178,9 +206,7 @@ class SharedAttention:
 class PlannedBatch:
     """One batch, an argument of the model's forward: ``waybill=batch``."""
 
-    def __init__(
-        self, attention: SharedAttention, plans: Mapping[Optional[int], BatchPlan]
-    ) -> None:
+    def __init__(self, attention: SharedAttention, plans: Mapping[Window, BatchPlan]) -> None:
         self.attention, self.plans = attention, dict(plans)
         self.first = next(iter(self.plans.values()))
         self._positions: Optional[torch.Tensor] = None
@@ -251,13 +277,14 @@ def attention_forward(
             f"{who}: query {tuple(query.shape)}, key {tuple(key.shape)}, expected [1, heads, rows,"
             " head_dim] of the same rows: packed documents are one batch entry, without a cache"
         )
-    if sliding_window not in shared.modules:
+    window = _window_of(module, sliding_window)
+    if window not in shared.modules:
         raise InvalidArgument(
-            f"{who}: sliding_window = {sliding_window}, expected one of {list(shared.modules)}, as"
+            f"{who}: sliding_window = {window}, expected one of {list(shared.modules)}, as"
             " of the config that SharedAttention was made of"
         )
     waybill.check_positions(options.get("position_ids"), who)
-    attention = shared.modules[sliding_window]
+    attention = shared.modules[window]
     _check_heads(who, attention.planner.shape, query, key, value)
     scale = attention.planner.shape.scale
     if scaling is not None and abs(scaling - scale) > 1e-6 * scale:
@@ -266,10 +293,19 @@ def attention_forward(
         )
     # Views: rows were in front before the model swapped them with heads.
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    return _attend(attention, waybill.plans[sliding_window], q, k, v)[None], None
+    return _attend(attention, waybill.plans[window], q, k, v)[None], None
 
 
 _attend = outside_graphs(said_by(_WHO)(ContextParallelAttention.__call__))
+
+
+def _window_of(module: Any, sliding_window: Optional[int]) -> Window:
+    """Models hand windows to the interface, chunks to their masks alone."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and layer is not None and kinds[layer] == "chunked_attention":
+        return _known_kinds(config)["chunked_attention"]
+    return sliding_window
 
 
 def _check_heads(who: str, shape: AttentionShape, *tensors: torch.Tensor) -> None:
