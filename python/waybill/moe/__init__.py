@@ -15,8 +15,9 @@ from .even_experts import (
     slot_ids,
 )
 from .layer import EPAll2AllLayer
+from .payloads import quantize_fp8, quantize_rows
 from .predict import ExpertCallPrediction, ExpertSummary, predict, summarize
-from .simulate import EPAllToAllLayoutDesc, ExpertDispatch, quantize_fp8, simulate_dispatch
+from .simulate import EPAllToAllLayoutDesc, ExpertDispatch, simulate_dispatch
 
 __all__ = [
     "EPAll2AllLayer",
@@ -31,6 +32,7 @@ __all__ = [
     "plan_expert_placement",
     "predict",
     "quantize_fp8",
+    "quantize_rows",
     "simulate_dispatch",
     "simulate_expert_copies",
     "simulate_expert_copy_gradients",
