@@ -3,8 +3,9 @@
     python examples/python/training.py [--ranks N]
     torchrun --nproc-per-node N examples/python/training.py [--wrap none|ddp|fsdp] [--dp N]
 
-Every rank loads documents of its own. They are planned together, so that all ranks have equal
-attention work; what the other layers do stays where the rows are. Loss and gradients of the first
+Every rank loads documents of its own, and knows how long those of the others are. A worker of its
+loader plans them together, so that all ranks have equal attention work; what the other layers do
+stays where the rows are. Loss and gradients of the first
 step are compared with those of one process; then the model is trained, and its loss must fall.
 docs/training.md explains each part.
 
@@ -33,26 +34,36 @@ MAX_ROWS = 192
 IGNORED = -100  # cross_entropy's: no label
 
 
-class Documents(torch.utils.data.IterableDataset):
-    """Batches of documents, a list of tensors each: arithmetic series, which can be learnt."""
+def documents_of(step, rank):
+    """A rank's documents in a step, a list of tensors: arithmetic series, which can be learnt."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
 
-    def __init__(self, rank, steps):
-        self.rank, self.steps = rank, steps
+    def draw(low, high):
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    documents, room = [], MAX_ROWS - 32 * draw(0, 3)  # not all ranks have as many rows
+    while room > 0:
+        length = min(room, draw(2, 140))
+        series = draw(0, VOCABULARY) + draw(1, 4) * torch.arange(length)
+        documents.append(series % VOCABULARY)
+        room -= length
+    return documents
+
+
+class Documents(torch.utils.data.IterableDataset):
+    """A rank's batches, packed, with their plans, which are the same on the ranks that share them.
+
+    A corpus has an index of the lengths of its documents; here these are drawn.
+    """
+
+    def __init__(self, rank, together, planner, steps):
+        self.rank, self.together, self.planner, self.steps = rank, together, planner, steps
 
     def __iter__(self):
         for step in range(self.steps):
-            generator = torch.Generator().manual_seed(1000 * step + self.rank)
-
-            def draw(low, high, generator=generator):
-                return int(torch.randint(low, high, (1,), generator=generator))
-
-            documents, room = [], MAX_ROWS - 32 * draw(0, 3)  # not all ranks have as many rows
-            while room > 0:
-                length = min(room, draw(2, 140))
-                series = draw(0, VOCABULARY) + draw(1, 4) * torch.arange(length)
-                documents.append(series % VOCABULARY)
-                room -= length
-            yield documents
+            lengths = [[len(d) for d in documents_of(step, rank)] for rank in self.together]
+            plan = self.planner.plan(lengths)
+            yield waybill.pack(documents_of(step, self.rank)), plan
 
 
 def rotate(x, positions):
@@ -189,15 +200,17 @@ def train(world, ranks, options, mesh=None):
         world, HEADS, KV_HEADS, HEAD, dtype=torch.bfloat16 if options.bf16 else torch.float32,
         block_tokens=16, in_place=True, kernel="auto" if options.bf16 else "dot_product",
     )  # fmt: skip
+    first_rank = ranks.rank - world.rank  # of those that plan together
+    together = range(first_rank, first_rank + world.world_size)
     loader = torch.utils.data.DataLoader(
-        Documents(ranks.rank, options.steps), batch_size=None, num_workers=options.workers
-    )
-    losses, first = [], {}
-    for documents in loader:
-        tokens, labels, positions, pieces = waybill.pack(documents).to(world.device)
-
-        # All ranks hear what each holds, and compute the same plan.
-        plan = attend.plan(attend.gather(pieces))
+        Documents(ranks.rank, together, attend.planner, options.steps), batch_size=None,
+        num_workers=options.workers,
+    )  # fmt: skip
+    losses, first, batches = [], {}, iter(loader)
+    following = next(batches, None)
+    while following is not None:
+        batch, plan = following
+        tokens, labels, positions, _ = batch.to(world.device)
         attention = functools.partial(attend, plan)  # of q, k and v, in every layer
 
         num_labels = sum(ranks.gather(int((labels != IGNORED).sum())))
@@ -208,6 +221,12 @@ def train(world, ranks, options, mesh=None):
         # DDP and FSDP take the mean over ranks, where the sum is wanted.
         scale = 1 if options.wrap == "none" else ranks.size
         (loss * scale).backward()
+
+        # All calls of this batch are queued: now the next one's tables, which a GPU gets meanwhile.
+        following = next(batches, None)
+        if following is not None:
+            attend.prepare(following[1])
+
         if options.wrap == "none":
             for parameter in model.parameters():
                 parameter.grad = ranks.add(parameter.grad)
@@ -225,7 +244,7 @@ def one_process(options, num_ranks):
     """Loss and gradients of the first step, with all documents in one place."""
     model = Model()
     model.load_state_dict(options.state)
-    batches = [waybill.pack(next(iter(Documents(rank, 1)))) for rank in range(num_ranks)]
+    batches = [waybill.pack(documents_of(0, rank)) for rank in range(num_ranks)]
     num_labels = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
     total = 0.0
     for tokens, labels, positions, pieces in batches:
@@ -293,7 +312,7 @@ def main():
     parser.add_argument("--bf16", action="store_true", help="under autocast")
     parser.add_argument("--checkpoint", action="store_true", help="of each block")
     parser.add_argument("--compile", metavar="BACKEND", help='such as "inductor"')
-    parser.add_argument("--workers", type=int, default=0, help="processes that load documents")
+    parser.add_argument("--workers", type=int, default=1, help="processes that load and plan")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

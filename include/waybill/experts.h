@@ -8,6 +8,7 @@
 #include "waybill/core/small_floats.h"
 #include "waybill/core/topology.h"
 #include "waybill/experts/copy_exchange.h"
+#include "waybill/experts/copy_store.h"
 #include "waybill/experts/dispatch_combine_context.h"
 #include "waybill/experts/ep_all2all_layer.h"
 #include "waybill/moe/ep_config.h"

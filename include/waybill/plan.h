@@ -9,6 +9,7 @@
 #include "waybill/core/small_floats.h"
 #include "waybill/core/topology.h"
 #include "waybill/cost_model/predict_step.h"
+#include "waybill/cost_model/predict_ulysses.h"
 #include "waybill/json/file.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/json/plan_json.h"

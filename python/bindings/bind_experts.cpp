@@ -24,6 +24,7 @@
 #include "rank_world.h"
 #include "runtime/executor.h"
 #include "waybill/experts/copy_exchange.h"
+#include "waybill/experts/copy_store.h"
 #include "waybill/experts/dispatch_combine_context.h"
 #include "waybill/experts/ep_all2all_layer.h"
 
@@ -341,25 +342,30 @@ using PartArgs = std::vector<std::pair<std::int64_t, std::string>>;
 using AddressArgs = std::vector<std::uintptr_t>;
 using RankCopies = OnRank<CopyExchange>;
 
+std::vector<ExpertPart> parts_from(const PartArgs& parts) {
+  std::vector<ExpertPart> sizes;
+  for (const auto& [elements, dtype] : parts) sizes.push_back({elements, dtype_from_name(dtype)});
+  return sizes;
+}
+
+/// Those that Python has of the caller's tensors.
+std::vector<std::byte*> pointers_from(const AddressArgs& addresses) {
+  std::vector<std::byte*> tensors;
+  for (const std::uintptr_t address : addresses) {
+    tensors.push_back(reinterpret_cast<std::byte*>(address));  // NOLINT(performance-no-int-to-ptr)
+  }
+  return tensors;
+}
+
 /// @param move fetch_weights or add_gradients
 void move_copies_py(RankCopies& exchange, const char* who,
                     void (CopyExchange::*move)(const ExpertCopyCall&), const IndexArray& slots,
                     std::int32_t num_experts, const PartArgs& parts, const AddressArgs& home,
                     const AddressArgs& copies, std::uint64_t owner) {
   const std::vector<std::int32_t> experts = int32s_from(slots, who);
-  std::vector<ExpertPart> sizes;
-  for (const auto& [elements, dtype] : parts) sizes.push_back({elements, dtype_from_name(dtype)});
-  const auto pointers = [](const AddressArgs& addresses) {
-    std::vector<std::byte*> tensors;
-    for (const std::uintptr_t address : addresses) {
-      // Those that Python has of the caller's tensors.
-      tensors.push_back(
-          reinterpret_cast<std::byte*>(address));  // NOLINT(performance-no-int-to-ptr)
-    }
-    return tensors;
-  };
-  const auto to_home = pointers(home);
-  const auto to_copies = pointers(copies);
+  const auto sizes = parts_from(parts);
+  const auto to_home = pointers_from(home);
+  const auto to_copies = pointers_from(copies);
   exchange.call(who, [&](CopyExchange& given) {
     (given.*move)({.slots = {exchange.rank()->world().world_size(), num_experts, experts},
                    .parts = sizes,
@@ -399,6 +405,76 @@ void bind_copies(nb::module_& m) {
            [](RankCopies& exchange) { exchange.call_always("finalize", &CopyExchange::finalize); });
 }
 
+using RankStore = OnRank<CopyStore>;
+
+/// @param move fetch_weights or add_gradients
+/// @param tables addresses of slots and quotas, on the device
+void move_stored_py(RankStore& store, const char* who,
+                    void (CopyStore::*move)(const CopyStoreCall&, const Stream&),
+                    const std::pair<std::uintptr_t, std::uintptr_t>& tables,
+                    const std::pair<std::int32_t, std::int32_t>& sizes, const PartArgs& parts,
+                    const AddressArgs& home, const AddressArgs& copies,
+                    const std::tuple<std::uint32_t, std::int64_t, bool>& held,
+                    std::uintptr_t stream) {
+  const auto of_parts = parts_from(parts);
+  const auto to_home = pointers_from(home);
+  const auto to_copies = pointers_from(copies);
+  const auto of_plan = pointers_from({tables.first, tables.second});
+  const auto [owner, stamp, fresh] = held;
+  const CopyStoreCall call{.num_experts = sizes.first,
+                           .spare_experts = sizes.second,
+                           .slots = reinterpret_cast<const std::int32_t*>(of_plan[0]),
+                           .quotas = reinterpret_cast<const std::int32_t*>(of_plan[1]),
+                           .parts = of_parts,
+                           .home = to_home,
+                           .copies = to_copies,
+                           .owner = owner,
+                           .stamp = stamp,
+                           .fresh = fresh};
+  const Stream queue = stream_from(stream);
+  store.call(
+      who, [&](CopyStore& given) { (given.*move)(call, queue); }, queue);
+}
+
+/// The bytes first..first + count of a store.
+nb::object stored_bytes_py(RankStore& store, std::int64_t first, std::int64_t count) {
+  auto [view, memory] = store.call_always("CopyStore", [&](CopyStore& given) {
+    return std::pair(ConstTensorView(given.data() + first, DType::uint8, {count}),
+                     std::vector<std::shared_ptr<void>>{given.memory()});
+  });
+  return array_over(view, *store.rank(), owner_of(store.rank(), std::move(memory)));
+}
+
+void bind_copy_store(nb::module_& m) {
+  nb::class_<RankStore> type(m, "CopyStore");
+  type.def(
+      "__init__",
+      [](RankStore* self, const WorldHandle& world, std::int64_t size_bytes, std::int32_t spare) {
+        new (self) RankStore(world, "CopyStore", [&](const World& ranks) {
+          return CopyStore(ranks, size_bytes, spare);
+        });
+      },
+      "world"_a, "size_bytes"_a, "spare_experts"_a);
+  const auto add = [&](const char* who,
+                       void (CopyStore::*move)(const CopyStoreCall&, const Stream&)) {
+    type.def(
+        who,
+        [who, move](RankStore& store, const std::pair<std::uintptr_t, std::uintptr_t>& tables,
+                    const std::pair<std::int32_t, std::int32_t>& sizes, const PartArgs& parts,
+                    const AddressArgs& home, const AddressArgs& copies,
+                    const std::tuple<std::uint32_t, std::int64_t, bool>& held,
+                    std::uintptr_t stream) {
+          move_stored_py(store, who, move, tables, sizes, parts, home, copies, held, stream);
+        },
+        "tables"_a, "sizes"_a, "parts"_a, "home"_a, "copies"_a, "held"_a, "stream"_a);
+  };
+  add("fetch_weights", &CopyStore::fetch_weights);
+  add("add_gradients", &CopyStore::add_gradients);
+  type.def("bytes", stored_bytes_py, "first"_a, "count"_a).def("finalize", [](RankStore& store) {
+    store.call_always("finalize", &CopyStore::finalize);
+  });
+}
+
 }  // namespace
 
 void bind_experts(nb::module_& m) {
@@ -414,6 +490,7 @@ void bind_experts(nb::module_& m) {
   bind_layer(m);
   bind_contexts(m);
   bind_copies(m);
+  bind_copy_store(m);
 }
 
 }  // namespace waybill::python

@@ -459,12 +459,14 @@ void bind_prediction(nb::module_& m) {
 
 void bind_named(nb::module_& m) {
   nb::class_<NamedStep> named(m, "NamedStep");
-  named.def_static("make", [](std::string name, std::int64_t shards, const StepPrediction& step) {
-    return NamedStep{std::move(name), shards, step};
+  named.def_static("make", [](std::string name, std::int64_t shards, const StepPrediction& step,
+                              std::int32_t degree) {
+    return NamedStep{std::move(name), shards, step, degree};
   });
   named.def_ro("name", &NamedStep::name);
   named.def_ro("num_shards", &NamedStep::num_shards);
   named.def_ro("step", &NamedStep::step);
+  named.def_ro("degree", &NamedStep::degree);
   m.def("step_table", [](const std::vector<NamedStep>& steps) { return step_table(steps); });
   m.def(
       "chrome_trace", [](const std::vector<NamedStep>& steps) { return chrome_trace(steps); },
@@ -472,10 +474,10 @@ void bind_named(nb::module_& m) {
   m.def(
       "compare_plans",
       [](const std::vector<std::int64_t>& lengths, const PlannerOptions& planner,
-         std::int32_t degree) {
-        return compare_plans(lengths, {.planner = planner, .degree = degree});
+         std::int32_t degree, std::int64_t head_dim) {
+        return compare_plans(lengths, {.planner = planner, .degree = degree, .head_dim = head_dim});
       },
-      "doc_lengths"_a, "planner"_a, "degree"_a, without_lock);
+      "doc_lengths"_a, "planner"_a, "degree"_a, "head_dim"_a, without_lock);
 }
 
 void bind_cost_model(nb::module_& m) {

@@ -88,8 +88,9 @@ class Remedy(NamedTuple):
 class StepPrediction(OfThisProcess, Made):
     """One attention layer, forward and backward, as it would run. From ``predict_step``."""
 
-    __slots__ = ("_name", "_num_shards", "_plan", "_step")
+    __slots__ = ("_degree", "_name", "_num_shards", "_plan", "_step")
     _why_not_copied = "compiled tables: predict_step makes it again from the plan, which can be"
+    _degree: int
     _name: str
     _num_shards: int
     _plan: Any
@@ -97,8 +98,10 @@ class StepPrediction(OfThisProcess, Made):
     _made_by = "waybill.predict_step(...)"
 
     @classmethod
-    def _wrap(cls, step: Any, name: str, num_shards: int, plan: Any = None) -> StepPrediction:
-        return cls._with(_step=step, _name=name, _num_shards=num_shards, _plan=plan)
+    def _wrap(
+        cls, step: Any, name: str, num_shards: int, plan: Any = None, degree: int = 0
+    ) -> StepPrediction:
+        return cls._with(_step=step, _name=name, _num_shards=num_shards, _plan=plan, _degree=degree)
 
     seconds: float = forwarded("_step.seconds", "When the last rank has ended.")
     forward_seconds: float = forwarded(
@@ -142,7 +145,7 @@ class StepPrediction(OfThisProcess, Made):
         return kept(_core.chrome_trace([self._named()]), path)
 
     def _named(self) -> Any:
-        return _core.NamedStep.make(self._name, self._num_shards, self._step)
+        return _core.NamedStep.make(self._name, self._num_shards, self._step, self._degree)
 
     def _needed_plan(self, who: str) -> Any:
         if self._plan is None:
@@ -293,6 +296,7 @@ def compare(
     *,
     mask: str = "causal",
     degree: Optional[int] = None,
+    head_dim: int = 128,
     imbalance_target: float = 1.01,
     ranks_per_node: int = 8,
     nvlink_bytes_per_second: float = LinkSpeeds.nvlink_bytes_per_second,
@@ -300,14 +304,16 @@ def compare(
     message_seconds: float = 0.4e-6,
     pairs_per_second: float = 0.0,
 ) -> Comparison:
-    """The same documents by static zigzag ("zigzag"), by sharding each document ("per document")
-    and by the planner ("planner"; "planner, relay"), as predicted steps.
+    """The same documents by static zigzag ("zigzag"), by sharding each document ("per document"),
+    by heads ("Ulysses", where they divide) and by the planner ("planner"; "planner, relay"), as
+    predicted steps.
 
     Args:
         doc_lengths: tokens, packed in order into the ranks.
         mask, q_hidden, ranks_per_node and the others that are not below: as of ``plan``.
         degree: ranks of a static context-parallel group, a divisor of world_size; None: the largest
-            within a node.
+            within a node, and for Ulysses the one that makes its step shortest.
+        head_dim: elements of a head of Q, K and V.
     """
     planner: dict[str, Any] = {
         "world_size": _world(world_size, "compare"),
@@ -336,9 +342,11 @@ def compare(
     }
     lengths = flat_list(doc_lengths, "compare: doc_lengths")
     group = 0 if degree is None else _degree(degree, "compare")
+    elements = within(head_dim, 1, 2**20, "compare: head_dim", "2^20")
     with said_by("compare", words=in_words), progress(f"compare of {len(lengths)} documents"):
-        steps = _core.compare_plans(lengths, _core.planner_options(**planner), group)
-    return Comparison({s.name: StepPrediction._wrap(s.step, s.name, s.num_shards) for s in steps})
+        steps = _core.compare_plans(lengths, _core.planner_options(**planner), group, elements)
+    wrap = StepPrediction._wrap
+    return Comparison({s.name: wrap(s.step, s.name, s.num_shards, degree=s.degree) for s in steps})
 
 
 def zigzag_plan(

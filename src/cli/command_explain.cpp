@@ -2,6 +2,7 @@
 #include "plans.h"
 #include "report/format.h"
 #include "waybill/cost_model/predict_step.h"
+#include "waybill/cost_model/predict_ulysses.h"
 #include "waybill/json/plan_json.h"
 
 #ifdef WAYBILL_CLI_CUDA
@@ -75,7 +76,12 @@ std::vector<std::string> comparison_sentences(const std::vector<NamedStep>& step
 /// The column of the plans that ContextParallelAttention makes.
 constexpr std::string_view module_column = "planner";
 
-/// The plan of the module against the faster one of the static plans, which come first.
+/// What to do where the plan of the module is slower.
+std::string advice(const std::string& by_hand) {
+  return by_hand == "Ulysses" ? "split heads here" : "shard by hand here";
+}
+
+/// The plan of the module against the fastest way by hand, which come first.
 std::string verdict(const std::vector<NamedStep>& steps) {
   const auto module = std::ranges::find(steps, module_column, &NamedStep::name);
   const auto by_hand = std::min_element(
@@ -88,7 +94,24 @@ std::string verdict(const std::vector<NamedStep>& steps) {
   return concat(format_fixed(1 / times, 2), " times as slow as \"", by_hand->name, "\"; ",
                 last.step.seconds < by_hand->step.seconds
                     ? concat("\"", last.name, "\" is faster than both")
-                    : "shard by hand here");
+                    : advice(by_hand->name));
+}
+
+std::string verdict_text(const std::vector<NamedStep>& steps) {
+  return concat("Verdict: ContextParallelAttention's plan (\"", module_column, "\") is ",
+                verdict(steps), ".");
+}
+
+/// The heads that Ulysses splits, in a line.
+std::string heads_text(const ModelShape& model, std::int64_t head_dim,
+                       const std::vector<NamedStep>& steps) {
+  const auto heads = heads_of(model, head_dim);
+  const std::string of_heads = concat("heads of ", format_count(head_dim), " elements");
+  if (!heads) return concat("No Ulysses: rows are not whole ", of_heads);
+  const std::string text = concat(of_heads, ": ", format_count(heads->q), ", and ",
+                                  format_count(heads->kv), " of K and V");
+  const bool found = std::ranges::find(steps, "Ulysses", &NamedStep::name) != steps.end();
+  return found ? concat("Ulysses: ", text) : concat("No Ulysses: no group of ranks divides ", text);
 }
 
 /// One world: documents, predictions, and the plan of the module.
@@ -101,8 +124,9 @@ Compared compared_on(Options options, std::int64_t world_size) {
   options.world_size = static_cast<std::int32_t>(world_size);
   Compared result;
   result.documents = load_documents(options);
-  result.steps = compare_plans(result.documents.lengths,
-                               {.planner = result.documents.plan, .degree = options.degree});
+  result.steps = compare_plans(
+      result.documents.lengths,
+      {.planner = result.documents.plan, .degree = options.degree, .head_dim = options.head_dim});
   return result;
 }
 
@@ -118,6 +142,8 @@ void write_compared_html(const Options& options, const Compared& compared, Progr
   StepJob job = step_job_of(plan_attention(compared.documents.lengths, compared.documents.plan),
                             compared.documents.origin);
   job.remarks = compared.documents.remarks;
+  job.remarks.push_back(heads_text(job.options.model, options.head_dim, compared.steps));
+  job.remarks.push_back(verdict_text(compared.steps));
   write_step_html(options, job, compared.steps, program);
 }
 
@@ -131,13 +157,14 @@ void compare_one(const Options& options, std::int64_t world_size, Program& progr
   const std::vector<NamedStep>& steps = compared.steps;
   console.print_remarks(compared.documents.remarks);
   console.print(concat(compared.documents.origin, ", on ", format_plural(world_size, "rank"), "\n",
-                       hardware_text(steps.front().step.options), "\n\n", step_table(steps),
+                       hardware_text(steps.front().step.options), "\n",
+                       heads_text(steps.front().step.options.model, options.head_dim, steps),
+                       "\n\n", step_table(steps),
                        "\nPhases: what the last rank waited for. Bytes: of the first "
                        "dispatch.\nKeys move before attention "
                        "in static plans too: nothing overlaps.\n\n",
-                       columns_text(steps), "\n", sentence_list(comparison_sentences(steps)),
-                       "\nVerdict: ContextParallelAttention's plan (\"", module_column, "\") is ",
-                       verdict(steps), ".\n"));
+                       columns_text(steps), "\n", sentence_list(comparison_sentences(steps)), "\n",
+                       verdict_text(steps), "\n"));
   write_compared_html(options, compared, program);
   write_trace(options, steps, console);
 }
@@ -145,25 +172,30 @@ void compare_one(const Options& options, std::int64_t world_size, Program& progr
 /// A line for each world: the step of each column, and the verdict.
 void compare_several(const Options& options, const std::vector<std::int64_t>& worlds,
                      Console& console) {
-  std::string text;
-  std::vector<NamedStep> last;
+  std::vector<std::vector<NamedStep>> rows;
   for (const std::int64_t world_size : worlds) {
-    Compared compared;
-    {
-      const Progress progress(console, concat("compare on ", format_plural(world_size, "rank")));
-      compared = compared_on(options, world_size);
-    }
+    const Progress progress(console, concat("compare on ", format_plural(world_size, "rank")));
+    Compared compared = compared_on(options, world_size);
     console.print_remarks(compared.documents.remarks);
-    std::string line = detail::pad_left(std::to_string(world_size), 7);
-    for (const NamedStep& step : compared.steps)
-      line += detail::pad_left(format_seconds(step.step.seconds), 15);
-    text += concat(line, "  ", verdict(compared.steps), "\n");
-    last = std::move(compared.steps);
+    rows.push_back(std::move(compared.steps));
   }
-  std::string head = detail::pad_left("ranks", 7);
-  for (const NamedStep& step : last) head += detail::pad_left(step.name, 15);
-  console.print(concat("Predicted steps\n", hardware_text(last.front().step.options), "\n\n", head,
-                       "  \"", module_column, "\" is\n", text, "\n", columns_text(last)));
+  const auto of_most = std::ranges::max_element(rows, {}, &std::vector<NamedStep>::size);
+  std::string text = detail::pad_left("ranks", 7);
+  for (const NamedStep& column : *of_most) text += detail::pad_left(column.name, 15);
+  text += concat("  \"", module_column, "\" is\n");
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    text += detail::pad_left(std::to_string(worlds[i]), 7);
+    for (const NamedStep& column : *of_most) {
+      const auto step = std::ranges::find(rows[i], column.name, &NamedStep::name);
+      text +=
+          detail::pad_left(step == rows[i].end() ? "-" : format_seconds(step->step.seconds), 15);
+    }
+    text += concat("  ", verdict(rows[i]), "\n");
+  }
+  const StepOptions& assumed = of_most->front().step.options;
+  console.print(concat("Predicted steps\n", hardware_text(assumed), "\n",
+                       heads_text(assumed.model, options.head_dim, *of_most), "\n\n", text, "\n",
+                       columns_text(*of_most)));
 }
 
 int run_compare(const Options& options, Command /*command*/, Program& program) {
@@ -254,8 +286,9 @@ void add_explain_command(Command app, Program& program) {
 void add_compare_command(Command app, Program& program) {
   auto [command, options] = add_command(
       app, program, "compare",
-      "Compares static context parallelism, by zigzag over the packed sequence and for each "
-      "document, with the planner on the same documents: work, bytes and predicted times side by "
+      "Compares static context parallelism, by zigzag over the packed sequence, for each document "
+      "and by heads (Ulysses), with the planner on the same documents: work, bytes and predicted "
+      "times side by "
       "side, and a verdict. Nothing is run.",
       run_compare);
   add_document_options(command, options);
@@ -271,16 +304,20 @@ void add_compare_command(Command app, Program& program) {
   command.under(plan_group)
       .option("--degree", options.degree,
               "Ranks in a static context-parallel group, a divisor of the world size; 0: the "
-              "largest that fits in a node")
+              "largest that fits in a node, and for Ulysses the best")
       .value_name("N")
       .not_negative()
       .show_default();
+  command.under(rows_group)
+      .number("--head-dim", options.head_dim, 1, 1 << 20,
+              "Elements of a head, of which Ulysses gives each rank some");
   command.under(output_group).file("--html", options.html, "Write a report with the timelines");
   add_trace_option(command, options);
   command.footer(
       "Examples:\n"
       "  waybill compare\n"
       "  waybill compare --world-size 2,4,8,16,32\n"
+      "  waybill compare --world-size 8 --q-hidden 8192 --kv-hidden 1024 --head-dim 128\n"
       "  waybill compare --distribution prolong --world-size 256 --degree 16\n"
       "  echo 300000 5000 5000 | waybill compare --lengths - --world-size 4 --trace steps.json");
 }

@@ -78,6 +78,7 @@ struct Options {
   // Predictions.
   std::string transfer = "auto";
   std::int32_t degree = 0;
+  std::int64_t head_dim = 128;
 
   [[nodiscard]] bool is_drawn() const { return lengths_path.empty() && corpus_path.empty(); }
   [[nodiscard]] RowBytes row_bytes() const;

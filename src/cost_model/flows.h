@@ -101,4 +101,13 @@ void run_transfer(const FlowSet& set, bool reverse, double nvlink_share, const T
 /// Runs one kernel: `seconds` is set, too.
 void run_kernel(PhasePrediction& phase);
 
+/// (query, key) pairs of a rank in a second of this kernel.
+[[nodiscard]] double kernel_pairs_per_second(const StepOptions& options, StepPhase phase);
+
+/// When the last rank has ended it.
+[[nodiscard]] double end_of(const PhasePrediction& phase);
+
+/// What the last rank waited for, phase by phase; without amounts and documents.
+[[nodiscard]] std::vector<StepCause> path_of(const StepPrediction& step);
+
 }  // namespace waybill::detail

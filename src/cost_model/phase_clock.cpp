@@ -7,6 +7,10 @@
 namespace waybill::detail {
 namespace {
 
+/// Operations of a pair for each element of a row of Q: two products forward, five backward.
+constexpr double forward_flops = 4;
+constexpr double backward_flops = 10;
+
 /// A time, and the rank whose begin and links decide it.
 using Ready = std::pair<double, std::int32_t>;
 
@@ -16,6 +20,12 @@ void wait_for(Ready& ready, const Ready& other) {
 
 LinkBytes reversed(const LinkBytes& links) {
   return {links.nvlink_out, links.nvlink_in, links.network_out, links.network_in};
+}
+
+double forward_pairs_per_second(const StepOptions& options) {
+  if (options.hardware.pairs_per_second > 0) return options.hardware.pairs_per_second;
+  return options.costs.forward_flops_per_second /
+         (forward_flops * static_cast<double>(options.model.q_hidden));
 }
 
 class TransferClock {
@@ -163,6 +173,26 @@ class TransferClock {
   std::vector<Ready> done_;          // when its links are done and all rows for it are there
 };
 
+// The link or kernel of a rank that keeps others waiting, or itself.
+StepResource resource_of(const PhasePrediction& phase, std::int32_t waiter, std::int32_t rank,
+                         const StepOptions& options) {
+  if (!moves_rows(phase.phase))
+    return phase.seconds[rank] > 0 ? StepResource::compute : StepResource::nothing;
+  const LinkBytes& links = phase.links[rank];
+  const auto nvlink = [&](std::int64_t bytes) {
+    return static_cast<double>(bytes) / options.hardware.nvlink_bytes_per_second;
+  };
+  const auto network = [&](std::int64_t bytes) {
+    return static_cast<double>(bytes) / options.hardware.network_bytes_per_second;
+  };
+  const bool own = waiter == rank;
+  return LinkSeconds{.nvlink_in = own ? nvlink(links.nvlink_in) : 0,
+                     .nvlink_out = nvlink(links.nvlink_out),
+                     .network_in = own ? network(links.network_in) : 0,
+                     .network_out = network(links.network_out)}
+      .slowest();
+}
+
 }  // namespace
 
 StepResource LinkSeconds::slowest() const {
@@ -191,6 +221,33 @@ void run_kernel(PhasePrediction& phase) {
                    .rank = static_cast<std::int32_t>(most - phase.seconds.begin()),
                    .resource = *most > 0 ? StepResource::compute : StepResource::nothing,
                    .seconds = *most};
+}
+
+double kernel_pairs_per_second(const StepOptions& options, StepPhase phase) {
+  const double forward = forward_pairs_per_second(options);
+  if (phase == StepPhase::attention) return forward;
+  return forward * forward_flops / backward_flops * options.costs.backward_flops_per_second /
+         options.costs.forward_flops_per_second;
+}
+
+double end_of(const PhasePrediction& phase) {
+  return *std::max_element(phase.end.begin(), phase.end.end());
+}
+
+std::vector<StepCause> path_of(const StepPrediction& step) {
+  std::vector<StepCause> path;
+  const std::vector<double>& ends = step.phases.back().end;
+  auto rank = static_cast<std::int32_t>(std::max_element(ends.begin(), ends.end()) - ends.begin());
+  for (auto phase = step.phases.rbegin(); phase != step.phases.rend(); ++phase) {
+    const std::int32_t cause = phase->waits_for[rank];
+    path.push_back({.phase = phase->phase,
+                    .rank = cause,
+                    .resource = resource_of(*phase, rank, cause, step.options),
+                    .seconds = phase->end[rank] - phase->begin[cause]});
+    rank = cause;
+  }
+  std::reverse(path.begin(), path.end());
+  return path;
 }
 
 }  // namespace waybill::detail

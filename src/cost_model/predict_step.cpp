@@ -10,21 +10,18 @@
 #include "planner/node_routes.h"
 #include "routing/homes.h"
 #include "waybill/core/error.h"
-#include "waybill/planner/static_plans.h"
 #include "waybill/planner/varlen_relay.h"
 
 namespace waybill {
 namespace {
 
+using detail::end_of;
 using detail::FlowSet;
 using detail::homes_of;
+using detail::kernel_pairs_per_second;
 using detail::TimedPlan;
 
 constexpr const char* in_predict_step = "predict_step";
-
-/// Operations of a pair for each element of a row of Q: two products forward, five backward.
-constexpr double forward_flops = 4;
-constexpr double backward_flops = 10;
 
 void check_bytes(const TimedPlan& timed, const StepOptions& options) {
   double rows = 0;
@@ -37,19 +34,6 @@ void check_bytes(const TimedPlan& timed, const StepOptions& options) {
       static_cast<double>(options.model.q_row_bytes() + options.model.kv_row_bytes());
   require(2 * rows * row_bytes < 0x1p62, in_predict_step, ": ", rows, " rows of ", row_bytes,
           " bytes, expected at most 2^62 bytes in all");
-}
-
-double forward_pairs_per_second(const StepOptions& options) {
-  if (options.hardware.pairs_per_second > 0) return options.hardware.pairs_per_second;
-  return options.costs.forward_flops_per_second /
-         (forward_flops * static_cast<double>(options.model.q_hidden));
-}
-
-double kernel_pairs_per_second(const StepOptions& options, StepPhase phase) {
-  const double forward = forward_pairs_per_second(options);
-  if (phase == StepPhase::attention) return forward;
-  return forward * forward_flops / backward_flops * options.costs.backward_flops_per_second /
-         options.costs.forward_flops_per_second;
 }
 
 std::vector<double> kernel_seconds(const std::vector<std::int64_t>& work, double pairs_per_second,
@@ -124,10 +108,6 @@ void run_phase(const StepFlows& flows, const Topology& nodes, const StepPredicti
   }
 }
 
-double end_of(const PhasePrediction& phase) {
-  return *std::max_element(phase.end.begin(), phase.end.end());
-}
-
 // Takes dK and dV back as K and V went, where that is sooner than straight. Those of a batch go
 // straight on one node, as the dispatcher sends them there.
 void try_forwarded_gradient(const StepFlows& flows, const Topology& nodes, bool is_batch,
@@ -142,42 +122,6 @@ void try_forwarded_gradient(const StepFlows& flows, const Topology& nodes, bool 
   if (end_of(forwarded) >= end_of(step.phases.back())) return;
   step.phases.back() = std::move(forwarded);
   step.gradient_transfer = step.options.transfer;
-}
-
-// The link or kernel of a rank that keeps others waiting, or itself.
-StepResource resource_of(const PhasePrediction& phase, std::int32_t waiter, std::int32_t rank,
-                         const StepOptions& options) {
-  if (!moves_rows(phase.phase))
-    return phase.seconds[rank] > 0 ? StepResource::compute : StepResource::nothing;
-  const LinkBytes& links = phase.links[rank];
-  const auto nvlink = [&](std::int64_t bytes) {
-    return static_cast<double>(bytes) / options.hardware.nvlink_bytes_per_second;
-  };
-  const auto network = [&](std::int64_t bytes) {
-    return static_cast<double>(bytes) / options.hardware.network_bytes_per_second;
-  };
-  const bool own = waiter == rank;
-  return detail::LinkSeconds{.nvlink_in = own ? nvlink(links.nvlink_in) : 0,
-                             .nvlink_out = nvlink(links.nvlink_out),
-                             .network_in = own ? network(links.network_in) : 0,
-                             .network_out = network(links.network_out)}
-      .slowest();
-}
-
-std::vector<StepCause> path_of(const StepPrediction& step) {
-  std::vector<StepCause> path;
-  const std::vector<double>& ends = step.phases.back().end;
-  auto rank = static_cast<std::int32_t>(std::max_element(ends.begin(), ends.end()) - ends.begin());
-  for (auto phase = step.phases.rbegin(); phase != step.phases.rend(); ++phase) {
-    const std::int32_t cause = phase->waits_for[rank];
-    path.push_back({.phase = phase->phase,
-                    .rank = cause,
-                    .resource = resource_of(*phase, rank, cause, step.options),
-                    .seconds = phase->end[rank] - phase->begin[cause]});
-    rank = cause;
-  }
-  std::reverse(path.begin(), path.end());
-  return path;
 }
 
 bool goes_out(StepResource resource) {
@@ -303,7 +247,7 @@ StepPrediction predict_plan(const TimedPlan& timed, const StepOptions& options, 
   try_forwarded_gradient(flows, nodes, !timed.stays.empty(), step);
   step.seconds = end_of(step.phases.back());
   step.forward_seconds = end_of(step.phase(StepPhase::output));
-  step.path = path_of(step);
+  step.path = detail::path_of(step);
   find_documents(timed, nodes, shard_pairs, step);
   return step;
 }
@@ -505,51 +449,6 @@ std::vector<Remedy> step_remedies(const StepPredictor& predictor, const StepPred
   std::stable_sort(remedies.begin(), remedies.end(),
                    [](const Remedy& a, const Remedy& b) { return a.seconds < b.seconds; });
   return remedies;
-}
-
-std::vector<NamedStep> compare_plans(std::span<const std::int64_t> doc_lengths,
-                                     const CompareOptions& options) {
-  const AttentionPlan planned = plan_attention(doc_lengths, options.planner);
-  StepOptions step = StepOptions::of(planned);
-  step.costs = options.costs;
-  step.transfer = TransferMode::direct;
-  const StaticPlanOptions fixed{
-      .world_size = planned.options.world_size,
-      .tokens_per_rank = planned.options.tokens_per_rank,
-      .degree = options.degree > 0
-                    ? options.degree
-                    : StaticPlanOptions::degree_of(planned.options.world_size,
-                                                   planned.options.hardware.ranks_per_node),
-      .mask = planned.plan.mask};
-  std::vector<NamedStep> steps;
-  const auto add = [&](const char* name, const QkvPlan& plan) {
-    steps.push_back({name, plan.num_shards(), predict_step(plan, step)});
-  };
-  add("zigzag", zigzag_plan(doc_lengths, fixed));
-  add("per document", per_document_plan(doc_lengths, fixed));
-  const StepPredictor predictor(planned);
-  const std::int64_t num_shards = planned.plan.num_shards();
-  steps.push_back({"planner", num_shards, predictor.predict(step)});
-  if (predictor.has_relay()) {
-    step.transfer = TransferMode::relay;
-    steps.push_back({"planner, relay", num_shards, predictor.predict(step)});
-  }
-  return steps;
-}
-
-std::vector<NamedStep> compare_transfers(const StepPredictor& predictor, const StepOptions& options,
-                                         std::int64_t num_shards) {
-  StepOptions step = options;
-  std::vector<NamedStep> steps;
-  const auto add = [&](const char* name, TransferMode transfer) {
-    step.transfer = transfer;
-    steps.push_back({name, num_shards, predictor.predict(step)});
-  };
-  add("direct", TransferMode::direct);
-  if (steps.front().step.world_size > options.hardware.ranks_per_node)
-    add("once per node", TransferMode::once_per_node);
-  if (predictor.has_relay()) add("relay", TransferMode::relay);
-  return steps;
 }
 
 namespace {

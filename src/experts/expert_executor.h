@@ -8,6 +8,7 @@
 #include "experts/expert_memory.h"
 #include "runtime/executor.h"
 #include "runtime/fingerprint.h"
+#include "waybill/experts/copy_store.h"
 #include "waybill/experts/expert_tensors.h"
 #include "waybill/moe/ep_config.h"
 
@@ -154,6 +155,30 @@ void wait_for_ranks(Transport& transport, const SignalPad& signals, std::int64_t
                     std::int32_t first, std::int32_t count, std::uint64_t epoch,
                     std::string_view operation);
 
+inline constexpr std::int64_t max_copy_store_parts = 16;
+inline constexpr std::int64_t max_copy_store_tensors = 256;  ///< of a rank's home experts
+
+/// The memory and the kernels of a CopyStore, whose calls are checked. A call enters as one of
+/// ExpertExecutor does: what a rank's store held may be overwritten once that rank has entered.
+/// Gradients end when all ranks have read the stores.
+class CopyStoreExecutor {
+ public:
+  CopyStoreExecutor() = default;
+  CopyStoreExecutor(const CopyStoreExecutor&) = delete;
+  CopyStoreExecutor& operator=(const CopyStoreExecutor&) = delete;
+  virtual ~CopyStoreExecutor() = default;
+
+  /// The store, whose `local` is null after release().
+  [[nodiscard]] virtual const SymmetricBuffer& store() const = 0;
+  /// As CopyStore's calls.
+  virtual void fetch_weights(const CopyStoreCall& call, const CallFingerprint& fingerprint,
+                             const Stream& stream) = 0;
+  virtual void add_gradients(const CopyStoreCall& call, const CallFingerprint& fingerprint,
+                             const Stream& stream) = 0;
+  /// Collective.
+  virtual void release() = 0;
+};
+
 /// A world's executor that is this too has an ExpertExecutor of its own kind.
 class ExpertExecutorFactory {
  public:
@@ -166,6 +191,11 @@ class ExpertExecutorFactory {
   ///   grow
   [[nodiscard]] virtual std::unique_ptr<ExpertExecutor> make_expert_executor(
       const EPConfig& config, const EPDispatchOptions& options, const ExpertMemory& memory) = 0;
+
+  /// Collective. @param name of the memory, in errors
+  /// @throws Unsupported; Timeout
+  [[nodiscard]] virtual std::unique_ptr<CopyStoreExecutor> make_copy_store(
+      std::int64_t size_bytes, std::int32_t spare_experts, std::string_view name) = 0;
 };
 
 /// Makes the executor of one layer on this world: its own kind, if the world's executor is a

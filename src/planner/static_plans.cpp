@@ -30,29 +30,6 @@ void check_pieces(const std::vector<DocumentPiece>& pieces, std::int64_t num_doc
   }
 }
 
-void check_documents(std::span<const std::int64_t> doc_lengths, const StaticPlanOptions& options,
-                     const char* who) {
-  require(1 <= options.world_size && options.world_size <= max_world_size, who,
-          ": world_size = ", options.world_size, ", expected 1..", max_world_size);
-  require(1 <= options.degree && options.world_size % options.degree == 0, who,
-          ": degree = ", options.degree,
-          ", expected a divisor of world_size = ", options.world_size);
-  constexpr std::int64_t max_tokens = std::int64_t{1} << 40;
-  require(
-      1 <= options.tokens_per_rank && options.tokens_per_rank <= max_tokens / options.world_size,
-      who, ": tokens_per_rank = ", options.tokens_per_rank, ", expected 1..",
-      max_tokens / options.world_size);
-  const std::int64_t capacity = options.world_size * options.tokens_per_rank;
-  std::int64_t sum = 0;
-  for (std::size_t d = 0; d < doc_lengths.size(); ++d) {
-    require(doc_lengths[d] >= 1, who, ": doc_lengths[", d, "] = ", doc_lengths[d],
-            ", expected >= 1");
-    require(doc_lengths[d] <= capacity - sum, who, ": doc_lengths[0..", d,
-            "] exceed world_size * tokens_per_rank = ", capacity);
-    sum += doc_lengths[d];
-  }
-}
-
 /// The rank of a group of `degree` that has chunk `chunk` of 2 * degree.
 std::int32_t zigzag_rank(std::int64_t chunk, std::int32_t degree) {
   return static_cast<std::int32_t>(chunk < degree ? chunk : 2 * degree - 1 - chunk);
@@ -115,8 +92,27 @@ std::int32_t StaticPlanOptions::degree_of(std::int32_t world_size, std::int32_t 
   return degree;
 }
 
+void StaticPlanOptions::check(std::span<const std::int64_t> doc_lengths, const char* who) const {
+  require(1 <= world_size && world_size <= max_world_size, who, ": world_size = ", world_size,
+          ", expected 1..", max_world_size);
+  require(1 <= degree && world_size % degree == 0, who, ": degree = ", degree,
+          ", expected a divisor of world_size = ", world_size);
+  constexpr std::int64_t max_tokens = std::int64_t{1} << 40;
+  require(1 <= tokens_per_rank && tokens_per_rank <= max_tokens / world_size, who,
+          ": tokens_per_rank = ", tokens_per_rank, ", expected 1..", max_tokens / world_size);
+  const std::int64_t capacity = world_size * tokens_per_rank;
+  std::int64_t sum = 0;
+  for (std::size_t d = 0; d < doc_lengths.size(); ++d) {
+    require(doc_lengths[d] >= 1, who, ": doc_lengths[", d, "] = ", doc_lengths[d],
+            ", expected >= 1");
+    require(doc_lengths[d] <= capacity - sum, who, ": doc_lengths[0..", d,
+            "] exceed world_size * tokens_per_rank = ", capacity);
+    sum += doc_lengths[d];
+  }
+}
+
 QkvPlan zigzag_plan(std::span<const std::int64_t> doc_lengths, const StaticPlanOptions& options) {
-  check_documents(doc_lengths, options, "zigzag_plan");
+  options.check(doc_lengths, "zigzag_plan");
   const std::int64_t total =
       std::accumulate(doc_lengths.begin(), doc_lengths.end(), std::int64_t{});
   const std::int64_t sequence = options.tokens_per_rank * options.degree;
@@ -147,7 +143,7 @@ QkvPlan zigzag_plan(std::span<const std::int64_t> doc_lengths, const StaticPlanO
 
 QkvPlan per_document_plan(std::span<const std::int64_t> doc_lengths,
                           const StaticPlanOptions& options) {
-  check_documents(doc_lengths, options, "per_document_plan");
+  options.check(doc_lengths, "per_document_plan");
   const std::int64_t num_chunks = 2 * std::int64_t{options.degree};
   std::vector<DocumentPiece> pieces;
   std::int64_t first = 0;

@@ -68,6 +68,10 @@ std::vector<StepFigure> step_figures(std::span<const NamedStep> steps) {
     figures.push_back({std::move(label), {}});
     for (const NamedStep& step : steps) figures.back().cells.push_back(cell(step));
   };
+  if (std::ranges::any_of(steps, [](const NamedStep& s) { return s.degree > 0; })) {
+    add("ranks of a group",
+        [](const NamedStep& s) { return s.degree > 0 ? format_count(s.degree) : "-"; });
+  }
   add("shards", [](const NamedStep& s) { return format_count(s.num_shards); });
   add("work, max / mean",
       [](const NamedStep& s) { return format_fixed(imbalance(s.step.work), 3); });
@@ -100,11 +104,15 @@ std::string step_table(std::span<const NamedStep> steps) {
 }
 
 std::string_view meaning_of_step(std::string_view name) {
-  static constexpr std::array<std::pair<std::string_view, std::string_view>, 7> meanings = {{
+  static constexpr std::array<std::pair<std::string_view, std::string_view>, 8> meanings = {{
       {"zigzag",
        "static; the packed sequence of a group is cut into two chunks per rank, and rank i has the "
        "i-th and the i-th from the end. Keys and values are gathered."},
       {"per document", "static; the same cut of every document."},
+      {"Ulysses",
+       "heads are split over the ranks of a group instead of tokens; each attends to whole "
+       "documents. Q, K, V, O and their gradients are exchanged by all-to-all; K and V are "
+       "repeated where a group has more ranks than KV heads."},
       {"planner",
        "what ContextParallelAttention plans: rows go straight to where they are attended to. It "
        "sends K and V once for each query shard, as --kv-layout per_query counts them."},

@@ -57,7 +57,7 @@ TEST_F(StepCommandsTest, CompareShowsAllSideBySide) {
       holds(compared.out, {"zigzag", "per document", "planner, relay", "work, max / mean",
                            "bytes in, mean", "bytes out, max", "attention backward", "\n  step "}));
   const auto trace = nlohmann::json::parse(text_of(path("steps.json")));
-  EXPECT_EQ(trace.at("traceEvents").size(), 4U * (8 * (7 + 1) + 2)) << "phases, names, nodes";
+  EXPECT_EQ(trace.at("traceEvents").size(), 5U * (8 * (7 + 1) + 2)) << "phases, names, nodes";
 }
 
 TEST_F(StepCommandsTest, CompareExplainsColumnsAndGivesAVerdict) {
@@ -67,6 +67,15 @@ TEST_F(StepCommandsTest, CompareExplainsColumnsAndGivesAVerdict) {
                                "\"planner\": what ContextParallelAttention plans",
                                "\"zigzag\": static; the packed sequence",
                                "\nVerdict: ContextParallelAttention's plan (\"planner\") is "}));
+  EXPECT_TRUE(holds(even.out, {"Ulysses: heads of 128 elements: 32, and 8 of K and V\n",
+                               "ranks of a group", "\"Ulysses\": heads are split"}));
+  const ProgramResult odd =
+      run("compare --lengths - --world-size 2 --head-dim 1000", "[4096, 4096]");
+  EXPECT_TRUE(holds(odd.out, {"No Ulysses: rows are not whole heads of 1,000 elements\n"}));
+  // One document over slow links: 8 ranks exchange fewer bytes of heads than of tokens.
+  const ProgramResult heads =
+      run("compare --lengths - --world-size 8 --kv-hidden 4096 --nvlink 20GB/s", "[524288]");
+  EXPECT_TRUE(holds(heads.out, {"times as slow as \"Ulysses\"; split heads here.\n"}));
   const ProgramResult skewed =
       run("compare --lengths - --world-size 2 --network 10", "[60000, 500, 500, 500, 58500]");
   EXPECT_TRUE(
@@ -80,6 +89,8 @@ TEST_F(StepCommandsTest, CompareOfSeveralWorldsHasALineEach) {
   EXPECT_TRUE(
       holds(several.out, {"\n  ranks ", "per document", "planner, relay", "\"planner\" is\n",
                           "\n      2 ", "\n      4 ", "\n      8 ", "Columns\n"}));
+  const ProgramResult some = run("compare --world-size 3,4" + drawn);
+  EXPECT_TRUE(holds(some.out, {" Ulysses ", "\n      3 ", " - "})) << "3 ranks, 32 heads";
   // A line's last step is that of the world alone.
   const std::string alone = run("compare --world-size 4" + drawn).out;
   const std::size_t at = alone.find("\n  step ");
@@ -96,7 +107,7 @@ TEST_F(StepCommandsTest, ReportsHaveTheColumnsOfCompare) {
   const ProgramResult compared = run("compare" + two_nodes + "--html c.html");
   ASSERT_EQ(compared.exit_code, 0) << compared.err;
   const std::string page = text_of(path("c.html"));
-  EXPECT_TRUE(holds(page, {"<th>zigzag</th><th>per document</th><th>planner</th>",
+  EXPECT_TRUE(holds(page, {"<th>zigzag</th><th>per document</th><th>Ulysses</th><th>planner</th>",
                            "<th>planner, relay</th>", "<th>work, max / mean</th>",
                            "<dt>per document</dt><dd>static; the same cut of every document."}));
   ASSERT_EQ(run("demo --html d.html" + two_nodes).exit_code, 0);

@@ -5,6 +5,7 @@
 
 #include "waybill/core/error.h"
 #include "waybill/cost_model/predict_step.h"
+#include "waybill/cost_model/predict_ulysses.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/planner/planner.h"
 #include "waybill/planner/static_plans.h"
@@ -22,16 +23,19 @@ TEST(ComparePlans, AreThePlansByTheirNames) {
   const auto lengths = sample_documents(length_distribution("wlbllm"), 16 * 8192, 2);
   const CompareOptions options{.planner = {.world_size = 16, .tokens_per_rank = 8192}};
   const auto steps = compare_plans(lengths, options);
-  ASSERT_EQ(steps.size(), 4U);
+  ASSERT_EQ(steps.size(), 5U);
   EXPECT_EQ(steps[0].name, "zigzag");
   EXPECT_EQ(steps[1].name, "per document");
-  EXPECT_EQ(steps[2].name, "planner");
-  EXPECT_EQ(steps[3].name, "planner, relay");
+  EXPECT_EQ(steps[2].name, "Ulysses");
+  EXPECT_EQ(steps[3].name, "planner");
+  EXPECT_EQ(steps[4].name, "planner, relay");
   const StaticPlanOptions fixed{.world_size = 16, .tokens_per_rank = 8192, .degree = 8};
   StepOptions step;
   EXPECT_EQ(steps[0].step, predict_step(zigzag_plan(lengths, fixed), step));
   EXPECT_EQ(steps[1].step, predict_step(per_document_plan(lengths, fixed), step));
-  EXPECT_EQ(steps[3].step, predict_step(plan_attention(lengths, options.planner)));
+  EXPECT_EQ(steps[4].step, predict_step(plan_attention(lengths, options.planner)));
+  EXPECT_EQ(steps[0].degree, 8);
+  EXPECT_EQ(steps[3].degree, 0);
   const auto total = [](const NamedStep& s) {
     return std::accumulate(s.step.work.begin(), s.step.work.end(), std::int64_t{0});
   };
@@ -48,11 +52,11 @@ TEST(ComparePlans, QualityOnFixedBatches) {
       const auto steps = compare_plans(lengths, {.planner = {.world_size = 64}});
       EXPECT_GT(imbalance(steps[0].step.work), 3) << distribution << " " << seed;
       EXPECT_GT(imbalance(steps[1].step.work), 1.5);
-      EXPECT_LE(imbalance(steps[2].step.work), 1.01);
-      EXPECT_LT(steps[3].step.seconds, 0.5 * steps[0].step.seconds);
-      EXPECT_LT(steps[3].step.seconds, 1.2 * steps[1].step.seconds) << "its rows cross nodes";
-      EXPECT_LT(steps[3].step.seconds, steps[2].step.seconds);
-      planned += steps[3].step.seconds;
+      EXPECT_LE(imbalance(steps[3].step.work), 1.01);
+      EXPECT_LT(steps[4].step.seconds, 0.5 * steps[0].step.seconds);
+      EXPECT_LT(steps[4].step.seconds, 1.2 * steps[1].step.seconds) << "its rows cross nodes";
+      EXPECT_LT(steps[4].step.seconds, steps[3].step.seconds);
+      planned += steps[4].step.seconds;
       by_document += steps[1].step.seconds;
     }
     EXPECT_LT(planned, 0.75 * by_document) << distribution;
@@ -64,10 +68,31 @@ TEST(ComparePlans, TheDegreeIsTheCallers) {
   CompareOptions options{.planner = {.world_size = 4, .tokens_per_rank = 2048, .relay = false},
                          .degree = 2};
   const auto steps = compare_plans(lengths, options);
-  ASSERT_EQ(steps.size(), 3U) << "no relay was asked for";
+  ASSERT_EQ(steps.size(), 4U) << "no relay was asked for";
+  EXPECT_EQ(steps[2].degree, 2);
   EXPECT_NEAR(imbalance(steps[0].step.work), 1, 1e-3) << "a document a group of two";
   options.degree = 3;
   EXPECT_THROW((void)compare_plans(lengths, options), InvalidArgument);
+}
+
+// 16 ranks of two nodes, 32 heads and 8 of K and V: groups of 2, 4, 8 and 16 divide them.
+TEST(ComparePlans, UlyssesHasTheGroupsThatMakeItsStepShortest) {
+  const std::vector<std::int64_t> even(16, 8192);
+  CompareOptions options{.planner = {.world_size = 16, .tokens_per_rank = 8192, .relay = false}};
+  const auto ulysses = [&](const std::vector<std::int64_t>& lengths) {
+    return compare_plans(lengths, options)[2];
+  };
+  EXPECT_EQ(ulysses(even).degree, 2) << "a document a rank: the fewest bytes";
+  EXPECT_EQ(ulysses(even).num_shards, 32);
+  EXPECT_EQ(ulysses({16 * 8192}).degree, 16) << "one document";
+  options.degree = 4;
+  const StaticPlanOptions groups{.world_size = 16, .tokens_per_rank = 8192, .degree = 4};
+  EXPECT_EQ(ulysses(even).step, predict_ulysses(even, groups, 128));
+  options.degree = 0;
+  options.planner.model.q_hidden = 4097;
+  EXPECT_EQ(ulysses(even).name, "planner") << "no whole heads";
+  options.planner.model.q_hidden = 5 * 128;
+  EXPECT_EQ(ulysses(even).name, "planner") << "5 heads";
 }
 
 TEST(CompareTransfers, OnlyThoseThatApply) {

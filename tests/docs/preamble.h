@@ -33,6 +33,7 @@
 #include "waybill/core/wait.h"
 #include "waybill/cost_model/predict_experts.h"
 #include "waybill/cost_model/predict_step.h"
+#include "waybill/cost_model/predict_ulysses.h"
 #include "waybill/experts/ep_all2all_layer.h"
 #include "waybill/json/file.h"
 #include "waybill/json/length_distribution_json.h"

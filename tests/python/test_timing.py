@@ -86,7 +86,7 @@ def test_explain_and_remedies():
 
 def test_compare_is_a_table_of_predictions():
     found = waybill.compare(documents(16), 16, ranks_per_node=8)
-    assert list(found) == ["zigzag", "per document", "planner", "planner, relay"]
+    assert list(found) == ["zigzag", "per document", "Ulysses", "planner", "planner, relay"]
     zigzag = waybill.zigzag_plan(documents(16), 16)
     assert found["zigzag"] == waybill.predict_step(zigzag)
     by_document = waybill.per_document_plan(documents(16), 16, degree=8)
@@ -95,7 +95,10 @@ def test_compare_is_a_table_of_predictions():
     text = str(found)
     assert "work, max / mean" in text and "planner, relay" in text
     assert "zigzag" in repr(found)
-    assert list(waybill.compare([500, 20], 2, relay=False)) == ["zigzag", "per document", "planner"]
+    static = ["zigzag", "per document"]
+    assert list(waybill.compare([500, 20], 2, relay=False)) == [*static, "Ulysses", "planner"]
+    odd = waybill.compare([500, 20], 2, relay=False, head_dim=1000)
+    assert list(odd) == [*static, "planner"] and "ranks of a group" in str(odd)
     with pytest.raises(waybill.InvalidArgument, match="no plan"):
         found["zigzag"].explain()
 
@@ -106,7 +109,7 @@ def test_traces_are_json(tmp_path):
     assert json.loads((tmp_path / "t.json").read_text()) == trace
     assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == 8 * 7
     all_of_them = json.loads(waybill.compare(documents(), 8).to_trace())
-    assert sum(event["ph"] == "X" for event in all_of_them["traceEvents"]) == 4 * 8 * 7
+    assert sum(event["ph"] == "X" for event in all_of_them["traceEvents"]) == 5 * 8 * 7
 
 
 def test_static_plans_are_right():
@@ -132,6 +135,7 @@ def test_static_plans_are_right():
         (lambda p: waybill.predict_step(p).rank_table(8), "rank = 8, expected 0..7"),
         (lambda p: waybill.zigzag_plan([5], 6, degree=4), a_divisor("degree", 4)),
         (lambda p: waybill.compare([5], 8, degree=0), "compare: degree = 0"),
+        (lambda p: waybill.compare([5], 8, head_dim=0), "compare: head_dim = 0"),
         (lambda p: waybill.StepPrediction(), "expected waybill.predict_step"),
     ],
 )

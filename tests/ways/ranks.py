@@ -145,13 +145,18 @@ class Processes:
         size = size_of(list(way.cases(edge))[index])
         results: list[Any] = []
         errors: list[Failure | None] = [None] * size[0]
-        until = time.monotonic() + 2.5 * timeout_s("processes")
+        limit_s = 2.5 * timeout_s("processes")
+        until = time.monotonic() + limit_s
         for pipe in self.pipes[size]:
             pipe.send((way.name, edge, index))
         for rank, pipe in enumerate(self.pipes[size]):
             try:
                 if not pipe.poll(max(0.0, until - time.monotonic())):
-                    raise EOFError("said nothing")
+                    errors[rank] = (
+                        "lost",
+                        f"the process of rank {rank} said nothing in {limit_s:.0f} s",
+                    )
+                    continue
                 errors[rank], result = pipe.recv()
             except (EOFError, OSError) as error:
                 status = self.processes[size][rank].exitcode

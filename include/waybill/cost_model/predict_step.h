@@ -253,17 +253,21 @@ struct NamedStep {
   std::string name;
   std::int64_t num_shards = 0;
   StepPrediction step;
+  std::int32_t degree = 0;  ///< ranks of a static context-parallel group; 0: there are none
 };
 
 struct CompareOptions {
   PlannerOptions planner = {};  ///< also ranks, rows, mask and hardware of the others
   StepCosts costs = {};
-  /// Ranks of a context-parallel group; 0: the largest divisor of the world within a node.
+  /// Ranks of a static context-parallel group; 0: the largest divisor of the world within a node,
+  /// and for Ulysses the one that makes its step shortest.
   std::int32_t degree = 0;
+  std::int64_t head_dim = 128;  ///< elements of a head, of planner.model's rows
 };
 
 /// The same documents by static zigzag ("zigzag"), by static sharding of each document ("per
-/// document") and by the planner, sent straight ("planner") and, if options.planner.relay, with its
+/// document"), by heads ("Ulysses", predict_ulysses, where heads divide) and by the planner, sent
+/// straight ("planner") and, if options.planner.relay, with its
 /// relay schedule ("planner, relay").
 ///
 /// The static plans have no window: with one, their transfers still move all keys before a query,

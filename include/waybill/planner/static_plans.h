@@ -34,6 +34,10 @@ struct StaticPlanOptions {
 
   /// The default degree of a world: its largest divisor of at most `ranks_per_node`.
   [[nodiscard]] static std::int32_t degree_of(std::int32_t world_size, std::int32_t ranks_per_node);
+
+  /// @throws InvalidArgument "who: field = got, expected ...", of these and of documents that are
+  ///   not >= 1 token each, or more than the ranks hold
+  void check(std::span<const std::int64_t> doc_lengths, const char* who) const;
 };
 
 /// Static context parallelism over packed sequences (zigzag, head and tail): the tokens of a group

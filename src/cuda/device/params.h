@@ -19,6 +19,8 @@ enum class FaultKind : std::uint32_t {
   moe_dispatch,
   moe_combine,
   barrier,
+  expert_weights,
+  expert_gradients,
   disagreement,
   // Wrong inputs of a dispatch or combine of experts, see report_input() in experts/call.cuh.
   expert_id,

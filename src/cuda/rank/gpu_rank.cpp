@@ -39,6 +39,10 @@ const char* name_of(FaultKind kind) {
       return "wait";
     case FaultKind::barrier:
       return "ep_barrier_all";
+    case FaultKind::expert_weights:
+      return "fetch_weights";
+    case FaultKind::expert_gradients:
+      return "add_gradients";
     default:
       return "meet";
   }

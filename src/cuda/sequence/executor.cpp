@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "../device/arrive_kernels.h"
+#include "../experts/copies/copy_store.h"
 #include "../experts/executor/executor.h"
 #include "../rank/gpu_rank.h"
 #include "waybill/core/error.h"
@@ -179,6 +180,12 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
                                                        const EPDispatchOptions& options,
                                                        const ExpertMemory& memory) override {
     return make_gpu_expert_executor(transport_, gpu_, share_, path_.get(), config, options, memory);
+  }
+
+  std::unique_ptr<CopyStoreExecutor> make_copy_store(std::int64_t size_bytes,
+                                                     std::int32_t spare_experts,
+                                                     std::string_view name) override {
+    return make_gpu_copy_store(transport_, gpu_, share_, size_bytes, spare_experts, name);
   }
 
   void synchronize(Stream stream) override {

@@ -32,6 +32,7 @@ class StackedExperts:
     def __init__(self, experts: torch.nn.Module, num_experts: int) -> None:
         self._experts, self.num_experts = experts, num_experts
         self._names = [name for name, _ in experts.named_parameters()]
+        self.host_waits = True  #: for the number of rows of home experts, where it is on a device
         for name, value in experts.named_parameters():
             if value.ndim == 0 or value.shape[0] != num_experts:
                 raise InvalidArgument(
@@ -60,19 +61,53 @@ class StackedExperts:
 
         :param copies: none where no rank has any
         """
-
-        def made(tensors: Tensors, part: slice, of_part: torch.Tensor) -> torch.Tensor:
-            given = (rows[part], of_part, *(one[part] for one in weights))
-            replaced = dict(zip(self._names, tensors))
-            outputs: torch.Tensor = torch.func.functional_call(self._experts, replaced, given)
-            return outputs
-
         of_home, of_copies = ends[: self.num_experts], ends[self.num_experts :]
-        split = int(of_home[-1])
+        if copies and not self.host_waits:
+            return self._apart(home, copies, rows, of_home, of_copies, weights)
+        split = int(of_home[-1]) if copies else 0
         if not copies or split == int(ends[-1]):
-            return made(home, slice(None), of_home)
-        first = made(home, slice(0, split), of_home)
-        return torch.cat([first, made(copies, slice(split, None), of_copies - split)])
+            return self._made(home, of_home, rows, *weights)
+        before, after = ([one[part] for one in (rows, *weights)] for part in _halves(split))
+        first = self._made(home, of_home, *before)
+        return torch.cat([first, self._made(copies, of_copies - split, *after)])
+
+    def _made(
+        self, tensors: Tensors, ends: torch.Tensor, rows: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        """What the module makes of rows with these parameters."""
+        replaced, given = dict(zip(self._names, tensors)), (rows, ends, *weights)
+        outputs: torch.Tensor = torch.func.functional_call(self._experts, replaced, given)
+        return outputs
+
+    def _apart(
+        self, home: Tensors, copies: Tensors, rows: torch.Tensor, of_home: torch.Tensor,
+        of_copies: torch.Tensor, weights: Tensors,
+    ) -> torch.Tensor:  # fmt: skip
+        """The same where only the device knows how many rows home experts have: copies get all rows
+        turned round, so that theirs are the first. Rows of others are zeros, as their gradients,
+        which may be anything, would be added.
+        """
+        split, count = of_home[-1], rows.shape[0]
+        place = torch.arange(count, device=rows.device)
+        of_home_rows = place < split
+        there, back = (place + split) % count, (place - split) % count
+        of_copy_rows = place < of_copies[-1] - split
+        given = (rows, *weights)
+        first = [_only(of_home_rows, one) for one in given]
+        second = [_only(of_copy_rows, one.index_select(0, there)) for one in given]
+        made = self._made(home, of_home, *first)
+        turned = self._made(copies, of_copies - split, *second).index_select(0, back)
+        outputs: torch.Tensor = torch.where(of_home_rows[:, None], made, turned)
+        return outputs
+
+
+def _halves(split: int) -> Tuple[slice, slice]:
+    return slice(0, split), slice(split, None)
+
+
+def _only(wanted: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Zeros in place of the other rows."""
+    return torch.where(wanted if rows.ndim == 1 else wanted[:, None], rows, rows.new_zeros(()))
 
 
 class GivenExperts:
@@ -148,22 +183,12 @@ def checked_copies(
                 "ExpertParallel: keep_copies = True, expected spare_experts > 0 with it"
             )
         return {}
-    if world.device != "cpu":
-        raise Unsupported(
-            f"{_WHO} = {spare_experts} on {world.device}, expected ranks on CPUs: weights of copies"
-            " do not travel between GPUs yet"
-        )
     if operations:
         raise Unsupported(
             f"ExpertParallel: operations = True with spare_experts = {spare_experts}, expected"
             " operations = None: no operation of torch.library brings weights of copies yet"
         )
     return options
-
-
-def copies_for(experts: Any, layer: Any, keep_copies: bool) -> Tuple[Copies, ...]:
-    """One for a layer that has spare experts. Collective."""
-    return (Copies(experts, layer, keep_copies),) if layer.spare_experts else ()
 
 
 class Store:
@@ -238,9 +263,9 @@ class Copies:
         self._parts = self._checked_parts()
         sizes = (self._spare * math.prod(s) * d.itemsize for s, d in self._parts)
         self.size = sum(_padded(size) for size in sizes)
-        self._exchange = Exchange.of(self.world)
+        self._exchange = self._share()
         self.number = self._exchange.num_modules
-        self._own = Store(self.size, self.world.world_size, self._spare) if keep else None
+        self._own = self._make_store() if keep else None
         if not keep:
             self._pool()
         self._forgotten = 0
@@ -269,7 +294,15 @@ class Copies:
                 raise InvalidArgument(f"{_WHO}: a tensor of an expert is {dtype}, expected floats")
         return parts
 
-    def _pool(self) -> Store:
+    def _share(self) -> Any:
+        """What the modules of the world share."""
+        return Exchange.of(self.world)
+
+    def _make_store(self) -> Any:
+        """A store of the module's own."""
+        return Store(self.size, self.world.world_size, self._spare)
+
+    def _pool(self) -> Any:
         if self._own is not None:
             return self._own
         return self._exchange.pool_of(self.size, self.world.world_size, self._spare)
@@ -502,5 +535,7 @@ class _Again(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         read_mark(ctx)
         ctx.copies.fetch(ctx.call)
-        token = torch.zeros(0) if ctx.needs_input_grad[3] else None
+        token = None
+        if ctx.needs_input_grad[3]:
+            token = torch.zeros(0, device=gradient.device)
         return (None, None, gradient, token, *[None] * (ctx.num_ties - 1))

@@ -32,7 +32,8 @@ from .._tensors import (
 from ..world import world_of
 from . import operations as ops
 from .autograd import tied_to_parameters
-from .copies import adapted, checked_copies, copies_for
+from .copies import adapted, checked_copies
+from .device_copies import copies_for
 from .grouped import SwiGLUExperts, ends_within
 from .layer import EPAll2AllLayer
 from .presets import PRESETS, preset_options
@@ -365,7 +366,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         no chunks; None: if torch compiles and they can be. Selective checkpoints need True
     :param layer: an ``EPAll2AllLayer`` to use instead, with its world, dtypes and options
     :param spare_experts: slots per rank for copies of other ranks' hot experts, planned in each
-        forward, on CPU ranks. Weights come from the experts' homes; gradients are added there in
+        forward; GPUs: one node. Weights come from the experts' homes; gradients are added there in
         float32, home's first, then those of copies by rank. Parameters of experts are [experts of
         this rank, ...], or experts has the methods ``expert_tensors(expert)``, the tensors of a
         home expert, and ``use_tensors(slot, tensors)``, by which it computes a slot

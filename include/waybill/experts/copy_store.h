@@ -1,0 +1,78 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "waybill/experts/copy_exchange.h"
+#include "waybill/runtime/world.h"
+
+namespace waybill {
+
+/// The copies of a call of CopyStore. R ranks, P home experts and S slots each, of which S - P are
+/// spare.
+struct CopyStoreCall {
+  std::int32_t num_experts = 0;
+  std::int32_t spare_experts = 0;  ///< S - P, at most those of the store
+  /// Device memory, int32 [R, S]: the expert of each slot, -1: empty, and the rows that it takes; a
+  /// copy without rows does not move. The same on all ranks, as a dispatch's all_slot_experts and
+  /// all_slot_quotas are. Without `quotas` all copies move.
+  const std::int32_t* slots = nullptr;
+  const std::int32_t* quotas = nullptr;
+  std::span<const ExpertPart> parts;  ///< tensors of an expert; the same on all ranks
+  /// [P, parts] first bytes of the tensors of home experts (weights or gradients), device memory
+  std::span<std::byte* const> home;
+  /// [parts] first bytes of [spare_experts, elements] in the store: weights, or gradients in
+  /// float32 (float64 for float64). At the same offset on all ranks.
+  std::span<std::byte* const> copies;
+  std::uint32_t owner = 0;  ///< number of the module that calls; the same on all ranks
+  /// A number of this rank's weights. A copy that has come for the same owner with the same stamp
+  /// of its home lies there already.
+  std::int64_t stamp = 0;
+  bool fresh = true;  ///< all copies come, also those that lie there; the same on all ranks
+};
+
+/// Spare slots of GPU ranks of one node, and what brings weights to copies and their gradients
+/// home. What arrives is that of simulate_expert_copies and simulate_expert_copy_gradients, bit for
+/// bit.
+///
+/// The plan is on the device, and calls are queued: the host waits for nothing, and graphs may hold
+/// them. A graph's `fetch_weights` should be `fresh`, as replays have other weights. All calls are
+/// collective, in the same order on all ranks. After a failed call the object is unusable.
+class CopyStore {
+ public:
+  /// Collective. @param size_bytes of the store, the same on all ranks
+  /// @throws InvalidArgument for negative numbers; Unsupported for ranks in host memory, for
+  ///   several nodes, and for more than 2048 spare slots of all ranks; Timeout
+  CopyStore(const World& world, std::int64_t size_bytes, std::int32_t spare_experts);
+  CopyStore(CopyStore&& other) noexcept;
+  CopyStore& operator=(CopyStore&& other) noexcept;
+  ~CopyStore();
+
+  /// Device memory of this rank, aligned to 256 bytes, zeros at first.
+  [[nodiscard]] std::byte* data() const;
+  [[nodiscard]] std::int64_t size_bytes() const;
+  /// Keeps that memory alive.
+  [[nodiscard]] std::shared_ptr<void> memory() const;
+
+  /// Queues: weights from their homes into the stores, along plan_weight_transfers' trees. Reads
+  /// `home`, writes the store.
+  /// @throws InvalidArgument, also for more than 16 parts or 256 tensors of home experts; later
+  ///   Disagreement, Timeout
+  void fetch_weights(const CopyStoreCall& call, const Stream& stream);
+
+  /// Queues: the gradients of copies, which lie in the store, are added to those of home: home
+  /// first, then copies by rank, rounded once. Reads the stores, adds to `home`.
+  /// @throws as fetch_weights; InvalidArgument for a dtype that is not summed
+  void add_gradients(const CopyStoreCall& call, const Stream& stream);
+
+  /// Collective: gives the symmetric memory back. Twice does nothing.
+  void finalize();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;  ///< null: moved from
+};
+
+}  // namespace waybill

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../../device/params.h"
+#include "rule.h"
+#include "waybill/core/dtype.h"
+
+namespace waybill::cuda {
+
+inline constexpr std::int32_t max_copy_parts = 16;     ///< tensors of an expert
+inline constexpr std::int32_t max_copy_tensors = 256;  ///< those of a rank's home experts
+inline constexpr std::int32_t max_copies = 2048;       ///< spare slots of all ranks
+
+/// One tensor of an expert.
+struct CopyPart {
+  std::int64_t elements;
+  std::int64_t copies_at;    ///< bytes from the store's first to [spare, elements]
+  std::int32_t first_chunk;  ///< of the expert's chunks, of weights
+  DType dtype;
+};
+
+/// A copy that lies in a store, on any rank.
+struct HeldCopy {
+  std::int64_t expert;  ///< owner << 32 | expert; -1: nothing that is known
+  std::int64_t stamp;   ///< of its home's weights
+};
+
+/// Parameters of both kernels. R ranks, P home experts and S slots each.
+struct CopyParams {
+  ArriveParams arrive;  ///< its slots are the first of a pad, which has stamps and progress as well
+  std::int32_t stamps_at;    ///< words from the first slot to [2, R]: by parity of the call
+  std::int32_t progress_at;  ///< words to [store_spare, copy_stripes]: see progress_word()
+  // The plan, on the device.
+  const std::int32_t* slots;   ///< [R, S]: expert of a slot; -1: empty
+  const std::int32_t* quotas;  ///< [R, S]: a slot without rows has no copy. Null: rows do not count
+  std::int32_t slots_per_rank;
+  std::int32_t homes;
+  std::int32_t spare;        ///< S - homes
+  std::int32_t store_spare;  ///< spare slots of the store, at least `spare`
+  HeldCopy* held;            ///< [R, store_spare]: what lies in the store, the same on all ranks
+  std::int64_t owner;        ///< number of the module that calls
+  std::int64_t stamp;        ///< of this rank's weights
+  std::int32_t fresh;        ///< 1: copies that lie there come again
+  std::int32_t num_parts;
+  std::int32_t num_chunks;  ///< of an expert's weights
+  std::byte* own_store;
+  NearPeers<std::byte> stores;
+  CopyPart parts[max_copy_parts];
+  std::byte* home[max_copy_tensors];  ///< [P, parts]: weights, or gradients
+};
+static_assert(sizeof(CopyParams) <= 4096);
+
+/// Loads both kernels, see launch.h.
+cudaError_t prepare_copies();
+
+/// Weights from their homes into the stores. It ends on a rank when that rank's copies are there
+/// and what it sends has left. @param blocks fit on the device together
+cudaError_t launch_fetch_weights(const CopyParams& params, int blocks, cudaStream_t stream);
+
+/// Adds the gradients that lie in the stores to those of home. It takes two epochs, and ends when
+/// all ranks have read what they need. @param blocks as above
+cudaError_t launch_add_gradients(const CopyParams& params, int blocks, cudaStream_t stream);
+
+}  // namespace waybill::cuda

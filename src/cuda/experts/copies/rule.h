@@ -1,0 +1,106 @@
+#pragma once
+
+#include <cstdint>
+
+// Who sends which copy of an expert to whom, and which gradients a home adds in which order: what
+// plan_weight_transfers() and plan_gradient_transfers() say for one node, asked slot by slot, so
+// that each thread of a block finds the answer for one. tests/experts runs it on the CPU.
+
+#ifdef __CUDACC__
+#define WAYBILL_COPY_RULE __host__ __device__ inline
+#else
+#define WAYBILL_COPY_RULE inline
+#endif
+
+namespace waybill::cuda {
+
+/// The copies that move: spare slot s of rank r is number r * spare + s.
+struct CopyTable {
+  const std::int32_t* experts;  ///< [R * spare]: the slot's expert; -1: nothing moves
+  std::int32_t num_ranks;
+  std::int32_t homes;  ///< home experts per rank
+  std::int32_t spare;
+
+  [[nodiscard]] WAYBILL_COPY_RULE std::int32_t size() const { return num_ranks * spare; }
+};
+
+/// The number of a copy among the holders of its expert: its home is 0, copies follow by rank. No
+/// rank has an expert twice.
+WAYBILL_COPY_RULE std::uint32_t holder_number(const CopyTable& table, std::int32_t copy) {
+  std::uint32_t number = 1;
+  for (std::int32_t i = 0; i < copy; ++i)
+    number += table.experts[i] == table.experts[copy] ? 1U : 0U;
+  return number;
+}
+
+/// The copy that sends to a copy: in a binomial tree, the holder whose number lacks the highest
+/// bit. -1: home sends.
+WAYBILL_COPY_RULE std::int32_t sender_of(const CopyTable& table, std::int32_t copy) {
+  const std::uint32_t number = holder_number(table, copy);
+  std::uint32_t highest = 1;
+  while (highest <= number / 2) highest *= 2;
+  std::uint32_t before = number - highest;  // holders up to the sender
+  if (before == 0) return -1;
+  std::int32_t i = 0;
+  for (;; ++i) {
+    if (table.experts[i] == table.experts[copy] && --before == 0) return i;
+  }
+}
+
+inline constexpr std::uint64_t no_copy_key = ~std::uint64_t{0};
+
+/// The order in which a rank sends weights: what its homes have, which waits for nobody, before
+/// what it forwards; then by expert, then by number. All ranks have one order of what they forward,
+/// so that no two wait for each other. no_copy_key: another rank sends to this copy, or nobody.
+WAYBILL_COPY_RULE std::uint64_t weight_key(const CopyTable& table, std::int32_t copy,
+                                           std::int32_t rank) {
+  const std::int32_t expert = table.experts[copy];
+  if (expert < 0) return no_copy_key;
+  const std::int32_t sender = sender_of(table, copy);
+  const std::int32_t from = sender < 0 ? expert / table.homes : sender / table.spare;
+  if (from != rank) return no_copy_key;
+  const std::uint64_t forwards = sender < 0 ? 0 : 1;
+  return forwards << 62U | static_cast<std::uint64_t>(expert) << 31U |
+         static_cast<std::uint64_t>(copy);
+}
+
+/// The order in which a home adds gradients: by expert, then by rank. no_copy_key: the expert's
+/// home is another rank.
+WAYBILL_COPY_RULE std::uint64_t gradient_key(const CopyTable& table, std::int32_t copy,
+                                             std::int32_t rank) {
+  const std::int32_t expert = table.experts[copy];
+  if (expert < 0 || expert / table.homes != rank) return no_copy_key;
+  return static_cast<std::uint64_t>(expert) << 31U | static_cast<std::uint64_t>(copy);
+}
+
+/// The place of a copy in the order of keys.
+/// @param keys [count], those of all copies; equal only where they are no_copy_key
+WAYBILL_COPY_RULE std::int32_t place_of(const std::uint64_t* keys, std::int32_t count,
+                                        std::int32_t copy) {
+  std::int32_t place = 0;
+  for (std::int32_t i = 0; i < count; ++i) place += keys[i] < keys[copy] ? 1 : 0;
+  return place;
+}
+
+// An expert travels in chunks, none of which spans two tensors. Stripe s of copy_stripes has the
+// chunks s, s + copy_stripes, ...: one block moves it, and counts it at its target.
+
+inline constexpr std::int32_t copy_stripes = 32;
+inline constexpr std::int64_t copy_chunk_bytes = std::int64_t{128} << 10;
+
+WAYBILL_COPY_RULE std::int64_t copy_chunks(std::int64_t bytes) {
+  return (bytes + copy_chunk_bytes - 1) / copy_chunk_bytes;
+}
+
+/// Chunks of a stripe.
+WAYBILL_COPY_RULE std::int64_t chunks_of_stripe(std::int64_t num_chunks, std::int32_t stripe) {
+  return stripe < num_chunks ? (num_chunks - 1 - stripe) / copy_stripes + 1 : 0;
+}
+
+/// The word that says how many chunks of a stripe have arrived in a call. It grows from call to
+/// call.
+WAYBILL_COPY_RULE std::uint64_t progress_word(std::uint64_t epoch, std::int64_t chunks) {
+  return epoch << 32U | static_cast<std::uint64_t>(chunks);
+}
+
+}  // namespace waybill::cuda
