@@ -375,18 +375,18 @@ def _format_ways() -> Iterator[Way]:
         "bytes": ("bytes", "bytes(208, 24)"),
     }
     for name, (title, payload) in kinds.items():
-        yield LayerWay(f"node_{name}", f"one node, {title}", payload=payload)
+        yield LayerWay(f"format_{name}", f"one node, {title}", payload=payload)
     yield LayerWay(
-        "node_few_nvfp4_given", "one node, few tokens, NVFP4 given, `fixed_rows`", max_tokens=FEW,
+        "format_few_nvfp4_given", "one node, few tokens, NVFP4 given, `fixed_rows`", max_tokens=FEW,
         payload="scaled_nvfp4", fixed=True,
     )  # fmt: skip
     yield LayerWay(
-        "node_bytes_compact", "one node, bytes, compact", payload="bytes(208, 24)", rows="compact"
+        "format_bytes_compact", "one node, bytes, compact", payload="bytes(208, 24)", rows="compact"
     )
     for name in ("mxfp8", "nvfp4_given", "bytes"):
         title, payload = kinds[name]
         title = f"several nodes, mapped, {title}"
-        yield LayerWay(f"nodes_{name}", title, topologies=((4, 2),), payload=payload)
+        yield LayerWay(f"format_nodes_{name}", title, topologies=((4, 2),), payload=payload)
 
 
 def _spare_ways() -> Iterator[Way]:
