@@ -27,9 +27,9 @@ using namespace nb::literals;
 namespace {
 
 /// Metadata, the (dtype, elements of a row) of the tensors that go that way, the relay schedule
-/// that they may follow, or None, and rows for which windows have room in any case.
+/// that they may follow, or None, and rows and batches for which there is room in any case.
 using PartArg = std::tuple<const SparseMetadata*, std::vector<std::pair<std::string, std::int64_t>>,
-                           const RelaySchedule*, std::int64_t>;
+                           const RelaySchedule*, std::int64_t, std::int32_t>;
 
 /// Rows in host or device memory: (address, dtype, rows, elements of a row, elements from row to
 /// row). The package has checked that the memory is there: exporting a tensor of a GPU through
@@ -88,8 +88,8 @@ constexpr std::array<std::string_view, 3> relay_names{"automatic", "never", "alw
 
 std::vector<SequencePart> parts_from(const std::vector<PartArg>& given) {
   std::vector<SequencePart> parts;
-  for (const auto& [metadata, formats, relay, min_rows] : given) {
-    SequencePart part{metadata, {}, nullptr, min_rows};
+  for (const auto& [metadata, formats, relay, min_rows, min_batches] : given) {
+    SequencePart part{metadata, {}, nullptr, min_rows, min_batches};
     if (relay != nullptr && !relay->empty()) part.relay = relay;
     for (const auto& [dtype, hidden] : formats) {
       part.tensors.push_back({dtype_from_name(dtype), hidden});

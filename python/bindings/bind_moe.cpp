@@ -27,6 +27,7 @@
 #include "waybill/moe/payload_format.h"
 #include "waybill/moe/simulate.h"
 #include "waybill/planner/expert_balance.h"
+#include "waybill/report/expert_copies.h"
 #include "waybill/report/expert_summary.h"
 
 namespace waybill::python {
@@ -275,6 +276,46 @@ nb::list predict_py(const EPConfig& config, const EPDispatchOptions& dispatch,
   return result;
 }
 
+nb::dict step_py(const ExpertStepSeconds& step) {
+  nb::dict result;
+  result["dispatch"] = step.dispatch;
+  result["cached_dispatch"] = step.cached_dispatch;
+  result["combine"] = step.combine;
+  result["gemm"] = step.gemm;
+  result["weights"] = step.weights;
+  result["gradients"] = step.gradients;
+  result["forward"] = step.forward();
+  result["backward"] = step.backward();
+  return result;
+}
+
+nb::dict price_py(const EPConfig& config, const EPDispatchOptions& dispatch,
+                  const std::vector<PayloadArg>& ids, const ExpertCostOptions& calls,
+                  std::int64_t intermediate, double gemm_flops_per_second) {
+  const auto read = ids_from(config, dispatch, ids, "price_copies");
+  const ExpertCopyCosts costs{intermediate, gemm_flops_per_second, calls};
+  const ExpertCopies copies =
+      unlocked([&] { return price_expert_copies(config, dispatch, read, costs); });
+  nb::dict result;
+  result["rows_before"] = numpy_array(std::vector<std::int64_t>(copies.rows_before));
+  result["rows_after"] = numpy_array(std::vector<std::int64_t>(copies.rows_after));
+  result["num_copies"] = copies.num_copies();
+  result["weight_bytes"] = copies.weight_bytes;
+  result["before"] = step_py(copies.before);
+  result["after"] = step_py(copies.after);
+  result["explained"] = explain_expert_copies(copies, costs);
+  return result;
+}
+
+std::int64_t break_even_py(const EPConfig& config, double gemm_flops_per_second,
+                           double link_bytes_per_second, double weights, double gradients,
+                           double gemm) {
+  ExpertCopyCosts costs;
+  costs.gemm_flops_per_second = gemm_flops_per_second;
+  costs.calls.links.nvlink_bytes_per_second = link_bytes_per_second;
+  return break_even_rows(config, costs, {weights, gradients, gemm});
+}
+
 ExpertSummary summarize_py(const EPConfig& config, const EPDispatchOptions& options,
                            const std::vector<PayloadArg>& ids) {
   return summarize_experts(config, options, ids_from(config, options, ids, "summarize"));
@@ -311,6 +352,10 @@ void bind_expert_calls(nb::module_& m) {
         "phase_seconds"_a, "network_message_seconds"_a, "network_post_seconds"_a,
         "path_bytes_per_second"_a, "num_sms"_a, "path"_a);
   m.def("predict_experts", predict_py, "config"_a, "dispatch"_a, "ids"_a, "options"_a);
+  m.def("price_copies", price_py, "config"_a, "dispatch"_a, "ids"_a, "calls"_a, "intermediate"_a,
+        "gemm_flops_per_second"_a);
+  m.def("break_even_rows", break_even_py, "config"_a, "gemm_flops_per_second"_a,
+        "link_bytes_per_second"_a, "weights"_a, "gradients"_a, "gemm"_a);
 }
 
 void bind_expert_summary(nb::module_& m) {

@@ -287,11 +287,17 @@ std::vector<std::vector<DocumentRange>> rank_pieces_from(const std::vector<std::
 /// A batch as ContextParallelAttention moves it. Python keeps plan and routing.
 struct BatchTables {
   /// @param use "auto", "always" or "never"
+  /// @param given a schedule of the plan's K and V, which is taken unless use is "never"; or null
   BatchTables(const QkvPlan& its_plan, const VarlenRouting& its_routing,
-              const PlannerOptions& its_options, std::string_view use)
+              const PlannerOptions& its_options, std::string_view use, const RelaySchedule* given)
       : plan(its_plan), routing(its_routing), options(its_options) {
-    if (use == "auto") relay = relay_that_pays(plan, routing, options);
-    if (use == "always") relay = plan_varlen_relay(plan, routing, options, VarlenRelayUse::always);
+    if (given != nullptr) {
+      if (use != "never") relay = *given;
+    } else if (use == "auto") {
+      relay = relay_that_pays(plan, routing, options);
+    } else if (use == "always") {
+      relay = plan_varlen_relay(plan, routing, options, VarlenRelayUse::always);
+    }
     if (!relay.empty()) sums = relay_of_sums(routing, relay);
   }
 
@@ -486,10 +492,10 @@ void bind_cost_model(nb::module_& m) {
   bind_of_plan<QkvPlan>(m);
   bind_of_plan<AttentionPlan>(m);
   nb::class_<BatchTables> batch(m, "BatchTables");
-  batch.def(
-      nb::init<const QkvPlan&, const VarlenRouting&, const PlannerOptions&, std::string_view>(),
-      "plan"_a, "routing"_a, "options"_a, "use"_a, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
-      without_lock);
+  batch.def(nb::init<const QkvPlan&, const VarlenRouting&, const PlannerOptions&, std::string_view,
+                     const RelaySchedule*>(),
+            "plan"_a, "routing"_a, "options"_a, "use"_a, "given"_a.none(), nb::keep_alive<1, 2>(),
+            nb::keep_alive<1, 3>(), without_lock);
   batch.def_ro("relay", &BatchTables::relay);
   batch.def_ro("sums", &BatchTables::sums);
   bind_of_plan<BatchTables>(m);

@@ -475,7 +475,12 @@ def explain_step(arg0: BatchTables, arg1: StepPrediction, /) -> list[str]: ...
 
 class BatchTables:
     def __init__(
-        self, plan: Plan, routing: VarlenRouting, options: PlannerOptions, use: str
+        self,
+        plan: Plan,
+        routing: VarlenRouting,
+        options: PlannerOptions,
+        use: str,
+        given: RelaySchedule | None,
     ) -> None: ...
     @property
     def relay(self) -> RelaySchedule: ...
@@ -566,13 +571,13 @@ class Dispatcher:
     def plan(
         self,
         gradient: bool,
-        parts: Sequence[tuple[SparseMetadata, Sequence[tuple[str, int]], RelaySchedule, int]],
+        parts: Sequence[tuple[SparseMetadata, Sequence[tuple[str, int]], RelaySchedule, int, int]],
         stream: int,
     ) -> PlanHandle: ...
     def replace_plan(
         self,
         plan: PlanHandle,
-        parts: Sequence[tuple[SparseMetadata, Sequence[tuple[str, int]], RelaySchedule, int]],
+        parts: Sequence[tuple[SparseMetadata, Sequence[tuple[str, int]], RelaySchedule, int, int]],
         stream: int,
     ) -> None: ...
     def reserve(self, window_bytes: int, num_slots: int, stream: int) -> None: ...
@@ -673,6 +678,22 @@ def predict_experts(
     ids: Sequence[NDArray[Any]],
     options: ExpertCostOptions,
 ) -> list[Any]: ...
+def price_copies(
+    config: EPConfig,
+    dispatch: EPDispatchOptions,
+    ids: Sequence[NDArray[Any]],
+    calls: ExpertCostOptions,
+    intermediate: int,
+    gemm_flops_per_second: float,
+) -> dict[str, Any]: ...
+def break_even_rows(
+    config: EPConfig,
+    gemm_flops_per_second: float,
+    link_bytes_per_second: float,
+    weights: float,
+    gradients: float,
+    gemm: float,
+) -> int: ...
 
 class ExpertSummary:
     @property

@@ -41,27 +41,33 @@ class SparseMetadata(Unchanging, Made):
     are tokens. Tables are read-only views.
     """
 
-    __slots__ = ("_min_rows", "_name", "_relay", "_routing", "_table")
+    __slots__ = ("_min_batches", "_min_rows", "_name", "_relay", "_routing", "_table")
     _table: _core.SparseMetadata
     _relay: Any  # the compiled relay schedule that these rows may follow, or None
     _routing: Optional[QkvRouting]  # whose table it is, under _name; None of from_dense
     _name: str
     _min_rows: int  # for which windows have room in any case
+    _min_batches: int  # forwarded rows have room for so many batches
     _made_by = "QkvPlan.to_routing() or SparseMetadata.from_dense(metadata)"
 
     @classmethod
     def _wrap(
         cls, table: _core.SparseMetadata, routing: Any = None, name: str = "", relay: Any = None
     ) -> SparseMetadata:
-        return cls._with(_table=table, _routing=routing, _name=name, _relay=relay, _min_rows=0)
+        return cls._with(
+            _table=table, _routing=routing, _name=name, _relay=relay, _min_rows=0, _min_batches=0
+        )
 
-    def with_room(self, rows: int) -> SparseMetadata:
+    def with_room(self, rows: int, batches: int = 0) -> SparseMetadata:
         """This table, for which every rank's window has at least so many rows: plans of several
-        tensors then put them at the same places, as a CUDA graph wants that replays them.
+        tensors then put them at the same places, as a CUDA graph wants that replays them. With
+        ``batches`` a plan can be replaced by one in which ranks forward rows, in up to so many
+        batches per rank.
         """
         number = within(rows, 0, 2**44 - 1, "SparseMetadata.with_room: rows", "2^44 - 1")
+        count = within(batches, 0, 2**20, "SparseMetadata.with_room: batches", "2^20")
         roomy = self._wrap(self._table, self._routing, self._name, self._relay)
-        roomy._min_rows = number
+        roomy._min_rows, roomy._min_batches = number, count
         return roomy
 
     @classmethod
@@ -93,13 +99,13 @@ class SparseMetadata(Unchanging, Made):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SparseMetadata):
             return NotImplemented
-        return self._table == other._table and self._min_rows == other._min_rows
+        return self._table == other._table and room_of(self) == room_of(other)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._min_rows:
-            return operator.methodcaller("with_room", self._min_rows), (self.with_room(0),)
+        if any(room_of(self)):
+            return operator.methodcaller("with_room", *room_of(self)), (self.with_room(0),)
         if self._routing is None:
             return type(self).from_dense, (self.to_dense(),)
         return getattr, (self._routing, self._name)
@@ -181,9 +187,9 @@ def relay_of(value: Any) -> Any:
     return value._relay if isinstance(value, SparseMetadata) else None
 
 
-def room_of(value: Any) -> int:
-    """Rows for which windows have room in any case."""
-    return value._min_rows if isinstance(value, SparseMetadata) else 0
+def room_of(value: Any) -> tuple[int, int]:
+    """Rows and batches for which there is room in any case."""
+    return (value._min_rows, value._min_batches) if isinstance(value, SparseMetadata) else (0, 0)
 
 
 def sparse_table(value: Any, who: str) -> Any:

@@ -442,7 +442,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
             formats += [format_ for format_, _ in pairs]
             table = sparse_table(part[0], f"{who}: parts[{p}][0]")
             hidden = [(name, format_.hidden) for format_, name in pairs]
-            given.append((table, hidden, relay_of(part[0]), room_of(part[0])))
+            given.append((table, hidden, relay_of(part[0]), *room_of(part[0])))
         return given, formats
 
     def _check_plan(self, who: str, plan: Any, operation: str) -> None:

@@ -35,7 +35,8 @@ struct ExpertsOptions : Options {
   double skew = 0;
   std::int32_t num_groups = 1;  ///< groups of consecutive experts, all of one size
   std::int32_t top_groups = 1;  ///< a token goes to experts of so many groups at most
-  EvenExpertsOptions copies;    ///< without spare experts no copies are planned
+  EPDispatchOptions dispatch;   ///< without spare experts no copies are planned
+  std::string min_rows = "0";   ///< of a copy: a number, or "pays"
   ExpertCopyCosts copy_costs;
   ExpertCosts costs;
   std::string path{to_string(ExpertCosts{}.path)};
@@ -285,22 +286,12 @@ std::vector<std::vector<std::int32_t>> ids_of_counts(std::span<const std::int64_
   return ids;
 }
 
-std::vector<std::int64_t> counts_of_ids(const std::vector<std::vector<std::int32_t>>& ids,
-                                        std::int32_t num_experts) {
-  std::vector<std::int64_t> counts(std::ssize(ids) * num_experts);
-  for (std::int64_t r = 0; r < std::ssize(ids); ++r) {
-    for (const std::int32_t id : ids[r])
-      if (id < num_experts) ++counts[r * num_experts + id];
-  }
-  return counts;
-}
-
 void check_copies(const ExpertsOptions& o) {
-  if (o.copies.spare_experts > o.experts) {
-    throw UsageError(
-        concat("--spare: ", o.copies.spare_experts, ", expected at most --experts = ", o.experts));
+  const std::int32_t spare = o.dispatch.spare_experts;
+  if (spare > o.experts) {
+    throw UsageError(concat("--spare: ", spare, ", expected at most --experts = ", o.experts));
   }
-  if (o.copies.spare_experts > 0 && std::int64_t{o.world_size} * o.experts > max_count_cells) {
+  if (spare > 0 && std::int64_t{o.world_size} * o.experts > max_count_cells) {
     throw UsageError(concat("--spare: ", o.world_size, " ranks x ", o.experts,
                             " experts, expected at most ", max_count_cells, " pairs"));
   }
@@ -338,15 +329,15 @@ EPConfig config_of(const ExpertsOptions& o) {
 }
 
 /// Plans and prices copies, prints them, and writes the page.
-void show_copies(const ExpertsOptions& o, const EPConfig& config, const EPDispatchOptions& options,
+void show_copies(const ExpertsOptions& o, const EPConfig& config, EPDispatchOptions options,
                  const std::vector<std::vector<std::int32_t>>& ids, const ExpertCostOptions& calls,
                  Program& program) {
   ExpertCopyCosts costs = o.copy_costs;
-  costs.links = calls.links;
-  const auto predicted = predict_experts(config, options, ids, calls);
-  const ExpertCopies copies = price_expert_copies(
-      config, counts_of_ids(ids, config.num_experts), o.copies,
-      predicted[static_cast<std::size_t>(ExpertCallKind::grouped_dispatch)], costs);
+  costs.calls = calls;
+  options.min_rows = o.min_rows == "pays"
+                         ? break_even_rows(config, costs, {.network = config.num_nodes() > 1})
+                         : parse_number(o.min_rows).value();
+  const ExpertCopies copies = price_expert_copies(config, options, ids, costs);
   program.console.print("\n" + expert_copies_text(copies, costs, program.console.style()));
   if (o.html.empty()) return;
   ReportContext context;
@@ -356,10 +347,10 @@ void show_copies(const ExpertsOptions& o, const EPConfig& config, const EPDispat
   context.inputs = {
       {"Choices", origin_of(o)},
       {"Experts", concat(config.hidden, " x ", costs.intermediate, " x 3, ", o.dtype)},
-      {"Copies", concat(o.copies.spare_experts, " per rank, limit ", o.copies.limit, ", at least ",
-                        o.copies.min_rows, " rows, in tiles of ", o.copies.alignment)},
-      {"Links", concat(format_si(costs.links.nvlink_bytes_per_second), "B/s NVLink, ",
-                       format_si(costs.links.network_bytes_per_second), "B/s network")}};
+      {"Copies", concat(options.spare_experts, " per rank, limit ", options.limit, ", at least ",
+                        options.min_rows, " rows, in tiles of ", options.expert_alignment)},
+      {"Links", concat(format_si(calls.links.nvlink_bytes_per_second), "B/s NVLink, ",
+                       format_si(calls.links.network_bytes_per_second), "B/s network")}};
   write_file(o.html, expert_copies_report(copies, costs, context));
   program.console.print(concat("\nReport: ", printable_line(o.html), " (open it in a browser)\n"));
 }
@@ -377,8 +368,8 @@ int run_experts(ExpertsOptions o, const Command& command, Program& program) {
   std::vector<std::int64_t> counts;
   if (!o.counts_path.empty()) counts = read_counts(o, command);
   EPConfig config = config_of(o);
-  EPDispatchOptions options;
-  options.payload = EPPayload::from_name(o.payload, "--payload");
+  o.dispatch.payload = EPPayload::from_name(o.payload, "--payload");
+  const EPDispatchOptions options{.payload = o.dispatch.payload};
   std::vector<std::vector<std::int32_t>> ids;
   if (!counts.empty()) {
     ids = ids_of_counts(counts, config);
@@ -393,7 +384,7 @@ int run_experts(ExpertsOptions o, const Command& command, Program& program) {
   program.console.print(concat(origin_of(o), "\n", assumed_text(o, calls.links), "\n\n",
                                expert_text(summary, calls.links, style), "\n",
                                expert_calls_text(config, options, ids, calls, style)));
-  if (o.copies.spare_experts > 0) show_copies(o, config, options, ids, calls, program);
+  if (o.dispatch.spare_experts > 0) show_copies(o, config, o.dispatch, ids, calls, program);
   return exit_good;
 }
 
@@ -483,13 +474,22 @@ void add_call_options(Command command, ExpertsOptions& o) {
       "Puts over the network: waiting, each for the one before; pipelined, many in flight");
 }
 
+/// @return what is wrong
+std::string check_min_rows(const std::string& text) {
+  if (text == "pays") return "";
+  const std::optional<std::int64_t> rows = parse_number(text);
+  return rows && *rows >= 0 && *rows <= std::int64_t{1} << 40
+             ? ""
+             : concat(text, ", expected a number of rows from 0 to 2^40, or pays");
+}
+
 void add_copy_options(Command command, ExpertsOptions& o) {
   const Option spare = command.number(
-      "--spare", o.copies.spare_experts, 0, std::int32_t{1} << 20,
+      "--spare", o.dispatch.spare_experts, 0, std::int32_t{1} << 20,
       "Slots per rank for copies of other ranks' hot experts: plans copies, and says what they "
       "cost and gain; 0: no copies");
   command
-      .option("--limit", o.copies.limit,
+      .option("--limit", o.dispatch.limit,
               "The fullest rank may have so many times the lower bound of rows; a higher limit "
               "needs fewer copies")
       .value_name("X")
@@ -497,11 +497,15 @@ void add_copy_options(Command command, ExpertsOptions& o) {
       .show_default()
       .needs(spare);
   command
-      .number("--min-rows", o.copies.min_rows, 0, std::int64_t{1} << 40,
-              "A copy takes at least so many rows")
+      .option("--min-rows", o.min_rows,
+              "A copy takes at least so many rows; pays: so many that its products outweigh its "
+              "transfers where nothing hides these")
+      .value_name("N|pays")
+      .check(check_min_rows)
+      .show_default()
       .needs(spare);
   command
-      .number("--alignment", o.copies.alignment, 1, std::int64_t{1} << 20,
+      .number("--alignment", o.dispatch.expert_alignment, 1, std::int64_t{1} << 20,
               "Rows of a tile of the experts' products: a copy takes a multiple of it, and each "
               "slot computes whole tiles")
       .needs(spare);

@@ -24,6 +24,8 @@ void ExpertCosts::check(const char* who) const {
        {std::tuple{"count_seconds", count_seconds, true},
         {"count_token_seconds", count_token_seconds, true},
         {"plan_seconds", plan_seconds, true},
+        {"plan_rank_seconds", plan_rank_seconds, true},
+        {"plan_count_seconds", plan_count_seconds, true},
         {"sum_bytes_per_second", sum_bytes_per_second, false},
         {"copy_bytes_per_second", copy_bytes_per_second, false},
         {"kernel_seconds", kernel_seconds, true},
@@ -33,6 +35,11 @@ void ExpertCosts::check(const char* who) const {
     require(std::isfinite(got) && (zero_too ? got >= 0 : got > 0), who, ": costs.", field, " = ",
             got, ", expected a number ", zero_too ? ">= 0" : "> 0");
   }
+}
+
+double ExpertCosts::planning_seconds(const EPConfig& config) const {
+  const auto ranks = static_cast<double>(config.world_size);
+  return plan_seconds + ranks * (plan_rank_seconds + config.num_experts * plan_count_seconds);
 }
 
 void ExpertCostOptions::check(const char* who) const {
@@ -245,7 +252,7 @@ class ExpertClock {
     message_ = options.message_seconds;
     signals_ = call_overhead(config.topology(), hardware, options.step).seconds;
     const Topology node{config.local_world_size, config.local_world_size};
-    has_plan_ = dispatch.spare_experts > 0;
+    if (dispatch.spare_experts > 0) planning_ = costs_.planning_seconds(config);
     counts_ = counting_overhead(node, config.num_experts / nodes_, hardware, options.step).seconds -
               call_overhead(node, hardware, options.step).seconds;
   }
@@ -326,7 +333,7 @@ class ExpertClock {
           costs_.count_seconds +
           nodes_ * (counts_ + as_double(load.tokens) * costs_.count_token_seconds / costs_.num_sms);
       (goes_on ? time.overlapped : time.begin) += counting;
-      if (has_plan_) time.begin += counting + costs_.plan_seconds;  // rows wait for the plan
+      if (planning_ > 0) time.begin += counting + planning_;  // rows wait for the plan
     }
     const std::int64_t copies = grouped ? load.computed - load.received : 0;
     const double row = as_double(row_bytes_);
@@ -473,7 +480,7 @@ class ExpertClock {
   int path_sms_;
   int row_sms_;
   double message_ = 0;
-  bool has_plan_ = false;
+  double planning_ = 0;  ///< of a plan of copies, 0: there are none
   double signals_ = 0;
   double counts_ = 0;
 };

@@ -4,11 +4,13 @@
 #include <cmath>
 #include <functional>
 #include <numeric>
+#include <tuple>
 
 #include "html_parts.h"
 #include "report/format.h"
 #include "report/plan_figures.h"
 #include "waybill/core/error.h"
+#include "waybill/moe/expert_transfers.h"
 
 namespace waybill {
 namespace {
@@ -22,10 +24,14 @@ std::int64_t tiled(std::int64_t rows, std::int64_t tile) { return (rows + tile -
 
 double as_double(std::int64_t value) { return static_cast<double>(value); }
 
+bool is_other_node(const EPConfig& config, const ExpertTransfer& one) {
+  return one.source / config.local_world_size != one.target / config.local_world_size;
+}
+
 /// Rows of each rank before and after, and those of the fullest in whole tiles.
 void count_rows(ExpertCopies& copies) {
   const EvenExperts& plan = copies.plan;
-  const std::int32_t homes = copies.num_experts / plan.num_ranks;
+  const std::int32_t homes = copies.config.num_experts / plan.num_ranks;
   for (std::int32_t r = 0; r < plan.num_ranks; ++r) {
     std::int64_t before = 0, after = 0, tiles_before = 0, tiles_after = 0;
     for (std::int32_t e = r * homes; e < (r + 1) * homes; ++e) {
@@ -53,7 +59,7 @@ struct PlacedCopy {
 
 std::vector<PlacedCopy> copies_of(const ExpertCopies& copies) {
   const EvenExperts& plan = copies.plan;
-  const std::int32_t homes = copies.num_experts / plan.num_ranks;
+  const std::int32_t homes = copies.config.num_experts / plan.num_ranks;
   std::vector<PlacedCopy> placed;
   for (std::int32_t r = 0; r < plan.num_ranks; ++r) {
     for (std::int32_t s = homes; s < plan.slots_per_rank; ++s) {
@@ -65,81 +71,183 @@ std::vector<PlacedCopy> copies_of(const ExpertCopies& copies) {
   return placed;
 }
 
-/// Weights over the links of each rank, once per copy.
-std::vector<LinkBytes> count_weights(const ExpertCopies& copies, std::int32_t ranks_per_node) {
-  const std::int32_t homes = copies.num_experts / copies.plan.num_ranks;
-  std::vector<LinkBytes> weights(copies.plan.num_ranks);
-  for (const PlacedCopy& copy : copies_of(copies)) {
-    const std::int32_t home = copy.expert / homes;
-    const bool network = home / ranks_per_node != copy.rank / ranks_per_node;
-    ++(network ? weights[home].network_out : weights[home].nvlink_out);
-    ++(network ? weights[copy.rank].network_in : weights[copy.rank].nvlink_in);
-  }
-  return weights;
+/// The copies that take rows, as slots.
+std::vector<std::int32_t> used_slots(const ExpertCopies& copies) {
+  std::vector<std::int32_t> slots = copies.plan.slots;
+  const std::int32_t homes = copies.config.num_experts_per_rank();
+  for (std::int64_t i = 0; i < std::ssize(slots); ++i)
+    if (i % copies.plan.slots_per_rank >= homes && copies.plan.quotas[i] == 0) slots[i] = -1;
+  return slots;
 }
 
-void price_links(ExpertCopies& copies, const EPConfig& config, const ExpertCallPrediction& dispatch,
+/// Transfers of one expert over the links of each rank.
+std::vector<LinkBytes> count_transfers(const EPConfig& config,
+                                       const std::vector<ExpertTransfer>& transfers) {
+  std::vector<LinkBytes> counts(config.world_size);
+  for (const ExpertTransfer& one : transfers) {
+    const bool network = is_other_node(config, one);
+    ++(network ? counts[one.source].network_out : counts[one.source].nvlink_out);
+    ++(network ? counts[one.target].network_in : counts[one.target].nvlink_in);
+  }
+  return counts;
+}
+
+/// The longest way of an expert that is forwarded, one transfer after the other.
+double chain_seconds(const ExpertCopies& copies, const std::vector<ExpertTransfer>& transfers,
+                     const LinkSpeeds& speeds) {
+  std::vector<double> there(copies.plan.slots.size());
+  double longest = 0;
+  for (const ExpertTransfer& one : transfers) {
+    const auto slot_of = [&](std::int32_t rank, std::int32_t slot) {
+      return std::int64_t{rank} * copies.plan.slots_per_rank + slot;
+    };
+    const double speed = is_other_node(copies.config, one) ? speeds.network_bytes_per_second
+                                                           : speeds.nvlink_bytes_per_second;
+    double& end = there[slot_of(one.target, one.target_slot)];
+    end = there[slot_of(one.source, one.source_slot)] + as_double(copies.weight_bytes) / speed;
+    longest = std::max(longest, end);
+  }
+  return longest;
+}
+
+/// A link of a rank, one way.
+struct LinkSide {
+  std::int64_t LinkBytes::*figure;
+  bool network;
+  bool out;
+};
+constexpr LinkSide link_sides[] = {{&LinkBytes::nvlink_in, false, false},
+                                   {&LinkBytes::nvlink_out, false, true},
+                                   {&LinkBytes::network_in, true, false},
+                                   {&LinkBytes::network_out, true, true}};
+
+/// @param dispatch with copies, whose links the weights share
+void price_links(ExpertCopies& copies, const ExpertCallPrediction& dispatch,
                  const LinkSpeeds& speeds) {
-  const std::vector<LinkBytes> weights = count_weights(copies, config.local_world_size);
-  double transfer = 0;  // rows and weights together
-  for (std::int32_t r = 0; r < copies.plan.num_ranks; ++r) {
-    for (const bool network : {false, true}) {
+  const std::vector<std::int32_t> slots = used_slots(copies);
+  const EPConfig& config = copies.config;
+  const ExpertSlotTable table{config.world_size, config.num_experts, slots};
+  const auto transfers = plan_weight_transfers(table, config.local_world_size);
+  const std::vector<LinkBytes> weights = count_transfers(config, transfers);
+  const std::vector<LinkBytes> back = count_transfers(config, plan_gradient_transfers(table));
+  double transfer = chain_seconds(copies, transfers, speeds);  // rows and weights together
+  for (std::int32_t r = 0; r < config.world_size; ++r) {
+    copies.weights_sent.push_back(static_cast<std::int32_t>(weights[r].out()));
+    for (const auto& [figure, network, out] : link_sides) {
       const double speed =
           network ? speeds.network_bytes_per_second : speeds.nvlink_bytes_per_second;
-      for (const bool out : {false, true}) {
-        const auto figure = network ? (out ? &LinkBytes::network_out : &LinkBytes::network_in)
-                                    : (out ? &LinkBytes::nvlink_out : &LinkBytes::nvlink_in);
-        const std::int64_t count = weights[r].*figure;
-        const double seconds = as_double(count) * as_double(copies.weight_bytes) / speed;
-        if (count > 0)
-          transfer = std::max(transfer, seconds + as_double(dispatch.links[r].*figure) / speed);
-        copies.gradient_seconds = std::max(
-            copies.gradient_seconds, as_double(count) * as_double(copies.gradient_bytes) / speed);
-        if (seconds <= copies.weight_seconds) continue;
-        copies.weight_seconds = seconds;
-        copies.busiest = r;
-        copies.busiest_sends = out;
-        copies.network = network;
-        copies.busiest_weights = static_cast<std::int32_t>(count);
-      }
+      const std::int64_t count = weights[r].*figure;
+      const double seconds = as_double(count) * as_double(copies.weight_bytes) / speed;
+      if (count > 0)
+        transfer = std::max(transfer, seconds + as_double(dispatch.links[r].*figure) / speed);
+      copies.after.gradients =
+          std::max(copies.after.gradients,
+                   as_double(back[r].*figure) * as_double(copies.gradient_bytes) / speed);
+      if (seconds <= copies.weight_seconds) continue;
+      copies.weight_seconds = seconds;
+      copies.busiest = r;
+      copies.busiest_sends = out;
+      copies.network = network;
+      copies.busiest_weights = static_cast<std::int32_t>(count);
     }
   }
   const double with = dispatch.begin_seconds + transfer + dispatch.end_seconds;
-  copies.exposed_seconds = std::max(0.0, with - dispatch.seconds);
+  copies.after.weights = transfers.empty() ? 0 : std::max(0.0, with - dispatch.seconds);
+}
+
+/// Calls of a step without the weights of copies.
+ExpertStepSeconds step_of(const EPConfig& config, const std::vector<ExpertCallPrediction>& calls,
+                          double gemm) {
+  const auto seconds = [&](ExpertCallKind kind) {
+    return calls[static_cast<std::size_t>(kind)].seconds;
+  };
+  ExpertStepSeconds step;
+  step.dispatch = seconds(ExpertCallKind::grouped_dispatch);
+  step.cached_dispatch = seconds(ExpertCallKind::cached_dispatch);
+  step.combine = seconds(config.num_nodes() == 1 ? ExpertCallKind::summed_combine
+                                                 : ExpertCallKind::grouped_combine);
+  step.gemm = gemm;
+  return step;
+}
+
+/// [R, E] rows of each source rank for each expert.
+std::vector<std::int64_t> counts_of(const EPConfig& config,
+                                    std::span<const std::vector<std::int32_t>> ids) {
+  std::vector<std::int64_t> counts(std::int64_t{config.world_size} * config.num_experts);
+  for (std::int64_t r = 0; r < config.world_size; ++r) {
+    for (const std::int32_t id : ids[r])
+      if (id < config.num_experts) ++counts[r * config.num_experts + id];
+  }
+  return counts;
+}
+
+/// Elements of an expert's matrices.
+std::int64_t elements_of(const EPConfig& config, const ExpertCopyCosts& costs, const char* who) {
+  return detail::checked_mul(matrices * config.hidden, costs.intermediate, who);
 }
 
 }  // namespace
 
-ExpertCopies price_expert_copies(const EPConfig& config, std::span<const std::int64_t> rows,
-                                 const EvenExpertsOptions& options,
-                                 const ExpertCallPrediction& dispatch,
+void ExpertCopyCosts::check(const char* who) const {
+  calls.check(who);
+  require(intermediate >= 1 && intermediate <= 1 << 24, who,
+          ": costs.intermediate = ", intermediate, ", expected 1 to 2^24");
+  require(std::isfinite(gemm_flops_per_second) && gemm_flops_per_second > 0, who,
+          ": costs.gemm_flops_per_second = ", gemm_flops_per_second, ", expected a number > 0");
+}
+
+ExpertCopies price_expert_copies(const EPConfig& config, const EPDispatchOptions& options,
+                                 std::span<const std::vector<std::int32_t>> ids,
                                  const ExpertCopyCosts& costs) {
-  config.check(in_price);
-  costs.links.check(in_price);
-  require(costs.intermediate >= 1 && costs.intermediate <= 1 << 24, in_price,
-          ": costs.intermediate = ", costs.intermediate, ", expected 1 to 2^24");
-  require(std::isfinite(costs.gemm_flops_per_second) && costs.gemm_flops_per_second > 0, in_price,
-          ": costs.gemm_flops_per_second = ", costs.gemm_flops_per_second,
-          ", expected a number > 0");
-  require(std::ssize(dispatch.links) == config.world_size, in_price, ": dispatch has ",
-          dispatch.links.size(), " ranks, expected ", config.world_size);
+  costs.check(in_price);
+  EPDispatchOptions without = options;
+  without.spare_experts = 0;
+  const auto before = predict_experts(config, without, ids, costs.calls);
+  const auto after = predict_experts(config, options, ids, costs.calls);
   ExpertCopies copies;
-  copies.plan = even_experts(rows, config.world_size, config.num_experts, options);
-  copies.num_experts = config.num_experts;
-  copies.alignment = options.alignment;
+  const std::vector<std::int64_t> rows = counts_of(config, ids);
+  copies.plan = even_experts(rows, config.world_size, config.num_experts,
+                             {.spare_experts = options.spare_experts,
+                              .min_rows = options.min_rows,
+                              .limit = options.limit,
+                              .alignment = options.expert_alignment});
+  copies.config = config;
+  copies.alignment = options.expert_alignment;
   copies.expert_rows.resize(config.num_experts);
   for (std::int64_t i = 0; i < std::ssize(rows); ++i)
     copies.expert_rows[i % config.num_experts] += rows[i];
   count_rows(copies);
-  const std::int64_t elements =
-      detail::checked_mul(matrices * config.hidden, costs.intermediate, in_price);
+  const std::int64_t elements = elements_of(config, costs, in_price);
   copies.weight_bytes = detail::checked_mul(elements, dtype_bytes(config.token_dtype), in_price);
   copies.gradient_bytes = detail::checked_mul(elements, 4, in_price);
   const double row_seconds = flops_per_mac * as_double(elements) / costs.gemm_flops_per_second;
-  copies.gemm_before = as_double(copies.tiled_before) * row_seconds;
-  copies.gemm_after = as_double(copies.tiled_after) * row_seconds;
-  price_links(copies, config, dispatch, costs.links);
+  copies.before = step_of(config, before, as_double(copies.tiled_before) * row_seconds);
+  copies.after = step_of(config, after, as_double(copies.tiled_after) * row_seconds);
+  price_links(copies, after[static_cast<std::size_t>(ExpertCallKind::grouped_dispatch)],
+              costs.calls.links);
   return copies;
+}
+
+std::int64_t ExpertCopies::num_copies() const { return std::ssize(copies_of(*this)); }
+
+std::int64_t break_even_rows(const EPConfig& config, const ExpertCopyCosts& costs,
+                             const ExpertCopyTrips& trips) {
+  constexpr auto who = "break_even_rows";
+  config.check(who);
+  costs.check(who);
+  for (const auto& [field, got, zero_too] : {std::tuple{"weights", trips.weights, true},
+                                             {"gradients", trips.gradients, true},
+                                             {"gemm", trips.gemm, false}}) {
+    require(std::isfinite(got) && (zero_too ? got >= 0 : got > 0) && got <= 1e3, who, ": trips.",
+            field, " = ", got, ", expected a number ", zero_too ? ">= 0" : "> 0");
+  }
+  const LinkSpeeds& links = costs.calls.links;
+  const double speed =
+      trips.network ? links.network_bytes_per_second : links.nvlink_bytes_per_second;
+  const double bytes = trips.weights * as_double(dtype_bytes(config.token_dtype)) +
+                       trips.gradients * 4;  // of an element
+  const double rows = bytes / speed * costs.gemm_flops_per_second / (flops_per_mac * trips.gemm);
+  return static_cast<std::int64_t>(std::min(std::ceil(rows), 0x1p52));
 }
 
 namespace {
@@ -156,14 +264,14 @@ struct HotExpert {
 
 /// Experts with copies, most rows first; the hottest where none has any.
 std::vector<HotExpert> hot_experts(const ExpertCopies& copies) {
-  const std::int32_t homes = copies.num_experts / copies.plan.num_ranks;
+  const std::int32_t homes = copies.config.num_experts / copies.plan.num_ranks;
   const std::int64_t total =
       std::accumulate(copies.rows_before.begin(), copies.rows_before.end(), std::int64_t{0});
-  std::vector<HotExpert> all(copies.num_experts);
-  for (std::int32_t e = 0; e < copies.num_experts; ++e) {
+  std::vector<HotExpert> all(copies.config.num_experts);
+  for (std::int32_t e = 0; e < copies.config.num_experts; ++e) {
     const std::int64_t rows = copies.expert_rows[e];
     const double share =
-        total == 0 ? 0 : as_double(rows) * as_double(copies.num_experts) / as_double(total);
+        total == 0 ? 0 : as_double(rows) * as_double(copies.config.num_experts) / as_double(total);
     all[e] = {e, e / homes, rows, share, rows, {}};
   }
   for (const PlacedCopy& copy : copies_of(copies)) {
@@ -224,31 +332,42 @@ std::string gemm_sentence(const ExpertCopies& copies, const ExpertCopyCosts& cos
                   format_plural(copies.tiled_after, "row"), " instead of ",
                   format_count(copies.tiled_before), ". ");
   }
-  return concat(text, "Its products take ", format_seconds(copies.gemm_after), " instead of ",
-                format_seconds(copies.gemm_before), " forward, at ",
+  return concat(text, "Its products take ", format_seconds(copies.after.gemm), " instead of ",
+                format_seconds(copies.before.gemm), " forward, at ",
                 format_si(costs.gemm_flops_per_second), " operations per second.");
 }
 
 double speed_of(const ExpertCopies& copies, const ExpertCopyCosts& costs) {
-  return copies.network ? costs.links.network_bytes_per_second
-                        : costs.links.nvlink_bytes_per_second;
+  return copies.network ? costs.calls.links.network_bytes_per_second
+                        : costs.calls.links.nvlink_bytes_per_second;
 }
 
 std::string weight_sentence(const ExpertCopies& copies, const ExpertCopyCosts& costs) {
   return concat(
       "A copy is ", format_bytes(copies.weight_bytes), " of weights. Rank ", copies.busiest,
       copies.busiest_sends ? " sends " : " receives ", copies.busiest_weights, " of ",
-      std::ssize(copies_of(copies)), std::ssize(copies_of(copies)) == 1 ? " copy" : " copies",
-      " over ", copies.network ? "the network" : "NVLink", ": ",
-      format_seconds(copies.weight_seconds), " at ", format_si(speed_of(copies, costs)), "B/s.");
+      copies.num_copies(), copies.num_copies() == 1 ? " copy" : " copies", " over ",
+      copies.network ? "the network" : "NVLink", ": ", format_seconds(copies.weight_seconds),
+      " at ", format_si(speed_of(copies, costs)), "B/s.");
+}
+
+/// Calls move other rows, and plan.
+std::string calls_sentence(const ExpertCopies& copies) {
+  return concat("Rows go to other ranks: without weights a dispatch takes ",
+                format_seconds(copies.after.dispatch), " instead of ",
+                format_seconds(copies.before.dispatch),
+                ", counting experts and planning included, "
+                "a combine ",
+                format_seconds(copies.after.combine), " instead of ",
+                format_seconds(copies.before.combine), ".");
 }
 
 std::string hiding_sentence(const ExpertCopies& copies) {
-  const double hidden = std::max(0.0, copies.weight_seconds - copies.exposed_seconds);
+  const double hidden = std::max(0.0, copies.weight_seconds - copies.after.weights);
   return concat(
       "Weights travel with the rows of the dispatch, after tokens are counted: the "
       "dispatch takes ",
-      format_moment(copies.exposed_seconds), " longer, and ", format_moment(hidden),
+      format_moment(copies.after.weights), " longer, and ", format_moment(hidden),
       " of the weights' time is hidden by rows of fuller links and by stores of "
       "multiprocessors.");
 }
@@ -262,7 +381,20 @@ std::string gain_sentence(const ExpertCopies& copies) {
   return concat(verdict, ": forward gains ", signed_seconds(forward), ", backward ",
                 signed_seconds(backward), " (products twice, the weights again, and ",
                 format_bytes(copies.gradient_bytes), " of float32 gradient per copy home, ",
-                format_moment(copies.gradient_seconds), ").");
+                format_moment(copies.after.gradients), ").");
+}
+
+std::string break_even_sentence(const EPConfig& config, const ExpertCopyCosts& costs) {
+  const std::int64_t near = break_even_rows(config, costs);
+  std::string text = concat(
+      "Where nothing hides it, a copy pays for its own transfers, forward "
+      "and backward, from ",
+      format_plural(near, "row"), " on");
+  if (config.num_nodes() > 1) {
+    text += concat(" inside a node, from ",
+                   format_count(break_even_rows(config, costs, {.network = true})), " on another");
+  }
+  return text + " (--min-rows pays).";
 }
 
 bool has_copies(const ExpertCopies& copies) { return copies.busiest_weights > 0; }
@@ -278,14 +410,16 @@ std::vector<std::string> explain_expert_copies(const ExpertCopies& copies,
             concat("No copy is planned: the fullest rank has ", format_plural(fullest, "row"), ", ",
                    detail::times(as_double(fullest) / copies.plan.mean_rows), " the mean.")};
   }
-  return {hot_sentence(copies),           even_sentence(copies),   gemm_sentence(copies, costs),
-          weight_sentence(copies, costs), hiding_sentence(copies), gain_sentence(copies)};
+  return {hot_sentence(copies),           even_sentence(copies),
+          gemm_sentence(copies, costs),   calls_sentence(copies),
+          weight_sentence(copies, costs), hiding_sentence(copies),
+          gain_sentence(copies),          break_even_sentence(copies.config, costs)};
 }
 
 std::string expert_copies_text(const ExpertCopies& copies, const ExpertCopyCosts& costs,
                                const TextStyle& style) {
   const EvenExperts& plan = copies.plan;
-  const std::int32_t homes = copies.num_experts / plan.num_ranks;
+  const std::int32_t homes = copies.config.num_experts / plan.num_ranks;
   std::string text = detail::heading(
       concat("Copies of hot experts (", format_plural(plan.slots_per_rank - homes, "spare slot"),
              " per rank)"),
@@ -314,7 +448,7 @@ std::string expert_copies_text(const ExpertCopies& copies, const ExpertCopyCosts
                   detail::pad_left(format_count(copies.rows_before[r]), 11), "  ",
                   detail::load_bar(copies.rows_after[r], max_rows, style),
                   detail::pad_left(format_count(copies.rows_after[r]), 11),
-                  detail::pad_left(std::to_string(plan.weights_out[r]), 7),
+                  detail::pad_left(std::to_string(copies.weights_sent[r]), 7),
                   detail::pad_left(std::to_string(plan.weights_in[r]), 4), "\n");
   };
   const std::int32_t always[] = {copies.busiest};
@@ -420,11 +554,11 @@ std::string header(const ExpertCopies& copies, const ExpertCopyCosts& costs,
   return concat(
       "<header><h1>", detail::html_escape(title), "</h1>\n<p class=\"sub\">",
       format_plural(plan.num_ranks, "rank"), " \u00B7 ",
-      format_plural(copies.num_experts, "expert"),
+      format_plural(copies.config.num_experts, "expert"),
       " \u00B7 predicted, nothing was run</p>\n<dl class=\"cards\">\n",
       card("Fullest before", over_mean(std::ranges::max(copies.rows_before)), "over the mean"),
       card("With copies", over_mean(plan.max_rows), "over the mean"),
-      card("Copies", format_count(std::ssize(copies_of(copies))),
+      card("Copies", format_count(copies.num_copies()),
            format_bytes(copies.weight_bytes) + " each"),
       card("Weights", format_moment(copies.weight_seconds),
            concat(copies.network ? "network" : "NVLink", " at ", format_si(speed_of(copies, costs)),

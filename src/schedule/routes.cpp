@@ -254,7 +254,9 @@ ChosenWay choose_way(const char* who, SequenceOperation operation,
       hops = std::move(relay);
     }
   }
-  chosen.batched = topology.num_nodes() > 1 || limits.way == TransferMode::relay;
+  const auto keeps_room = [](const SequencePart& part) { return part.min_batches > 0; };
+  chosen.batched = topology.num_nodes() > 1 || limits.way == TransferMode::relay ||
+                   std::ranges::any_of(parts, keeps_room);
   chosen.hops = std::move(hops);
   return chosen;
 }

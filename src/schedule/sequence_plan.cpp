@@ -19,6 +19,8 @@ namespace {
 constexpr std::int64_t max_gradient_chunk_bytes = 2048;
 
 constexpr std::int64_t max_rows = std::int64_t{1} << 44;
+constexpr std::int32_t max_batches = 1 << 20;
+
 void check_offsets(const char* who, const char* name, std::span<const std::int64_t> offsets,
                    std::int64_t num_parts, std::int64_t last) {
   require(std::ssize(offsets) == num_parts + 1, who, ": ", name, " has ", offsets.size(),
@@ -93,6 +95,8 @@ void check_parts(const char* who, std::span<const SequencePart> parts, Rank rank
     check_metadata(who, *part.metadata);
     require(0 <= part.min_window_rows && part.min_window_rows < max_rows, who,
             ": min_window_rows = ", part.min_window_rows, ", expected 0..2^44 - 1");
+    require(0 <= part.min_batches && part.min_batches <= max_batches, who,
+            ": min_batches = ", part.min_batches, ", expected 0..2^20");
     require(part.metadata->world_size == parts.front().metadata->world_size, who,
             ": parts have world_size ", parts.front().metadata->world_size, " and ",
             part.metadata->world_size, ", expected one world");
@@ -232,7 +236,8 @@ std::uint64_t hash_plan(SequenceOperation operation, std::span<const SequencePar
   for (const SequencePart& part : parts) {
     const SparseMetadata& metadata = *part.metadata;
     hash.add(metadata.world_size).add(std::span<const std::int64_t>(metadata.rank_offsets));
-    hash.add(hash_entries(metadata)).add(hash_copies(metadata)).add(part.min_window_rows);
+    hash.add(hash_entries(metadata)).add(hash_copies(metadata));
+    hash.add(part.min_window_rows).add(part.min_batches);
   }
   hash.add(static_cast<std::int32_t>(way.limits.way)).add(way.batched);
   if (!way.batched) return hash.value();
@@ -272,6 +277,8 @@ SequencePlan write_tables(const char* who, SequenceOperation operation,
     plan.own_rows.insert(plan.own_rows.end(), count, rows_of(*parts[p].metadata, rank));
     plan.window_rows.insert(plan.window_rows.end(), count, needed[p][to_int(rank)]);
   }
+  for (const SequencePart& part : parts)
+    plan.min_batches = std::max(plan.min_batches, part.min_batches);
   plan.limits = way.limits;
   plan.wire_bytes.assign(plan.world_size, 0);
   if (!way.batched) {
@@ -283,6 +290,7 @@ SequencePlan write_tables(const char* who, SequenceOperation operation,
       plan.cuts.push_back(cut_rows(sum_format(plan.tensors[t]).row_bytes(), plan.chunk_bytes));
     compile_batched_gradient(who, parts, needed, way, options, plan);
   }
+  plan.num_slots = std::max(plan.num_slots, plan.min_batches);
   if (!sends) plan.staged = rows_to_stage(plan);
   return plan;
 }

@@ -53,7 +53,8 @@ struct SequencePlan {
   std::vector<WorkBatch> batches;
   std::vector<BatchSlot> waits;
   std::vector<BatchSlot> signals;
-  std::int32_t num_slots = 0;        ///< that the rank with the most needs
+  std::int32_t min_batches = 0;      ///< for which there is room in any case
+  std::int32_t num_slots = 0;        ///< that the rank with the most needs, or min_batches
   NetworkProgram network;            ///< with `split_network`: the puts that are not in batches
   std::vector<NetworkPhase> phases;  ///< with `two_sided_network`: the same, with arrivals
 

@@ -70,14 +70,15 @@ TEST_F(ExpertCopiesCommandTest, SaysWhichExpertIsHotAndWhatItsCopiesCost) {
        "Expert 0 of rank 0 is hot: 160 rows, 4.71 times an even share; 3 copies leave 52 at home.",
        "computes 68 rows instead of 176: 1.000 instead of 2.588 times the mean; no choice of "
        "copies gets below 68",
-       // 3 x 128 x 64 elements of 2 bytes; three copies leave rank 0.
-       "A copy is 48.0 KiB of weights. Rank 0 sends 3 of 3 copies over NVLink: 147 us at 1.00 GB/s",
-       // 4 bytes: twice as long.
+       // 3 x 128 x 64 elements of 2 bytes; one of three copies is forwarded by another.
+       "A copy is 48.0 KiB of weights. Rank 0 sends 2 of 3 copies over NVLink: 98.3 us at 1.00 "
+       "GB/s",
+       // 4 bytes, three times.
        "96.0 KiB of float32 gradient per copy home, 295 us", "Copies do not pay"}));
   // The picture: the fullest rank has a whole bar before, and 68 of 176 rows of one after.
   EXPECT_TRUE(holds(result.out, {"       0       0         160    4.71         52  1, 2, 3",
-                                 "     0  ████████        176  ███▏             68      3   0",
-                                 "     1  █▌               32  ███▏             68      0   1"}));
+                                 "     0  ████████        176  ███▏             68      2   0",
+                                 "     1  █▌               32  ███▏             68      1   1"}));
 }
 
 TEST_F(ExpertCopiesCommandTest, CopiesOfLargeExpertsPayWhereRowsAreMany) {
@@ -87,13 +88,20 @@ TEST_F(ExpertCopiesCommandTest, CopiesOfLargeExpertsPayWhereRowsAreMany) {
   EXPECT_TRUE(holds(unwrapped(pays.out),
                     {"In tiles of 128 rows the fullest rank has", "Copies pay: forward gains"}));
   const ProgramResult slow = run(command + "--nvlink 1GB/s --flops 1e18");
-  EXPECT_TRUE(
-      holds(unwrapped(slow.out), {"the dispatch takes 0 longer", "Copies pay in forward alone"}));
+  // The copy keeps 90 000 rows of a KiB from a slow link.
+  EXPECT_TRUE(holds(unwrapped(slow.out), {"a dispatch takes 405 us instead of 92.3 ms",
+                                          "the dispatch takes 6.25 ms longer", "Copies pay: "}));
   EXPECT_TRUE(holds(unwrapped(run(command + "--ranks-per-node 1").out),
                     {"over the network", "at 50.0 GB/s"}));
   EXPECT_TRUE(holds(unwrapped(run(command + "--limit 1e6").out),
                     {"Expert 0 of rank 0 is hot", "No copy is planned"}));
   EXPECT_TRUE(holds(unwrapped(run(command + "--min-rows 200000").out), {"No copy is planned"}));
+  // 8 bytes of an element against 6 operations of a row.
+  EXPECT_TRUE(holds(unwrapped(run(command + "--nvlink 1TB/s").out), {"from 800 rows on"}));
+  const std::string even = command + "--min-rows pays --html pays.html --nvlink ";
+  EXPECT_TRUE(holds(unwrapped(run(even + "1TB/s").out), {"1 of 1 copy"}));
+  EXPECT_TRUE(holds(text_of(path("pays.html")), {"at least 800 rows"}));
+  EXPECT_TRUE(holds(unwrapped(run(even + "1GB/s").out), {"No copy is planned"}));
   write("none.json", "[[0, 0], [0, 0]]");
   EXPECT_TRUE(holds(run("experts --counts none.json --spare 1").out, {"nothing to copy"}));
   EXPECT_TRUE(holds(run("experts --counts rows.json").out, {"Counts from rows.json"}));
@@ -188,6 +196,7 @@ TEST_F(ExpertCopiesCommandTest, NamesWhatIsWrongInAnOption) {
   EXPECT_TRUE(misused("--spare 1 --limit 0.9", {"--limit", "0.9"}));
   EXPECT_TRUE(misused("--spare 1 --limit nan", {"--limit", "nan"}));
   EXPECT_TRUE(misused("--spare 1 --min-rows -1", {"--min-rows", "-1"}));
+  EXPECT_TRUE(misused("--spare 1 --min-rows much", {"--min-rows", "much", "or pays"}));
   EXPECT_TRUE(misused("--spare 1 --alignment 0", {"--alignment", "0"}));
   EXPECT_TRUE(misused("--spare 1 --intermediate 0", {"--intermediate", "0"}));
   EXPECT_TRUE(misused("--spare 1 --flops 0", {"--flops", "0"}));

@@ -132,7 +132,7 @@ TEST(PredictExperts, CopiesEvenRowsOutAndAreCountedAndPlannedBeforeRowsLeave) {
   const auto counting = [&](const auto& calls) {
     return of(calls, grouped).begin_seconds - of(calls, cached).begin_seconds;
   };
-  EXPECT_NEAR(counting(even), 2 * counting(plain) + options.costs.plan_seconds, 1e-12);
+  EXPECT_NEAR(counting(even), 2 * counting(plain) + options.costs.planning_seconds(config), 1e-12);
 }
 
 TEST(PredictExperts, RowsOfSlotsAreThoseOfTheSimulation) {

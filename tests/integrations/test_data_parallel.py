@@ -6,6 +6,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from waybill import Unsupported
 from waybill.torch.moe import ExpertParallel, SwiGLUExperts
 
 HIDDEN, INNER, EXPERTS, TOPK, TOKENS, STEPS = 16, 32, 4, 2, 12, 2
@@ -91,5 +92,61 @@ def test_gradients_of_two_by_two_ranks(wrapper):
         for mine, want in zip(got, [gate_gradient, *(g[first : first + local] for g in gradients)]):
             torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-6)
         layer.finalize()
+
+    ranks.run(world_size, body)
+
+
+class Block(torch.nn.Module):
+    """A gate and a layer of experts."""
+
+    def __init__(self, experts, group, **options):
+        super().__init__()
+        self.gate = Gate()
+        with torch.no_grad():
+            self.gate.weight[0] += 0.5  # expert 0 is hot
+        self.layer = ExpertParallel(
+            experts, num_experts=EXPERTS, topk=TOPK, hidden=HIDDEN, max_tokens=TOKENS, group=group,
+            dtype=torch.float32, gradients="mean", **options,
+        )  # fmt: skip
+
+    def forward(self, x):
+        return self.layer(x, *self.gate(x))
+
+
+@pytest.mark.skipif(ranks.DEVICE != "cpu", reason="copies travel between CPU ranks alone")
+@pytest.mark.parametrize("keep", [False, True])
+def test_copies_of_hot_experts_in_a_block_that_fsdp_shards(keep):
+    world_size, parallel = 4, 2
+    copies = {"spare_experts": 2, "limit": 1.0, "min_rows": 1, "keep_copies": keep}
+
+    def body(rank):
+        mesh = torch.distributed.init_device_mesh(
+            "cpu", (world_size // parallel, parallel), mesh_dim_names=("replicate", "experts")
+        )
+        local = EXPERTS // parallel
+        first = mesh["experts"].get_local_rank() * local
+        blocks = [
+            fully_shard(
+                Block(experts_of(first, local), mesh["experts"], **options), mesh=mesh["replicate"]
+            )
+            for options in (copies, {})
+        ]
+        steppers = [torch.optim.SGD(block.parameters(), lr=0.5) for block in blocks]
+        for step in range(3):
+            x, goal = batch(rank, step)
+            losses = [(block(x) - goal).square().mean() for block in blocks]
+            torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+            for loss, stepper in zip(losses, steppers):
+                loss.backward()
+                stepper.step()
+                stepper.zero_grad()
+        for mine, want in zip(*(block.parameters() for block in blocks)):
+            torch.testing.assert_close(whole(mine), whole(want), rtol=1e-4, atol=1e-6)
+        held = blocks[0].layer._copies[0]._pool().held
+        assert (held >= 0).any()  # something was copied
+        inside = Block(experts_of(first, local), mesh["experts"], **copies)
+        fully_shard(inside.layer.experts, mesh=mesh["replicate"])
+        with pytest.raises(Unsupported, match="experts is sharded by FSDP"):
+            inside(batch(rank, 0)[0])
 
     ranks.run(world_size, body)

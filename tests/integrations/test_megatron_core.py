@@ -180,24 +180,29 @@ def test_dropped_choices():
     ranks.run(2, body)
 
 
-def layer_step(rank, kind):
+def layer_step(rank, kind, made=moe_layer.MoELayer, **options):
     """(output, gradients) of a whole MoELayer with that dispatcher."""
     config = config_of(
         moe_token_dispatcher_type=kind, moe_flex_dispatcher_backend="deepep", moe_deepep_num_sms=20,
         expert_model_parallel_size=2, moe_router_load_balancing_type="none", ffn_hidden_size=32,
-        gated_linear_unit=True,
+        gated_linear_unit=True, **options,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False)
     torch.manual_seed(7 + rank)
-    layer = moe_layer.MoELayer(config, spec.submodules.mlp.submodules).to(ranks.DEVICE)
+    layer = made(config, spec.submodules.mlp.submodules).to(ranks.DEVICE)
     layer.set_layer_number(1)
     draws = torch.Generator().manual_seed(3)  # the same gate on all ranks
     weight = layer.router.weight
     weight.data.copy_(torch.randn(weight.shape, generator=draws))
+    weight.data[:2] += 0.5  # hot experts
     draws = torch.Generator().manual_seed(rank)
-    x = torch.randn(LENGTH, BATCH, HIDDEN, generator=draws).to(ranks.DEVICE, torch.bfloat16)
+    x = torch.randn(LENGTH, BATCH, HIDDEN, generator=draws) + 1
+    x = x.to(ranks.DEVICE, torch.bfloat16)
     out, _ = layer(x.requires_grad_())
     out.float().square().sum().backward()
+    if made is not moe_layer.MoELayer:  # copies have rows
+        layout = layer.token_dispatcher._layout
+        assert int(layout.all_slot_quotas[:, EXPERTS // 2 :].sum()) > 0
     found = [out.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
     return type(layer.token_dispatcher), [one.float().cpu() for one in found]
 
@@ -226,6 +231,44 @@ def test_a_whole_layer(monkeypatch):
         assert kind is ours.WaybillTokenDispatcher
         for mine, theirs in zip(got, want):
             assert (mine - theirs).norm() <= 0.01 * theirs.norm()
+        parallel_state.destroy_model_parallel()
+
+    ranks.run(2, body)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_copies_of_hot_experts(keep, monkeypatch):
+    """A whole layer is as without copies."""
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+    if ranks.DEVICE == "cpu":
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    copies = {"spare_experts": 2, "limit": 1.0, "min_rows": 1, "keep_copies": keep}
+    monkeypatch.setattr(ours.WaybillMoELayer, "options", copies)
+
+    def body(rank):
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+        if ranks.DEVICE != "cpu":
+            model_parallel_cuda_manual_seed(11)
+        ours.install()
+        _, want = layer_step(rank, "alltoall")
+        kind, got = layer_step(rank, "alltoall", ours.WaybillMoELayer)
+        assert kind is ours.WaybillTokenDispatcher
+        for mine, theirs in zip(got, want):
+            assert (mine - theirs).norm() <= 0.01 * theirs.norm()
+        for options, text in (
+            ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap = True"),
+            ({"gradient_accumulation_fusion": True}, "gradient_accumulation_fusion = True"),
+        ):
+            with pytest.raises(Unsupported, match=text):
+                layer_step(rank, "alltoall", ours.WaybillMoELayer, **options)
+        with pytest.raises(Unsupported, match="moe_token_dispatcher_type = 'allgather'"):
+            layer_step(rank, "allgather", ours.WaybillMoELayer)
+        monkeypatch.setattr(ours.WaybillMoELayer, "options", {"spare": 1})
+        with pytest.raises(InvalidArgument, match="got the option 'spare', expected some of"):
+            layer_step(rank, "alltoall", ours.WaybillMoELayer)
+        ours.uninstall()
+        with pytest.raises(InvalidArgument, match=r"dispatcher, expected install\(\)"):
+            layer_step(rank, "alltoall", ours.WaybillMoELayer)
         parallel_state.destroy_model_parallel()
 
     ranks.run(2, body)

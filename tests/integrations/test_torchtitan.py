@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import pytest
 import ranks
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
+from waybill import Unsupported
 from waybill.integrations import deep_ep
 
 deep_ep.install()
@@ -73,9 +75,9 @@ def configs(imports, dispatcher=ALL_TO_ALL):
 
 
 class Net(torch.nn.Module):
-    """Two layers of experts of which each rank has its own."""
+    """Two layers of experts of which each rank has its own, also as parts of DTensors."""
 
-    def __init__(self, config, mesh):
+    def __init__(self, config, mesh, sharded=False):
         super().__init__()
         self.layers = torch.nn.ModuleList([config.first.build(), config.second.build()])
         rank, size = mesh.get_local_rank(), EXPERTS // mesh.size()
@@ -86,6 +88,8 @@ class Net(torch.nn.Module):
             experts = layer.routed_experts.inner_experts
             for name, whole in list(experts.named_parameters()):
                 own = whole.detach()[rank * size : (rank + 1) * size].clone()
+                if sharded:
+                    own = DTensor.from_local(own, mesh, [Shard(0)])
                 setattr(experts, name, torch.nn.Parameter(own))
             layer.routed_experts.token_dispatcher.wire_meshes(ep_mesh=mesh)
 
@@ -96,13 +100,14 @@ class Net(torch.nn.Module):
 
 
 def train(
-    rank, imports, world_size, lengths=(LENGTH,) * 4, dispatcher=ALL_TO_ALL, dtype=torch.float32
-):
+    rank, imports, world_size, lengths=(LENGTH,) * 4, dispatcher=ALL_TO_ALL, dtype=torch.float32,
+    sharded=False,
+):  # fmt: skip
     """Losses of some steps; gradients of the first, of what all ranks have and of experts."""
     set_spmd_backend("default")
     mesh = torch.distributed.init_device_mesh(ranks.DEVICE, (world_size,), mesh_dim_names=("ep",))
     config, _ = configs(imports, dispatcher)
-    net = Net(config, mesh).to(ranks.DEVICE, dtype)
+    net = Net(config, mesh, sharded).to(ranks.DEVICE, dtype)
     kinds = {type(layer.routed_experts.token_dispatcher) for layer in net.layers}
     assert kinds == {ours.WaybillTokenDispatcher if imports else dispatcher._owner}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
@@ -115,14 +120,22 @@ def train(
         optimizer.zero_grad()
         loss.backward()
         if not gradients:
-            gradients = [x.grad, *(p.grad for p in net.parameters())]
+            gradients = [x.grad, *(local_part(p.grad) for p in net.parameters())]
             gradients = [g.cpu().float().clone().numpy() for g in gradients]
         for p in net.parameters():
-            if p.shape[0] != EXPERTS // world_size:  # the same on all ranks
+            if local_part(p).shape[0] != EXPERTS // world_size:  # the same on all ranks
                 torch.distributed.all_reduce(p.grad, torch.distributed.ReduceOp.AVG)
         optimizer.step()
         losses.append(float(loss))
+    copied = [
+        getattr(layer.routed_experts.token_dispatcher, "copied", None) for layer in net.layers
+    ]
+    assert all(one is None or one.memory()["copies"] > 0 for one in copied)
     return losses, gradients
+
+
+def local_part(value):
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 OURS = ["waybill.integrations.torchtitan.waybill_dispatcher"]
@@ -140,6 +153,35 @@ def test_a_model_trains_as_with_all_to_all(world_size):
             got, expected = map(torch.from_numpy, (got, expected))
             torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-4)  # experts are bfloat16
         assert losses[-1] < losses[0]
+
+
+@functools.cache
+def trained_without_copies(world_size):
+    return ranks.run(world_size, lambda rank: train(rank, OURS, world_size))
+
+
+@pytest.mark.parametrize(("keep", "sharded"), [(False, False), (True, True)])
+def test_copies_of_hot_experts_train_as_without(keep, sharded):
+    copies = {"spare_experts": 2, "limit": 1.0, "min_rows": 1, "keep_copies": keep}
+    imports = [("waybill.integrations.torchtitan.waybill_experts", copies)]
+    mine = ranks.run(4, lambda rank: train(rank, imports, 4, sharded=sharded))
+    for (losses, gradients), (want, want_gradients) in zip(mine, trained_without_copies(4)):
+        torch.testing.assert_close(losses, want, rtol=1e-4, atol=0)
+        for got, expected in zip(gradients, want_gradients):
+            got, expected = map(torch.from_numpy, (got, expected))
+            assert (got - expected).norm() <= 0.01 * expected.norm()  # experts are bfloat16
+
+
+def test_copies_in_place_of_what_they_replace():
+    path = "waybill.integrations.torchtitan.waybill_experts"
+    model, _ = configs([(path, {"spare_experts": 2, "num_max_tokens_per_rank": 64})])
+    routed = model.first.routed_experts
+    assert isinstance(routed, ours.WaybillRoutedExperts.Config)
+    assert (routed.spare_experts, routed.min_rows, routed.inner_experts.dim) == (2, 128, DIM)
+    assert isinstance(routed.token_dispatcher, ours.WaybillTokenDispatcher.Config)
+    assert routed.token_dispatcher.num_max_tokens_per_rank == 64
+    with pytest.raises(Unsupported, match=r"waybill_experts: token_dispatcher is DeepEPToken"):
+        configs([path], DEEP_EP)
 
 
 @functools.cache

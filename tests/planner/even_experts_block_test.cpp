@@ -119,6 +119,11 @@ struct HostWarp {
   static int broadcast(const Int& lanes, int lane) { return lanes.values[lane]; }
   static void sync() {}
 
+  template <class T>
+  static T* pin(T* shared) {
+    return shared;
+  }
+  static int keep(int value) { return value; }
   static int read(const int* at) { return *at; }
   static int look(const int* at) { return std::atomic_ref(*const_cast<int*>(at)).load(); }
   static std::int32_t load(const std::int32_t* at) { return *at; }
@@ -275,6 +280,31 @@ TEST(EvenExpertsBlock, GiversOfManyRowsNeedWideKeys) {
   HostBlock block(one, 8, 1);
   ASSERT_EQ(block.run(), 0);
   block.expect_equal(even_experts(rows, 8, 32, one.options));
+}
+
+TEST(EvenExpertsBlock, RanksOfManyHomesNeedWideKeys) {
+  for (const std::int32_t homes : {128, 129}) {
+    std::vector<std::int64_t> rows(std::int64_t{4} * homes, 3);
+    for (std::int32_t e = 0; e < homes; ++e) rows[e] = 5 + e % 7 + (e == homes - 1 ? 90 : 0);
+    const test::EvenExpertsCase one{"", 1, 4 * homes, rows, {}, {.spare_experts = 2}};
+    const test::EvenExpertsCase ranks{"",
+                                      4,
+                                      homes * 4,
+                                      [&] {
+                                        std::vector<std::int64_t> all;
+                                        for (int r = 0; r < 4; ++r)
+                                          all.insert(all.end(), rows.begin(), rows.end());
+                                        return all;
+                                      }(),
+                                      {},
+                                      {.spare_experts = 2}};
+    for (const auto& sample : {one, ranks}) {
+      HostBlock block(sample, 8, 1);
+      ASSERT_EQ(block.run(), 0);
+      block.expect_equal(
+          even_experts(sample.rows, sample.num_ranks, sample.num_experts, sample.options));
+    }
+  }
 }
 
 TEST(EvenExpertsBlock, OptionsBeyondAnyRow) {

@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 import pytest
+from rank_processes import run_programs
 
 pytest.importorskip("torch")
 
@@ -88,16 +89,10 @@ backend.finalize(0)
 
 @pytest.mark.parametrize("mode, precision", MODES)
 def test_rows_and_sums(mode, precision, tmp_path):
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(RANK), str(rank), mode, precision,
-             str(tmp_path / "store"), str(FOLDER)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=120)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], "\n".join(said)
+    given = [mode, precision, tmp_path / "store", FOLDER]
+    code = textwrap.dedent(RANK)
+    ranks = run_programs(tmp_path, [(code, [rank, *given], None) for rank in range(2)])
+    assert [status for status, _ in ranks] == [0, 0], ranks
 
 
 def test_a_checkout_is_asked_for(tmp_path):

@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks():
         fits = wt.Capacities.of(attend.plan(few), attend.plan([[90], [4]]))
         fixed = attend.fixed_plan(attend.plan(few), fits)
         found = []
-        for name in wt.Capacities._fields:
+        for name in wt.Capacities._fields[:-1]:  # more batches are no reason to refuse
             needs = wt.Capacities.of(attend.plan(many))
             roomy = needs._replace(**{name: getattr(needs, name) - 1})
             with pytest.raises(waybill.InvalidArgument) as error:

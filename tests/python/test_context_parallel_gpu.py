@@ -19,6 +19,7 @@ WAYS = [
     {"in_place": True},
     {"in_place": True, "overlap": False},
     {"in_place": False},
+    {"in_place": True, "relay": "always"},  # a graph then has batches
 ]
 
 
@@ -57,7 +58,7 @@ def on_device(world, batches):
 
 
 @pytest.mark.parametrize("mask", [{}, {"window": 40}, {"mask": "full"}])
-@pytest.mark.parametrize("way", range(3))
+@pytest.mark.parametrize("way", range(len(WAYS)))
 def test_batches_one_after_the_other(way, mask):
     """Twelve plans through one module: memory of both streams is used again and again."""
     batches = [batch(seed) for seed in range(12)]
@@ -219,7 +220,7 @@ def test_tables_of_the_next_batch_beside_a_step():
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("way", range(3))
+@pytest.mark.parametrize("way", range(len(WAYS)))
 def test_a_graph_replays_other_plans(way, layers):
     """Forward and backward of one graph, with plans that follow each other in its tables."""
     batches = [batch(70 + seed) for seed in range(6)]

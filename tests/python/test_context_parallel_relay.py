@@ -98,6 +98,72 @@ def test_latent_rows_are_forwarded():
         assert torch.equal(never, always)
 
 
+#: Of one rank, then even: nobody forwards in these.
+EVEN = [[(8 * w + d, 0, 30) for d in range(4)] for w in range(8)]
+
+
+def fixed_results(batches, relay, capacities=None, **options):
+    """Results and ways of batches that one FixedPlan gets one after another."""
+    rows = [tensors_of(pieces, *SIZES.values(), dtype=torch.float32) for pieces in batches]
+
+    def body(world):
+        attend = module(world, **SIZES, dtype=torch.float32, relay=relay, **options)
+        plans = [attend.plan(pieces) for pieces in batches]
+        fits = capacities or wt.Capacities.of(*plans)
+        fixed = attend.fixed_plan(plans[0], fits)
+        found, ways = [], []
+        for plan, tensors in zip(plans, rows):
+            fixed.replace(plan)
+            given = [fixed.padded(t) for t in tensors[world.rank]]
+            q, k, v = leaves_of(given)
+            out = attend(fixed, q, k, v)
+            out.backward(given[3])
+            found += [out.detach(), q.grad, k.grad, v.grad]
+            handles = fixed._step._moves._plans
+            ways.append([handles[name].way for name in ("qkv", "sums")])
+        return found, ways, fits.max_batches
+
+    return wt.run_threads(len(batches[0]), body)
+
+
+def test_fixed_plans_forward():
+    batches = [EVEN, ONE_LONG, EVEN, ONE_LONG]
+    straight = fixed_results(batches, "never", costs=FAST)
+    forwarded = fixed_results(batches, "auto", costs=FAST)
+    relayed = [["direct", "direct"], ["relay", "direct"]]
+    for (got, ways, room), (expected, were, none) in zip(forwarded, straight):
+        assert ways == 2 * relayed and were == 4 * [relayed[0]]
+        assert room > 0 == none
+        assert all(torch.equal(a, b) for a, b in zip(got, expected))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fixed_plans_always_forward(seed):
+    """Random batches of which each needs other hops; gradients go straight."""
+    rng = rng_of(500 + seed)
+    batches = [random_pieces(rng, 4) for _ in range(3)]
+    options = {"in_place": rng.choice((True, False))}
+    straight = fixed_results(batches, "never", **options)
+    for (got, ways, room), (expected, _, _) in zip(
+        fixed_results(batches, "always", **options), straight
+    ):
+        assert all(way[1] == "direct" for way in ways)
+        assert room > 0 or all(way[0] == "direct" for way in ways)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected))
+
+
+def test_fixed_plans_without_room():
+    plan = wt.BatchPlanner(8, **SIZES, costs=FAST).plan(ONE_LONG)
+    fits = wt.Capacities.of(plan)
+    assert fits.max_batches > 1 and fits._replace(max_batches=0).scaled(2).max_batches == 0
+    few = fits._replace(max_batches=fits.max_batches - 1)
+    assert fixed_results([ONE_LONG], "auto", few, costs=FAST)[0][1] == [["direct", "direct"]]
+    with pytest.raises(waybill.InvalidArgument, match="the plan needs max_batches = "):
+        fixed_results([ONE_LONG], "always", few, costs=FAST)
+    with pytest.raises(waybill.InvalidArgument, match=r"max_batches = -1, expected 0\.\.2"):
+        fixed_results([ONE_LONG], "auto", fits._replace(max_batches=-1))
+
+
 def test_explain_says_what_it_gains():
     planner = wt.BatchPlanner(8, **SIZES, costs=FAST)
     plan = planner.plan(ONE_LONG)

@@ -333,6 +333,10 @@ def test_refused_by_name():
         refuses(waybill.InvalidArgument, "spare_experts = -1", spare_experts=-1)
         sharded = type("FSDPModule", (SwiGLUExperts,), {})(LOCAL, HIDDEN, INNER)
         refuses(waybill.Unsupported, "sharded by FSDP", sharded)
+        inside = torch.nn.Sequential(sharded)
+        refuses(waybill.Unsupported, "sharded by FSDP", inside)
+        wrapped = type("DistributedDataParallel", (SwiGLUExperts,), {})(LOCAL, HIDDEN, INNER)
+        refuses(waybill.Unsupported, "wrapped by DDP", wrapped)
         module = module_on(world, experts_of(world.rank))
         step = one_step(module, batch(world.rank, 2, 0))
         assert step[0].isfinite().all()  # nothing above has told anybody
@@ -344,3 +348,89 @@ def test_refused_by_name():
             )  # fmt: skip
 
     waybill.run_threads(2, body)
+
+
+@pytest.mark.parametrize(("name", "value", "said"), [
+    ("spare_experts", 1, "spare_experts = 1"), ("limit", 1.5, "limit = 1.5"),
+    ("min_rows", 7, "min_rows = 7"), ("keep_copies", True, "keep_copies = True"),
+    ("spare_experts", 0, "spare_experts = 0"),
+])  # fmt: skip
+def test_ranks_that_differ_are_told(name, value, said):
+    def body(world):
+        options = {name: value} if world.rank == 1 else {}
+        with pytest.raises(waybill.InvalidArgument, match=f"rank 1 with {said}"):
+            module_on(world, experts_of(world.rank), **options)
+        module = module_on(world, experts_of(world.rank))  # nobody waits for anybody
+        assert one_step(module, batch(world.rank, 2, 0))[0].isfinite().all()
+
+    waybill.run_threads(2, body)
+
+
+def test_tensors_of_an_expert_may_be_slices():
+    def body(world):
+        own, other = Slices(experts_of(world.rank)), experts_of(world.rank)
+        modules = module_on(world, own), module_on(world, other, spare_experts=0)
+        inputs = batch(world.rank, 2, 0)
+        for got, wanted in zip(*(one_step(module, inputs) for module in modules)):
+            close(got, wanted)
+        for got, wanted in zip(own.parameters(), other.parameters()):
+            close(got.grad, wanted.grad)
+
+    waybill.run_threads(2, body)
+
+
+class Slices(torch.nn.Module):
+    """Experts of the two functions, whose tensors are slices of parameters."""
+
+    def __init__(self, stacked):
+        super().__init__()
+        self.stacked, self.used = stacked, {}
+
+    def expert_tensors(self, expert):
+        return [one[expert] for one in self.stacked.parameters()]
+
+    def use_tensors(self, slot, tensors):
+        self.used[slot] = tensors
+
+    def forward(self, rows, ends):
+        slots = [slot for slot, tensors in sorted(self.used.items()) if tensors is not None]
+        tensors = [torch.stack(part) for part in zip(*(self.used[slot] for slot in slots))]
+        names = [name for name, _ in self.stacked.named_parameters()]
+        given = (rows, ends[slots])
+        return torch.func.functional_call(self.stacked, dict(zip(names, tensors)), given)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_an_error_of_one_rank_reaches_the_others_in_the_midst_of_copies(when):
+    """Rank 1 leaves while others wait for weights or gradients of copies."""
+
+    class Falls(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, rows):
+            if when == "forward":
+                raise RuntimeError("these experts fall")
+            return rows.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("these experts fall")
+
+    class Falling(SwiGLUExperts):
+        def forward(self, rows, ends):
+            return super().forward(Falls.apply(rows), ends)
+
+    seen = {}
+
+    def body(world):
+        kind = Falling if world.rank == 1 else SwiGLUExperts
+        module = module_on(world, kind(LOCAL, HIDDEN, INNER))
+        try:
+            one_step(module, batch(world.rank, 3, 0))
+        except waybill.Error as error:
+            seen[world.rank] = str(error)
+            raise
+
+    with pytest.raises(RuntimeError, match="these experts fall"):
+        waybill.run_threads(3, body, timeout_s=60)
+    assert set(seen) == {0, 2}, seen
+    assert all("rank 1" in words for words in seen.values()), seen

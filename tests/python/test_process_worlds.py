@@ -5,13 +5,12 @@ import os
 import pathlib
 import random
 import socket
-import subprocess
-import sys
 import textwrap
 import time
 
 import pytest
 from error_texts import rank_failed
+from rank_processes import run_programs
 
 import waybill
 
@@ -46,26 +45,15 @@ def run_ranks(tmp_path, program, world_size=3, environment=None):
     """(exit status, output) of each rank's process."""
     base = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
     code = textwrap.dedent(PREAMBLE) + textwrap.dedent(program)
-    ranks = []
+    programs = []
     for rank in range(world_size):
         variables = {
             "RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank,
             "LOCAL_WORLD_SIZE": world_size, "WAYBILL_RENDEZVOUS": f"file://{tmp_path}/meet",
             **(environment or {}),
         }  # fmt: skip
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-c", code],
-                env=base | {k: str(v) for k, v in variables.items()},
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-        )  # fmt: skip
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [(rank.returncode, output) for rank, output in zip(ranks, outputs)]
+        programs.append((code, [], base | {k: str(v) for k, v in variables.items()}))
+    return run_programs(tmp_path, programs)
 
 
 def free_port():

@@ -145,14 +145,14 @@ TEST(HtmlReport, ThePageOfCopiesStandsAlone) {
   for (const std::int32_t num_ranks : {1, 4, 300}) {
     config.world_size = config.local_world_size = num_ranks;
     config.num_experts = 2 * num_ranks;
-    std::vector<std::int64_t> rows(std::int64_t{num_ranks} * config.num_experts, 4);
-    for (std::int32_t r = 0; r < num_ranks; ++r) rows[std::int64_t{r} * config.num_experts] = 40;
-    ExpertCallPrediction dispatch;
-    dispatch.links.resize(num_ranks);
+    std::vector<std::int32_t> ids(40, 0);
+    for (std::int32_t e = 1; e < config.num_experts; ++e) ids.insert(ids.end(), 4, e);
+    config.max_tokens = std::ssize(ids);
+    const std::vector<std::vector<std::int32_t>> all(num_ranks, ids);
     ReportContext context;
     context.title = "Copies <of> \"hot\" experts";
-    const std::string page = expert_copies_report(
-        price_expert_copies(config, rows, {.spare_experts = 1}, dispatch), {}, context);
+    const std::string page =
+        expert_copies_report(price_expert_copies(config, {.spare_experts = 1}, all), {}, context);
     EXPECT_EQ(tag_trouble(page), "");
     EXPECT_EQ(page.find("<of>"), std::string::npos);
     EXPECT_NE(page.find("<b>Before</b>"), std::string::npos);

@@ -236,6 +236,31 @@ TEST(BatchedPlans, limits_decide_and_can_be_overridden) {
   EXPECT_EQ(compile_dispatch(same, Rank{0}, options).limits.way, TransferMode::relay);
 }
 
+TEST(BatchedPlans, room_makes_batches_also_where_nobody_forwards) {
+  const QkvRouting routing = one_for_all(4);
+  const RelaySchedule relay = chain(routing.fwd_kv);
+  const TensorFormat format{DType::bfloat16, 8};
+  const CompileOptions options;
+  for (const RelaySchedule* hops : {static_cast<const RelaySchedule*>(nullptr), &relay}) {
+    const std::vector<SequencePart> kv{{&routing.fwd_kv, {format}, hops, 0, 100}};
+    for (const auto operation : {SequenceOperation::dispatch, SequenceOperation::kv_gradient}) {
+      const auto plans = plans_of(kv, operation, options);
+      EXPECT_EQ(first_of(test::check_sequence_plans(plans, kv, 4)), "");
+      EXPECT_FALSE(plans[0].batches.empty());
+      EXPECT_EQ(plans[0].min_batches, 100);
+      EXPECT_EQ(plans[0].num_slots, 100);
+    }
+  }
+  const auto fingerprint = [&](std::int32_t room) {
+    const std::vector<SequencePart> kv{{&routing.fwd_kv, {format}, nullptr, 0, room}};
+    return compile_dispatch(kv, Rank{0}, options).fingerprint;
+  };
+  EXPECT_NE(fingerprint(0), fingerprint(1));
+  EXPECT_NE(fingerprint(1), fingerprint(2));
+  EXPECT_THROW((void)fingerprint(-1), InvalidArgument);
+  EXPECT_THROW((void)fingerprint((1 << 20) + 1), InvalidArgument);
+}
+
 TEST(BatchedPlans, rows_cross_between_nodes_once) {
   const QkvRouting routing = one_for_all(8);
   const TensorFormat format{DType::bfloat16, 1000};

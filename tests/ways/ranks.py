@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import attention
+import copies
 import deep_ep_ways
 import sequences
 import torch
@@ -26,6 +27,7 @@ import waybill.torch as wt
 
 WAYS: dict[str, Way] = {
     **experts.WAYS,
+    **copies.WAYS,
     **deep_ep_ways.WAYS,
     **sequences.WAYS,
     **attention.WAYS,

@@ -30,8 +30,11 @@ struct ExpertCosts {
   /// takes for a token.
   double count_seconds = 14e-6;
   double count_token_seconds = 50e-9;
-  /// With spare experts: the kernel that plans copies, of one block. Nominal.
-  double plan_seconds = 20e-6;
+  /// With spare experts: the kernel that plans copies, of one block, takes these together. Fit
+  /// 256 x 8, 256 x 32, 256 x 64 and 512 x 128 experts x ranks, measured on one H100.
+  double plan_seconds = 19e-6;
+  double plan_rank_seconds = 0.34e-6;   ///< per rank
+  double plan_count_seconds = 0.64e-9;  ///< per pair of rank and expert
   /// Sums of a token's rows on one rank, read and written, all of the device. Measured, 4 x H200.
   double sum_bytes_per_second = 3.0e12;
   /// Copies on one rank, read and written, all of the device. Measured, 4 and 8 x H200.
@@ -48,6 +51,9 @@ struct ExpertCosts {
   /// 0: a network card reads rows from memory. Above: the nodes are parts of one host, rows to
   /// others are copied by blocks, each at this speed (measured, 2 x H200: 33e9), over NVLink.
   double path_bytes_per_second = 0;
+
+  /// The kernel that plans copies.
+  [[nodiscard]] double planning_seconds(const EPConfig& config) const;
 
   /// @throws InvalidArgument "who: field = got, expected ..."
   void check(const char* who) const;

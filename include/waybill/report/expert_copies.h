@@ -19,16 +19,37 @@ struct ExpertCopyCosts {
   std::int64_t intermediate = 2048;
   /// A rank's grouped products, forward and backward. Nominal, as StepCosts has it.
   double gemm_flops_per_second = 600e12;
-  LinkSpeeds links = {};
+  /// Links, and what a dispatch and a combine cost beside bytes.
+  ExpertCostOptions calls = {};
+
+  /// @throws InvalidArgument "who: field = got, expected ..."
+  void check(const char* who) const;
 
   friend bool operator==(const ExpertCopyCosts&, const ExpertCopyCosts&) = default;
+};
+
+/// One layer of experts in a step, seconds of the slowest rank.
+struct ExpertStepSeconds {
+  double dispatch = 0;         ///< of tokens, with counting; with copies planning, too
+  double cached_dispatch = 0;  ///< of gradients, by the known routing
+  double combine = 0;          ///< of sums, and of the gradients of tokens
+  double gemm = 0;             ///< the experts' products forward; backward takes twice as long
+  /// A dispatch takes so much longer with the weights of copies on its links. Rows of other links
+  /// and stores of multiprocessors hide the rest. Backward fetches them again.
+  double weights = 0;
+  double gradients = 0;  ///< float32 gradients of copies home, over the links alone
+
+  [[nodiscard]] double forward() const { return dispatch + weights + gemm + combine; }
+  [[nodiscard]] double backward() const {
+    return cached_dispatch + weights + 2 * gemm + combine + gradients;
+  }
 };
 
 /// The copies that EvenExpertsPlanner plans, what they cost and gain. Nothing has run. Seconds are
 /// those of the slowest rank.
 struct ExpertCopies {
+  EPConfig config;
   EvenExperts plan;
-  std::int32_t num_experts = 0;
   std::int64_t alignment = 1;
   std::vector<std::int64_t> expert_rows;  ///< [E]
   std::vector<std::int64_t> rows_before;  ///< [R] rows that a rank computes without copies
@@ -36,39 +57,50 @@ struct ExpertCopies {
   /// Rows of the fullest rank where each slot has whole tiles of `alignment` rows.
   std::int64_t tiled_before = 0;
   std::int64_t tiled_after = 0;
-  double gemm_before = 0;  ///< seconds of the experts' products, forward
-  double gemm_after = 0;
+  ExpertStepSeconds before;  ///< without copies
+  ExpertStepSeconds after;
 
   std::int64_t weight_bytes = 0;    ///< one expert's
   std::int64_t gradient_bytes = 0;  ///< one expert's, float32
-  std::int32_t busiest = 0;         ///< the rank whose weights take longest
-  bool busiest_sends = false;       ///< else it receives them
-  bool network = false;             ///< over the network, else over NVLink
+  /// [R] transfers that a rank makes, to copies of its experts and from copies that it forwards.
+  std::vector<std::int32_t> weights_sent;
+  std::int32_t busiest = 0;    ///< the rank whose weights take longest
+  bool busiest_sends = false;  ///< else it receives them
+  bool network = false;        ///< over the network, else over NVLink
   std::int32_t busiest_weights = 0;
   double weight_seconds = 0;  ///< for these weights over that link alone
-  /// The dispatch takes so much longer with the weights on its links. Rows of other ranks and
-  /// stores of multiprocessors hide the rest.
-  double exposed_seconds = 0;
-  double gradient_seconds = 0;  ///< float32 gradients home, over the links alone
 
-  /// Seconds that a forward gains; a backward has two products for each, the weights again, and
-  /// the gradients.
-  [[nodiscard]] double forward_gain() const { return gemm_before - gemm_after - exposed_seconds; }
-  [[nodiscard]] double backward_gain() const {
-    return 2 * (gemm_before - gemm_after) - exposed_seconds - gradient_seconds;
-  }
+  [[nodiscard]] std::int64_t num_copies() const;  ///< that take rows
+  [[nodiscard]] double forward_gain() const { return before.forward() - after.forward(); }
+  [[nodiscard]] double backward_gain() const { return before.backward() - after.backward(); }
 };
 
-/// Plans and prices copies.
+/// Plans and prices copies: calls of a layer without copies and with them, whose rows then go to
+/// other ranks. Combines sum on each rank first on one node, as ExpertParallel has them.
 /// @param config as predict_experts has it; nodes have config.local_world_size ranks
-/// @param rows [R, E] of each source rank for each expert
-/// @param dispatch the grouped dispatch that the weights travel with, of predict_experts
-/// @throws InvalidArgument as even_experts, and for sizes or speeds that are not positive
+/// @param options with spare experts
+/// @param ids as predict_experts has them
+/// @throws InvalidArgument as predict_experts, and for sizes or speeds that are not positive
 [[nodiscard]] ExpertCopies price_expert_copies(const EPConfig& config,
-                                               std::span<const std::int64_t> rows,
-                                               const EvenExpertsOptions& options,
-                                               const ExpertCallPrediction& dispatch,
+                                               const EPDispatchOptions& options,
+                                               std::span<const std::vector<std::int32_t>> ids,
                                                const ExpertCopyCosts& costs = {});
+
+/// How often a copy travels for one microbatch.
+struct ExpertCopyTrips {
+  double weights = 2;    ///< forward and backward; 1: they are kept, or there is no backward
+  double gradients = 1;  ///< home, float32; 0: there is no backward
+  double gemm = 3;       ///< products of a row: one forward, two backward; 1: no backward
+  bool network = false;  ///< to another node
+};
+
+/// The rows from which a copy takes more time off the fullest rank than it takes itself over one
+/// link, if nothing hides it: `min_rows` of EvenExpertsOptions that always pay. An expert's size
+/// does not count, as its products grow with its bytes.
+/// @throws InvalidArgument for speeds and trips that are no positive numbers
+[[nodiscard]] std::int64_t break_even_rows(const EPConfig& config,
+                                           const ExpertCopyCosts& costs = {},
+                                           const ExpertCopyTrips& trips = {});
 
 /// Which expert is hot, what its copies cost and gain, and whether they pay, a sentence each.
 [[nodiscard]] std::vector<std::string> explain_expert_copies(const ExpertCopies& copies,

@@ -30,6 +30,10 @@ struct SequencePart {
   /// begin at the same place for all plans that need no more, as CUDA graphs want. 0: as many as
   /// the plan needs.
   std::int64_t min_window_rows = 0;
+  /// Batches of each rank for which tables and slots have room in any case, as CUDA graphs want
+  /// that replay plans of which some forward: the plan has batches then also where nobody forwards.
+  /// 0: as many as the plan needs.
+  std::int32_t min_batches = 0;
 };
 
 /// Which way the bytes of a plan go.

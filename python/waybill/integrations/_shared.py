@@ -11,16 +11,22 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._errors import said_by
+from .._graphs import outside_graphs
 from .._process_group import group_of
 from ..errors import Error, InvalidArgument
 from ..torch import BatchPlan, ContextParallelAttention, World
 from ..torch._tensors import require_device
 from ..torch.attention.moves import PieceExchange
 from ..torch.attention.plan import RankPieces
+from ..torch.experts.autograd import tied_to_parameters
+from ..torch.experts.copies import Copies, checked_copies
+from ..torch.experts.device_copies import copies_for
+from ..torch.experts.grouped import ends_within
 from ..torch.moe import EPAll2AllLayer
 from ..torch.world import world_of
+from ..world import agree_on
 
-_Key = Tuple[int, int, int, torch.dtype, torch.device]
+_Key = Tuple[int, int, int, torch.dtype, torch.device, Tuple[Any, ...]]
 # A group that is destroyed takes its layers along.
 _made: weakref.WeakKeyDictionary[Any, Dict[_Key, EPAll2AllLayer]] = weakref.WeakKeyDictionary()
 
@@ -34,15 +40,18 @@ def shared_layer(
     max_tokens: Optional[int] = None,
     *,
     grows: bool = False,
+    copied: Optional[CopiedExperts] = None,
 ) -> EPAll2AllLayer:
     """The layer of a process group for rows of this width, dtype and device; ids -1 go nowhere. It
     is made if there is none, which is collective.
 
     :param max_tokens: tokens of a rank, the same on all; None: those of the first call
     :param grows: all ranks have as many tokens, so that one with room for more can be made
+    :param copied: experts that have copies on other ranks
     """
     layers = _made.setdefault(group, {})
-    key = (rows.shape[1], topk, num_experts, rows.dtype, rows.device)
+    plan = () if copied is None else copied.plan
+    key = (rows.shape[1], topk, num_experts, rows.dtype, rows.device, plan)
     layer = layers.get(key)
     tokens = rows.shape[0]
     if layer is not None and (tokens <= layer.max_tokens or not grows):
@@ -55,12 +64,13 @@ def shared_layer(
     if max_tokens is not None and tokens > max_tokens:
         raise InvalidArgument(f"{who}: {tokens} tokens, expected at most max_tokens = {max_tokens}")
     world = world_of(group, None, None if rows.is_cuda else "cpu", who)
+    spare = {} if copied is None else copied.agreed_options(world)
     try:
         with said_by(who):
             layer = layers[key] = EPAll2AllLayer(
                 world, max(max_tokens or tokens, 1), rows.shape[1], topk, world.rank, num_experts,
                 world.topology.ranks_per_node, world.world_size, rows.dtype, torch.float32,
-                dropped_id=-1,
+                dropped_id=-1, **spare,
             )  # fmt: skip
     except InvalidArgument as error:
         if max_tokens is None:
@@ -70,6 +80,64 @@ def shared_layer(
             )
         raise
     return layer
+
+
+class CopiedExperts:
+    """Experts of a layer of a framework, with copies of the hot ones on other ranks.
+
+    :param experts: a module of (rows, ends, *weights), as ExpertParallel takes them
+    :param options: ``spare_experts``, ``limit``, ``min_rows`` and ``keep_copies`` of ExpertParallel
+    """
+
+    def __init__(self, experts: torch.nn.Module, options: Mapping[str, Any], who: str) -> None:
+        unknown = [name for name in options if name not in _COPY_OPTIONS]
+        if unknown:
+            raise InvalidArgument(
+                f"{who}: got the option {unknown[0]!r}, expected some of {list(_COPY_OPTIONS)}"
+            )
+        self._experts, self._who = experts, who
+        self._options = {**_COPY_OPTIONS, **options}
+        #: Layers of other plans are others.
+        self.plan = tuple(self._options[name] for name in ("spare_experts", "limit", "min_rows"))
+        self._copies: Optional[Copies] = None
+
+    def agreed_options(self, world: World) -> Dict[str, Any]:
+        """Collective: the layer's options."""
+        found: Dict[str, Any] = {}
+
+        def check() -> Mapping[str, Any]:
+            found.update(checked_copies(*self._options.values(), world, None, None))
+            return self._options
+
+        with said_by(self._who):
+            agree_on(world, self._who, check)
+        return found
+
+    def before_dispatch(self, layer: EPAll2AllLayer, training: bool) -> Any:
+        """Collective where copies are kept, and the first time: what ``present`` is."""
+        if self._copies is None:
+            with said_by(self._who):
+                keep = bool(self._options["keep_copies"])
+                (self._copies,) = copies_for(self._experts, layer, keep)
+        return self._copies.before_dispatch(layer, training)
+
+    @outside_graphs
+    def run(
+        self, layer: EPAll2AllLayer, layout: Any, rows: torch.Tensor, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Collective where there are copies: the outputs of this rank's slots."""
+        assert self._copies is not None
+        ends = ends_within(layout.recv_expert_offsets, layer.fixed_rows)
+        with said_by(self._who):
+            outputs = self._copies.run(self._copies.begin(layer, layout), rows, ends, weights)
+        return tied_to_parameters(outputs, self._experts, rows, weights[0] if weights else None)
+
+    def memory(self) -> Dict[str, int]:
+        """As of ``ExpertParallel.memory``, after the first call."""
+        return {} if self._copies is None else self._copies.memory()
+
+
+_COPY_OPTIONS = {"spare_experts": 1, "limit": 1.02, "min_rows": 128, "keep_copies": False}
 
 
 class Pieces:

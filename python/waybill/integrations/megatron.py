@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_layer
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.utils import is_layer_window_attention
 
@@ -23,11 +24,12 @@ from .._graphs import outside_graphs
 from ..errors import Error, InvalidArgument, Unsupported
 from ..torch import ContextParallelAttention
 from ..torch.attention.plan import Piece, RankPieces, piece_table
-from ._shared import Pieces, SharedRanks, pieces_of, shared_layer
+from ._shared import CopiedExperts, Pieces, SharedRanks, pieces_of, shared_layer
 
 __all__ = [
     "SharedSeqParams",
     "WaybillCoreAttention",
+    "WaybillMoELayer",
     "WaybillTokenDispatcher",
     "install",
     "share_sequences",
@@ -283,6 +285,8 @@ class WaybillTokenDispatcher(MoETokenDispatcher):
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
         self.router_topk = config.moe_router_topk
+        self.copied: Optional[CopiedExperts] = None  #: experts whose copies rows go to
+        self.training = True
 
     def set_shared_experts(self, shared_experts: Any) -> None:
         """Unsupported: they are not run during the dispatch."""
@@ -327,9 +331,14 @@ class WaybillTokenDispatcher(MoETokenDispatcher):
         self._layer = shared_layer(
             self.tp_ep_group, hidden_states, self._ids.shape[1],
             self.num_local_experts * self.tp_size * self.ep_size, "WaybillTokenDispatcher",
-            self.max_tokens,
+            self.max_tokens, copied=self.copied,
         )  # fmt: skip
-        rows, weights, self._layout = self._layer.dispatch(hidden_states, self._ids, probs)
+        present = None
+        if self.copied is not None:
+            present = self.copied.before_dispatch(self._layer, self.training)
+        rows, weights, self._layout = self._layer.dispatch(
+            hidden_states, self._ids, probs, present=present
+        )
         assert weights is not None
         return rows, weights
 
@@ -340,6 +349,11 @@ class WaybillTokenDispatcher(MoETokenDispatcher):
         counts = self._layout.recv_expert_counts
         assert counts is not None
         return hidden_states, counts.to("cpu", torch.int64), probs
+
+    def compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """What the experts and copies on this rank make of rows."""
+        assert self.copied is not None
+        return self.copied.run(self._layer, self._layout, hidden_states, probs)
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Nothing: rows are in order."""
@@ -369,6 +383,79 @@ def _check_map(routing_map: torch.Tensor, topk: int, num_tokens: int) -> None:
             f"WaybillTokenDispatcher: routing_map has {most} experts of a token, expected at most"
             f" moe_router_topk = {topk}"
         )
+
+
+class _OneByOne(torch.nn.Module):
+    """The experts of a ``SequentialMLP``, by the interface of two functions."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+        self._used: Dict[int, Any] = {}
+
+    def expert_tensors(self, expert: int) -> List[torch.Tensor]:
+        return list(self.experts.local_experts[expert].parameters())
+
+    def use_tensors(self, slot: int, tensors: Any) -> None:
+        self._used[slot] = tensors
+
+    def forward(self, rows: torch.Tensor, ends: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        local = self.experts.local_experts
+        names = [name for name, _ in local[0].named_parameters()]
+        sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        outputs = []
+        for slot, given in enumerate(zip(rows.split(sizes), probs.split(sizes))):
+            tensors = self._used.get(slot)
+            if tensors is None:  # without a copy, so without rows
+                continue
+            expert = local[slot if slot < len(local) else 0]
+            outputs.append(torch.func.functional_call(expert, dict(zip(names, tensors)), given)[0])
+        return torch.cat(outputs)
+
+
+class WaybillMoELayer(moe_layer.MoELayer):
+    """After ``install()``: Megatron-Core's ``MoELayer`` with copies of hot experts on other ranks,
+    as of ``ExpertParallel``. Its experts are a ``SequentialMLP``.
+    """
+
+    #: Before a layer is made: ``spare_experts``, ``limit``, ``min_rows``, ``keep_copies``.
+    options: ClassVar[Dict[str, Any]] = {}
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        who = "WaybillMoELayer"
+        for name, expected in (
+            ("moe_token_dispatcher_type", "alltoall"),
+            ("moe_shared_expert_overlap", False),
+            ("moe_apply_probs_on_input", False),
+            ("gradient_accumulation_fusion", False),
+            ("fp8", None),
+            ("fp4", None),
+        ):
+            value = getattr(config, name, expected)
+            if value != expected and (value or expected):
+                raise Unsupported(f"{who}: {name} = {value!r}, expected {expected!r}")
+        if moe_layer.MoEAlltoAllTokenDispatcher is not WaybillTokenDispatcher:
+            raise InvalidArgument(
+                f"{who}: got Megatron-Core's dispatcher, expected install() before"
+            )
+        super().__init__(config, *args, **kwargs)
+        if not isinstance(self.experts, SequentialMLP):
+            raise Unsupported(
+                f"{who}: experts are {type(self.experts).__name__}, expected SequentialMLP"
+                " (moe_grouped_gemm=False)"
+            )
+        self.token_dispatcher.copied = CopiedExperts(_OneByOne(self.experts), self.options, who)
+
+    def dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> Any:
+        """Collective: rows of this rank's experts and copies."""
+        self.token_dispatcher.training = self.training
+        return super().dispatch(hidden_states, probs)
+
+    def routed_experts_compute(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> Tuple[torch.Tensor, None]:
+        """Collective where there are copies: their outputs."""
+        return self.token_dispatcher.compute(hidden_states, probs), None
 
 
 _before: List[Any] = []

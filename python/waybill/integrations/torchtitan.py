@@ -1,6 +1,7 @@
 """Experts and attention of torchtitan, put in by its own override:
 
     --override.imports waybill.integrations.torchtitan.waybill_dispatcher
+    --override.imports waybill.integrations.torchtitan.waybill_experts
     --override.imports waybill.integrations.torchtitan.waybill_attention
 
 For the version in docs/integrations/README.md; importing this needs torchtitan.
@@ -13,7 +14,9 @@ from typing import Any, Callable, ClassVar, Dict, Optional
 
 import torch
 from torchtitan.config.override import derive, override
+from torchtitan.distributed.spmd_types import maybe_set_sparse_mesh
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
+from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
     BaseEPTokenDispatcher,
@@ -26,15 +29,17 @@ from .._graphs import outside_graphs
 from ..errors import InvalidArgument, Unsupported
 from ..torch.attention.plan import RankPieces
 from ..torch.moe import EPAllToAllLayoutDesc
-from ._shared import Pieces, SharedRanks, pieces_of, shared_layer
+from ._shared import CopiedExperts, Pieces, SharedRanks, pieces_of, shared_layer
 
 __all__ = [
     "SharedDocuments",
     "WaybillAttention",
+    "WaybillRoutedExperts",
     "WaybillTokenDispatcher",
     "share_documents",
     "waybill_attention",
     "waybill_dispatcher",
+    "waybill_experts",
 ]
 
 
@@ -192,6 +197,8 @@ class WaybillTokenDispatcher(BaseEPTokenDispatcher):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.num_max_tokens_per_rank = config.num_max_tokens_per_rank
+        self.copied: Optional[CopiedExperts] = None  #: experts whose copies rows go to
+        self.training = True
 
     @outside_graphs
     @said_by("WaybillTokenDispatcher")
@@ -210,10 +217,13 @@ class WaybillTokenDispatcher(BaseEPTokenDispatcher):
         layer = shared_layer(
             self.ep_mesh.get_group(), x_TD, topk_expert_ids_TK.shape[1], self.num_experts,
             "WaybillTokenDispatcher", self.num_max_tokens_per_rank,
-            grows=self.num_max_tokens_per_rank is None,
+            grows=self.num_max_tokens_per_rank is None, copied=self.copied,
         )  # fmt: skip
+        present = None
+        if self.copied is not None:
+            present = self.copied.before_dispatch(layer, self.training)
         rows_RD, scores_R, layout = layer.dispatch(
-            x_TD, topk_expert_ids_TK, topk_scores_TK.to(torch.float32)
+            x_TD, topk_expert_ids_TK, topk_scores_TK.to(torch.float32), present=present
         )
         assert scores_R is not None and layout.recv_expert_counts is not None
         counts_e = layout.recv_expert_counts.to(num_local_tokens_per_expert_E.dtype)
@@ -231,6 +241,65 @@ class WaybillTokenDispatcher(BaseEPTokenDispatcher):
         return metadata.layer.combine(scored.to(routed_output_RD.dtype), metadata.layout)
 
 
+class _ByCounts(torch.nn.Module):
+    """torchtitan's experts, which take counts, with the ends of their rows."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.experts(rows, ends.diff(prepend=ends.new_zeros(1)))
+        return outputs
+
+
+class WaybillRoutedExperts(RoutedExperts):
+    """torchtitan's ``RoutedExperts`` with Waybill's dispatcher, and copies of hot experts on other
+    ranks in every microbatch: as of ``ExpertParallel``. Without a mesh of experts there are none.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        """:param spare_experts, limit, min_rows, keep_copies: of ExpertParallel"""
+
+        spare_experts: int = 1
+        limit: float = 1.02
+        min_rows: int = 128
+        keep_copies: bool = False
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        names = ("spare_experts", "limit", "min_rows", "keep_copies")
+        options = {name: getattr(config, name) for name in names}
+        experts = _ByCounts(self.inner_experts)
+        # Not a submodule: its parameters would be there twice.
+        self._copied = (CopiedExperts(experts, options, "WaybillRoutedExperts"),)
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        topk_scores_BLK: torch.Tensor,
+        topk_expert_ids_BLK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,
+    ) -> torch.Tensor:
+        """Collective: as torchtitan's."""
+        dispatcher = self.token_dispatcher
+        if dispatcher.ep_mesh is None:
+            return super().forward(
+                x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
+            )
+        (dispatcher.copied,), dispatcher.training = self._copied, self.training
+        x_TD = x_BLD.flatten(0, 1)
+        rows_RD, _, metadata = dispatcher.dispatch(
+            x_TD, topk_scores_BLK.flatten(0, 1), topk_expert_ids_BLK.flatten(0, 1),
+            num_local_tokens_per_expert_E,
+        )  # fmt: skip
+        with maybe_set_sparse_mesh():
+            routed_RD = dispatcher.copied.run(metadata.layer, metadata.layout, rows_RD)
+        out_TD = dispatcher.combine(routed_RD, metadata, x_TD)
+        return out_TD.view(x_BLD.shape[0], -1, x_BLD.shape[2])
+
+
 @override(
     target=AllToAllTokenDispatcher.Config,
     description="Waybill moves the tokens of experts.",
@@ -243,6 +312,37 @@ def waybill_dispatcher(
     return derive(
         cfg, WaybillTokenDispatcher.Config, num_max_tokens_per_rank=num_max_tokens_per_rank
     )
+
+
+@override(
+    target=RoutedExperts.Config,
+    description="Waybill moves the tokens of experts, and copies hot experts to other ranks.",
+    exact=True,
+)
+def waybill_experts(
+    cfg: Any,
+    *,
+    spare_experts: int = 1,
+    limit: float = 1.02,
+    min_rows: int = 128,
+    keep_copies: bool = False,
+    num_max_tokens_per_rank: Optional[int] = None,
+) -> WaybillRoutedExperts.Config:
+    """torchtitan's experts with Waybill's dispatcher and copies of hot experts."""
+    kind = type(cfg.token_dispatcher)
+    if kind not in (AllToAllTokenDispatcher.Config, WaybillTokenDispatcher.Config):
+        raise Unsupported(
+            f"waybill_experts: token_dispatcher is {kind.__qualname__}, expected"
+            " AllToAllTokenDispatcher.Config, in whose place Waybill's is put"
+        )
+    dispatcher = derive(
+        cfg.token_dispatcher, WaybillTokenDispatcher.Config,
+        num_max_tokens_per_rank=num_max_tokens_per_rank,
+    )  # fmt: skip
+    return derive(
+        cfg, WaybillRoutedExperts.Config, token_dispatcher=dispatcher, limit=limit,
+        spare_experts=spare_experts, min_rows=min_rows, keep_copies=keep_copies,
+    )  # fmt: skip
 
 
 @override(

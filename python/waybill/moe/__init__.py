@@ -17,6 +17,7 @@ from .even_experts import (
 from .layer import EPAll2AllLayer
 from .payloads import quantize_fp8, quantize_rows
 from .predict import ExpertCallPrediction, ExpertSummary, predict, summarize
+from .prices import ExpertCopyPrices, ExpertStepSeconds, break_even_rows, price_copies
 from .simulate import EPAllToAllLayoutDesc, ExpertDispatch, simulate_dispatch
 
 __all__ = [
@@ -25,12 +26,16 @@ __all__ = [
     "EPConfig",
     "EvenExperts",
     "ExpertCallPrediction",
+    "ExpertCopyPrices",
     "ExpertDispatch",
     "ExpertPlacement",
+    "ExpertStepSeconds",
     "ExpertSummary",
+    "break_even_rows",
     "even_experts",
     "plan_expert_placement",
     "predict",
+    "price_copies",
     "quantize_fp8",
     "quantize_rows",
     "simulate_dispatch",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from .. import _core
 from .._arrays import AnyArray, IntArray, instance, numbers
@@ -31,7 +31,9 @@ def choices_of(
     instance(config, EPConfig, f"{who}: config", "an EPConfig")
     compiled = config._compiled()
     with said_by(who):
-        options = _core.ep_dispatch_options(compiled, dropped_id, "grouped", 1, payload, **spare)
+        options = _core.ep_dispatch_options(
+            compiled, dropped_id, "grouped", payload=payload, **{"expert_alignment": 1, **spare}
+        )
     arrays = ids_of_ranks(exp_indices, config.topk, f"{who}: exp_indices", config.world_size)
     return compiled, options, arrays
 
@@ -135,6 +137,20 @@ def summarize(
 _MOST_COST = 1e18
 
 
+def cost_options(
+    who: str, speeds: Dict[str, Any], seconds: Dict[str, Any], num_sms: Any, path: Any
+) -> Any:
+    """The compiled options of predictions."""
+    given = {name: check_speed(speed, f"{who}: {name}") for name, speed in speeds.items()}
+    costs = numbers(who, **seconds)
+    for name, cost in costs.items():
+        least = 1 if name == "path_bytes_per_second" else 0
+        if not (cost == 0 or least <= cost <= _MOST_COST):
+            raise InvalidArgument(f"{who}: {name} = {cost:g}, expected 0 to {_MOST_COST:g}")
+    with said_by(who):
+        return _core.expert_cost_options(**given, **costs, num_sms=num_sms, path=path)
+
+
 @dataclass(frozen=True, eq=False)
 class ExpertCallPrediction:
     """One call of all ranks. Seconds are those of ``rank``, which takes longest."""
@@ -206,20 +222,15 @@ def predict(
         "network_bytes_per_second": network_bytes_per_second,
         "block_bytes_per_second": block_bytes_per_second,
     }
-    given = {name: check_speed(speed, f"{who}: {name}") for name, speed in speeds.items()}
-    costs = numbers(
-        who, message_seconds=message_seconds, phase_seconds=phase_seconds,
-        network_message_seconds=network_message_seconds,
-        network_post_seconds=network_post_seconds, path_bytes_per_second=path_bytes_per_second,
-    )  # fmt: skip
-    for name, cost in costs.items():
-        least = 1 if name == "path_bytes_per_second" else 0
-        if not (cost == 0 or least <= cost <= _MOST_COST):
-            raise InvalidArgument(f"{who}: {name} = {cost:g}, expected 0 to {_MOST_COST:g}")
-    given.update(costs)
+    seconds = {
+        "message_seconds": message_seconds,
+        "phase_seconds": phase_seconds,
+        "network_message_seconds": network_message_seconds,
+        "network_post_seconds": network_post_seconds,
+        "path_bytes_per_second": path_bytes_per_second,
+    }
+    costed = cost_options(who, speeds, seconds, num_sms, path)
     spare = spare_options(spare_experts, limit, min_rows, who)
     compiled, options, arrays = choices_of(config, exp_indices, dropped_id, payload, who, **spare)
-    with said_by(who):
-        costed = _core.expert_cost_options(**given, num_sms=num_sms, path=path)
     calls = _core.predict_experts(compiled, options, arrays, costed)
     return [ExpertCallPrediction(**call) for call in calls]

@@ -57,6 +57,16 @@ struct DeviceWarp {
   }
   __device__ static void sync() { __syncwarp(); }
 
+  /// An address in shared memory that stays in a register: where the compiler knows how it came
+  /// about, it computes it again at each use, with a slow read of a special register.
+  template <class T>
+  __device__ static T* pin(T* shared) {
+    auto address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    asm volatile("" : "+r"(address));
+    return static_cast<T*>(__cvta_shared_to_generic(address));
+  }
+  /// A parameter that stays in a register: the compiler does not see through a broadcast.
+  __device__ static int keep(int value) { return broadcast(value, 0); }
   __device__ static int read(const int* at) { return *static_cast<const volatile int*>(at); }
   /// Another warp may change the number meanwhile: all lanes get the same.
   __device__ static int look(const int* at) { return broadcast(read(at), 0); }
@@ -110,7 +120,7 @@ __device__ void write_plan(Phases& phases, int warp, int warps) {
 }
 
 template <int Own>
-__global__ void __launch_bounds__(even_experts_threads)
+__global__ void __launch_bounds__(even_experts_threads, 1)
     even_experts_kernel(const __grid_constant__ EvenExpertsParams p) {
   extern __shared__ __align__(16) int words[];
   const EvenExpertsMemory m(words, p);

@@ -52,8 +52,8 @@ class GpuEvenExperts {
   std::shared_ptr<void> memory_;
 };
 
-/// Threads of the block.
-inline constexpr int even_experts_threads = 1024;
+/// Threads of the block: each may have 128 registers.
+inline constexpr int even_experts_threads = 512;
 
 /// Lets kernels have so much shared memory at most; called before the first launch.
 [[nodiscard]] cudaError_t prepare_even_experts(int shared_bytes);

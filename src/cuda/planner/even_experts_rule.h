@@ -3,6 +3,7 @@
 #include <climits>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 // The rule of even_experts (python/waybill/moe/even_experts_rule.py) for a block of threads: its
 // tables in shared memory, its phases, and a pass, which a warp does. `Warp` says what a warp can
@@ -184,7 +185,19 @@ class EvenExpertsPass {
 
   WAYBILL_HOST_DEVICE EvenExpertsPass(const EvenExpertsParams& p, const EvenExpertsMemory& m,
                                       const EvenExpertsWarp& own)
-      : p_(p), m_(m), own_(own) {}
+      : p_(p),
+        m_(m),
+        own_(own),
+        best_try_(Warp::pin(&m.block->best_try)),
+        homes_(Warp::keep(p.homes)),
+        spare_(Warp::keep(p.spare)),
+        min_rows_(Warp::keep(p.min_rows)),
+        alignment_(Warp::keep(p.alignment)) {
+    // What each step reads.
+    own_.home_rows = Warp::pin(own.home_rows);
+    own_.copy_expert = Warp::pin(own.copy_expert);
+    own_.copy_rows = Warp::pin(own.copy_rows);
+  }
 
   WAYBILL_HOST_DEVICE PassResult run(int attempt, int limit) {
     attempt_ = attempt;
@@ -194,8 +207,8 @@ class EvenExpertsPass {
     if (way == 0) reuse_present();
     // The largest order of a giver: weights that it sends * room of the taker + rows.
     const std::int64_t largest =
-        std::int64_t{p_.num_ranks} * p_.spare * limit_ + m_.block->fullest + 1;
-    const bool narrow = largest * rank_keys <= std::int64_t{0xFFFFFFFF};
+        std::int64_t{p_.num_ranks} * spare_ * limit_ + m_.block->fullest + 1;
+    const bool narrow = largest * rank_keys <= std::int64_t{0xFFFFFFFF} && homes_ <= rank_keys;
     return narrow ? settle<typename Warp::Unsigned>(way <= 1, way == 3)
                   : settle<typename Warp::Wide>(way <= 1, way == 3);
   }
@@ -240,7 +253,7 @@ class EvenExpertsPass {
       const Int rank = Warp::lane() + k * warp_lanes;
       const Mask is_rank = rank < Int(p_.num_ranks);
       load_[k] = Warp::gather(m_.rank_rows, rank, is_rank, 0);
-      free_[k] = Warp::select(is_rank, Int(p_.spare), Int(0));
+      free_[k] = Warp::select(is_rank, Int(spare_), Int(0));
       sent_[k] = Int(0);
       top_rows_[k] = Warp::gather(m_.top_rows, rank, is_rank, 0);
       top_expert_[k] = Warp::gather(m_.top_expert, rank, is_rank, 0);
@@ -254,12 +267,12 @@ class EvenExpertsPass {
   WAYBILL_HOST_DEVICE PassResult settle(bool spread, bool whole) {
     changed_rank_ = -1;
     for (unsigned step = 1;; ++step) {
-      if (step % steps_per_look == 0 && Warp::look(&m_.block->best_try) < attempt_)
+      if (step % steps_per_look == 0 && Warp::look(best_try_) < attempt_)
         return PassResult::stopped;
       const auto emptiest = emptiest_rank<Number>();
       const bool has_taker = emptiest != static_cast<decltype(emptiest)>(-1);
       const int room = has_taker ? limit_ - static_cast<int>(emptiest / rank_keys) : 0;
-      note_top();
+      note_top<Number>();
       const auto first = next_giver<Number>(spread ? room : 0);
       if (first == 0) return PassResult::success;
       if (!has_taker) return PassResult::failure;
@@ -272,7 +285,7 @@ class EvenExpertsPass {
       int expert_rows = of_rank(top_rows_, giver);
       if (whole && taker_free > 1 && excess > room) {
         int fitting_rows = 0;
-        const int fitting = largest_fitting(giver, room, fitting_rows);
+        const int fitting = largest_fitting<Number>(giver, room, fitting_rows);
         if (fitting_rows > 0) {
           expert = fitting;
           expert_rows = fitting_rows;
@@ -314,11 +327,28 @@ class EvenExpertsPass {
     return Warp::reduce_max(best);
   }
 
+  /// The largest expert of a rank, of those of the lanes; the first of equals. Its number in the
+  /// rank stands below its rows in one key, where keys are narrow.
+  template <class Number>
+  WAYBILL_HOST_DEVICE static void reduce_top(const Int& lane_rows, const Int& lane_expert,
+                                             int first, int& rows, int& expert) {
+    if constexpr (std::is_same_v<Number, typename Warp::Unsigned>) {
+      const Number key =
+          Number(lane_rows) * Number(rank_keys) + Number(Int(first + rank_keys - 1) - lane_expert);
+      const unsigned top = Warp::reduce_max(Warp::select(lane_rows > Int(0), key, Number(0)));
+      rows = static_cast<int>(top / rank_keys);
+      expert = first + rank_keys - 1 - static_cast<int>(top % rank_keys);
+    } else {
+      rows = Warp::reduce_max(lane_rows);
+      expert = Warp::reduce_min(Warp::select(lane_rows == Int(rows), lane_expert, Int(INT_MAX)));
+    }
+  }
+
   /// The largest expert of the rank that gave last. Reductions that nothing waits for soon.
+  template <class Number>
   WAYBILL_HOST_DEVICE void note_top() {
-    const int most = Warp::reduce_max(changed_rows_);
-    const int expert =
-        Warp::reduce_min(Warp::select(changed_rows_ == Int(most), changed_expert_, Int(INT_MAX)));
+    int most = 0, expert = 0;
+    reduce_top<Number>(changed_rows_, changed_expert_, changed_rank_ * homes_, most, expert);
     WAYBILL_UNROLL(4)
     for (int k = 0; k < Own; ++k) {
       const Mask is_rank = Warp::lane() + k * warp_lanes == Int(changed_rank_);
@@ -331,13 +361,13 @@ class EvenExpertsPass {
   /// @param changed has `changed_rows`, whatever memory says; -1: none
   WAYBILL_HOST_DEVICE void largest_of_lanes(int rank, int max_rows, int changed, int changed_rows,
                                             Int& most, Int& expert) const {
-    const int first = rank * p_.homes;
+    const int first = rank * homes_;
     most = Int(0);
     expert = Int(INT_MAX);
     WAYBILL_UNROLL(1)
-    for (int h = 0; h < p_.homes; h += warp_lanes) {
+    for (int h = 0; h < homes_; h += warp_lanes) {
       const Int e = Warp::lane() + (first + h);
-      const Mask is_home = e < Int(first + p_.homes);
+      const Mask is_home = e < Int(first + homes_);
       Int n = Warp::gather(own_.home_rows, e, is_home, 0);
       n = Warp::select(is_home && e == Int(changed), Int(changed_rows), n);
       const Mask better = n > most && n <= Int(max_rows);
@@ -346,32 +376,34 @@ class EvenExpertsPass {
     }
   }
 
+  template <class Number>
   WAYBILL_HOST_DEVICE int largest_fitting(int rank, int max_rows, int& rows) const {
     Int most, expert;
     largest_of_lanes(rank, max_rows, -1, 0, most, expert);
-    rows = Warp::reduce_max(most);
-    return Warp::reduce_min(Warp::select(most == Int(rows), expert, Int(INT_MAX)));
+    int fitting = 0;
+    reduce_top<Number>(most, expert, rank * homes_, rows, fitting);
+    return fitting;
   }
 
   /// How many of an expert's rows a copy takes; 0: none.
   WAYBILL_HOST_DEVICE int share(int rows, int room, int excess, bool fills) const {
     const int most = rows < room ? rows : room;
     int wanted = fills || most < excess ? most : excess;
-    const int least = p_.min_rows < most ? p_.min_rows : most;
+    const int least = min_rows_ < most ? min_rows_ : most;
     wanted = wanted > least ? wanted : least;
-    if (wanted < p_.min_rows) return 0;
-    if (p_.alignment > 1 && wanted < rows) {
-      const int down = wanted / p_.alignment * p_.alignment;
-      const bool up = down < wanted && most - down >= p_.alignment;
-      wanted = up ? down + p_.alignment : down;
+    if (wanted < min_rows_) return 0;
+    if (alignment_ > 1 && wanted < rows) {
+      const int down = wanted / alignment_ * alignment_;
+      const bool up = down < wanted && most - down >= alignment_;
+      wanted = up ? down + alignment_ : down;
     }
-    return wanted >= p_.min_rows ? wanted : 0;
+    return wanted >= min_rows_ ? wanted : 0;
   }
 
   WAYBILL_HOST_DEVICE bool is_present(int rank, int expert) const {
     if (p_.present == nullptr) return false;
-    const int first = rank * p_.spare;
-    return find(m_.present + first, p_.spare, expert) >= 0;
+    const int first = rank * spare_;
+    return find(m_.present + first, spare_, expert) >= 0;
   }
 
   /// The first of `count` numbers that is `wanted`; -1: none.
@@ -389,8 +421,8 @@ class EvenExpertsPass {
 
   WAYBILL_HOST_DEVICE void give(int expert, int expert_rows, int giver, int taker, int taker_free,
                                 int rows, int excess) {
-    const int used = p_.spare - taker_free;
-    const int first = taker * p_.spare;
+    const int used = spare_ - taker_free;
+    const int first = taker * spare_;
     const int old = used > 0 ? find(own_.copy_expert + first, used, expert) : -1;
     const bool is_new = old < 0;
     const int sends = is_new && !is_present(taker, expert) ? 1 : 0;
@@ -425,14 +457,14 @@ class EvenExpertsPass {
     const Int excess = Warp::gather(own_.load, home, there, 0) - Int(limit_);
     Int rows = Warp::select(at_home < room, at_home, room);
     rows = Warp::select(rows < excess, rows, excess);
-    const Mask ok = there && rows > Int(0) && rows >= Int(p_.min_rows) &&
+    const Mask ok = there && rows > Int(0) && rows >= Int(min_rows_) &&
                     (Warp::gather(own_.free_slots, rank, there, 0) > Int(1) || rows == room);
     return Warp::select(ok, rows, Int(0));
   }
 
   /// Fills copies that are present: first those that settle a rank with no other such copy.
   WAYBILL_HOST_DEVICE void reuse_present() {
-    const int copies = p_.num_ranks * p_.spare;
+    const int copies = p_.num_ranks * spare_;
     finish();  // loads and free slots to memory
     for (int i = 0; i < copies; i += warp_lanes) {
       const Int copy = Warp::lane() + i;
@@ -442,7 +474,7 @@ class EvenExpertsPass {
     }
     Warp::sync();
     while (reuse_next(copies)) {
-      if (Warp::look(&m_.block->best_try) < attempt_) break;
+      if (Warp::look(best_try_) < attempt_) break;
     }
     WAYBILL_UNROLL(4)
     for (int k = 0; k < Own; ++k) {
@@ -459,8 +491,8 @@ class EvenExpertsPass {
   WAYBILL_HOST_DEVICE void find_top(Int rank, Mask wanted, int k) {
     Int most = Int(0), expert = Int(0);
     if (Warp::ballot(wanted) != 0) {
-      for (int h = 0; h < p_.homes; ++h) {
-        const Int e = rank * Int(p_.homes) + Int(h);
+      for (int h = 0; h < homes_; ++h) {
+        const Int e = rank * Int(homes_) + Int(h);
         const Int n = Warp::gather(own_.home_rows, e, wanted, 0);
         expert = Warp::select(n > most, e, expert);
         most = Warp::select(n > most, n, most);
@@ -521,17 +553,17 @@ class EvenExpertsPass {
     const Mask there = copy < Int(copies) &&
                        Warp::gather(own_.present_rows, copy, copy < Int(copies), -1) >= Int(0);
     const Int expert = Warp::gather(m_.present_expert, copy, there, 0);
-    return {copy, copy / Int(p_.spare), expert, expert / Int(p_.homes), there};
+    return {copy, copy / Int(spare_), expert, expert / Int(homes_), there};
   }
 
   WAYBILL_HOST_DEVICE void fill_present(int copy, int rows) {
-    const int rank = copy / p_.spare;
+    const int rank = copy / spare_;
     const int expert = Warp::read(m_.present_expert + copy);
-    const int home = expert / p_.homes;
+    const int home = expert / homes_;
     const int free_slots = Warp::read(own_.free_slots + rank);
     const int rank_load = Warp::read(own_.load + rank), home_load = Warp::read(own_.load + home);
     const int at_home = Warp::read(own_.home_rows + expert);
-    const int slot = rank * p_.spare + p_.spare - free_slots;
+    const int slot = rank * spare_ + spare_ - free_slots;
     Warp::sync();
     const Mask first_lane = Warp::lane() == Int(0);
     Warp::scatter(own_.present_rows, Int(copy), Int(-1), first_lane);
@@ -546,7 +578,9 @@ class EvenExpertsPass {
 
   const EvenExpertsParams& p_;
   const EvenExpertsMemory& m_;
-  const EvenExpertsWarp& own_;
+  EvenExpertsWarp own_;
+  const int* const best_try_;
+  const int homes_, spare_, min_rows_, alignment_;  // in registers: a step is a chain of waits
   int attempt_ = 0, limit_ = 0;
   Int load_[Own], free_[Own], sent_[Own];
   Int top_rows_[Own], top_expert_[Own];  // those of ranks above the limit

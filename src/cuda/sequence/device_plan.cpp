@@ -26,16 +26,17 @@ void GpuPlan::for_each_table(const SequencePlan& plan, Visit&& visit) {
   const auto list = [&](Table which, const auto& values, std::int64_t room, const char* name) {
     visit(which, values.data(), std::ssize(values), room, name);
   };
-  // With batches there is room for plans with twice as many, and some more.
+  // With batches there is room for plans with twice as many, and some more, or as asked for.
   const auto twice = [&](std::int64_t count) {
     constexpr std::int64_t spare = 64;
-    return plan.batches.empty() && plan.network.empty() ? 0 : 2 * count + spare;
+    const bool none = plan.batches.empty() && plan.network.empty() && plan.min_batches == 0;
+    return none ? 0 : 2 * count + spare;
   };
   const auto with_spare = [](std::int64_t count, std::int64_t of_chunks, std::int64_t spare) {
     return std::max(count, std::min(of_chunks, spare));
   };
   const std::int64_t num_batches = std::ssize(plan.batches);
-  const std::int64_t max_batches = twice(num_batches);
+  const std::int64_t max_batches = std::max<std::int64_t>(twice(num_batches), plan.min_batches);
   const NetworkProgram& network = plan.network;
   const std::int64_t num_steps = std::ssize(network.steps);
   visit(head, static_cast<const PlanHead*>(nullptr), 1, 1, "heads");

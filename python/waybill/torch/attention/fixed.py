@@ -33,7 +33,9 @@ class Capacities(NamedTuple):
     max_sequences: int  #: sequences of a call of the kernel, and the gaps between them
     max_q_rows: int  #: rows of Q that a rank sends to others, or gets from them
     max_kv_rows: int  #: rows of K and V that a rank gets
-    max_copies: int  #: copies of pieces of rows that a rank sends
+    max_copies: int  #: copies of pieces of rows that a rank sends, or forwards
+    #: batches of K and V that a rank sends or forwards, where ranks forward; 0: none does
+    max_batches: int = 0
 
     @classmethod
     def of(cls, *plans: BatchPlan) -> Capacities:
@@ -55,8 +57,11 @@ class Capacities(NamedTuple):
         return type(self)(*(int(np.ceil(room * times)) for room in self))
 
 
-def _needs(plan: BatchPlan) -> Capacities:
-    """The needs of one plan, on the rank that needs most of it: the same on all ranks."""
+def _needs(plan: BatchPlan, forwards: bool = True) -> Capacities:
+    """The needs of one plan, on the rank that needs most of it: the same on all ranks.
+
+    :param forwards: whether ranks forward, where the plan says so
+    """
     routing = plan.routing()
     tables = [tuple(t.reshape(-1, n) for t, n in zip(routing.rank(rank), (4, 4, 2, 2)))
               for rank in range(plan.world_size)]  # fmt: skip
@@ -72,7 +77,21 @@ def _needs(plan: BatchPlan) -> Capacities:
         most["kv"] = max(most["kv"], int(came[:, 3].sum()))
     copies = max(int(_copies(getattr(routing, name)).max(initial=1)) for name in _TABLES)
     rows = max(1, *plan.home_tokens)
-    return Capacities(rows, longest, most["sequences"], most["q"], most["kv"], copies)
+    forwarded, batches = _forwarded(plan) if forwards and plan.forwards else (0, 0)
+    return Capacities(rows, longest, most["sequences"], most["q"], most["kv"],
+                      max(copies, forwarded), batches)  # fmt: skip
+
+
+def _forwarded(plan: BatchPlan) -> Tuple[int, int]:
+    """(pieces, batches) of K and V that a rank sends at most, where ranks forward. Each hop that
+    leaves a rank is in one batch, before which other rows may be one, and each that ends there may
+    have a batch of copies.
+    """
+    hops = np.array(plan.tables().relay.hops(), np.int64)
+    world, table = plan.world_size, plan.routing().fwd_kv
+    out, into = (np.bincount(hops[:, end], minlength=world) for end in (0, 1))
+    pieces = _copies(table) + out + np.bincount(table.dst_rank, minlength=world)
+    return int(pieces.max()), int((2 * (out + into)).max()) + 1
 
 
 def _copies(table: Any) -> Any:
@@ -91,7 +110,14 @@ def checked_capacities(capacities: Any, who: str) -> Capacities:
             " Capacities.of(plan, ...)"
         )
     named = zip(capacities, Capacities._fields)
-    return Capacities(*(within(n, 1, 2**31 - 1, f"{who}: {k}", "2^31 - 1") for n, k in named))
+    return Capacities(
+        *(
+            within(n, 0, 2**20, f"{who}: {k}", "2^20")
+            if k == "max_batches"
+            else within(n, 1, 2**31 - 1, f"{who}: {k}", "2^31 - 1")
+            for n, k in named
+        )
+    )
 
 
 class FixedRows:
@@ -169,8 +195,8 @@ class FixedMoves(Moves):
         dispatcher.reserve(*first)
         self._plans = dict(zip(_CALLS, largest))
 
-    def replace(self, routing: Any) -> None:
-        self._routing = routing
+    def replace(self, routing: Any, relay: Any) -> None:
+        self._routing, self._relays = routing, {"fwd_kv": relay}
         for name, plan in self._plans.items():
             self._dispatcher.replace_plan(plan, *self._parts(name))
 
@@ -187,7 +213,11 @@ class FixedMoves(Moves):
         return fits.max_kv_rows if name.endswith("kv") else fits.max_q_rows
 
     def _table(self, name: str) -> SparseMetadata:
-        return super()._table(name).with_room(self._room(name))
+        return super()._table(name).with_room(self._room(name), self._batches(name))
+
+    def _batches(self, name: str) -> int:
+        """Only K and V are forwarded: sums are made at home."""
+        return self._capacities.max_batches if name == "fwd_kv" else 0
 
     def _largest(self, name: str) -> list[Tuple[Any, ...]]:
         """Parts with the most copies and rows that the capacities allow: their memory is enough for
@@ -201,7 +231,8 @@ class FixedMoves(Moves):
             length = -(-rows // copies) + max(1, _CHUNK_BYTES // least)
             receivers = np.tile((np.arange(world)[:, None] + 1) % world, (1, copies))
             forward, _ = compute_metadata(np.full((world, copies), length), receivers)
-            parts.append((forward, *formats))
+            sparse = SparseMetadata.from_dense(forward)
+            parts.append((sparse.with_room(0, self._batches(table)), *formats))
         return parts
 
 
@@ -231,7 +262,7 @@ class FixedStep(RankStep):
         self.replace(plan)
 
     def replace(self, plan: BatchPlan) -> None:
-        check_fits(plan, self.capacities)
+        relay = plan.tables().relay if check_fits(plan, self.capacities) else None
         self.planner, self.pieces = plan.planner, plan._pieces
         rank, routing = self.dispatcher.world.rank, plan.routing()
         home, came, q_rows, kv_rows = routing.rank(rank)
@@ -242,7 +273,7 @@ class FixedStep(RankStep):
         self.arrived = self._came.sequences
         self.q_rows.replace(q_rows.reshape(-1, 2))
         self.kv_rows.replace(kv_rows.reshape(-1, 2))
-        self._moves.replace(routing)
+        self._moves.replace(routing, relay)
         self.generation += 1
 
     def prepare(self) -> None:
@@ -292,11 +323,15 @@ class FixedPlan:
         return f"FixedPlan({self.plan}, {self.capacities})"
 
 
-def check_fits(plan: BatchPlan, capacities: Capacities) -> None:
-    needs = _needs(plan)
+def check_fits(plan: BatchPlan, capacities: Capacities) -> bool:
+    """Whether ranks forward: where the plan says so, and with "auto" only where there is room."""
+    forwards, needs = plan.forwards, _needs(plan)
+    if forwards and plan.planner.relay == "auto" and any(map(int.__gt__, needs, capacities)):
+        forwards, needs = False, _needs(plan, False)
     for name, got, most in zip(Capacities._fields, needs, capacities):
         if got > most:
             raise InvalidArgument(f"{WHO}: the plan needs {name} = {got}, expected at most {most}")
+    return forwards
 
 
 def _copy(table: torch.Tensor, values: Sequence[int] | Any) -> None:

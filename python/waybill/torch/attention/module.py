@@ -17,6 +17,8 @@ from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
 from ...costs import AttentionCosts
 from ...errors import InvalidArgument, TransportError, Unsupported
+from ...planner import AttentionPlan
+from ...plans import QkvPlan
 from ...world import World, agree_on
 from .._tensors import casts_to, require_moved
 from ..kernels import Kernel as _Kernel
@@ -123,8 +125,8 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
 
         agree_on(self.world, _WHO, check)
         # Of schedules that a plan has; where calls are so short that it does not pay, straight.
-        use = "automatic" if self.planner.relay == "auto" else self.planner.relay
-        self._dispatcher = SequenceDispatcher(self.world, num_sms=num_sms, relay=use)
+        self._relay_use = "automatic" if self.planner.relay == "auto" else self.planner.relay
+        self._dispatcher = SequenceDispatcher(self.world, num_sms=num_sms, relay=self._relay_use)
         self._side = SideStream(self.device, bool(overlap))
         # Compiled programs read these.
         self._dtype, self._kind = self.planner.shape.dtype, self.device.type
@@ -148,9 +150,9 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
                 self._exchange = PieceExchange(self.world)
         return self._exchange.gather(held)
 
-    def plan(self, pieces: Sequence[Any]) -> BatchPlan:
-        """The plan of what the ranks hold; as ``self.planner.plan``, which can be pickled and needs
-        no ranks.
+    def plan(self, pieces: Union[Sequence[Any], QkvPlan, AttentionPlan]) -> BatchPlan:
+        """The plan of what the ranks hold, or of a plan of one's own; as ``self.planner.plan``,
+        which can be pickled and needs no ranks.
         """
         return self.planner.plan(pieces)
 
@@ -185,7 +187,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             if self._fixed_dispatcher is None:
                 # A graph holds copies by copy engine for ever.
                 self._fixed_dispatcher = SequenceDispatcher(
-                    self.world, num_sms=self._dispatcher.num_sms, relay="never",
+                    self.world, num_sms=self._dispatcher.num_sms, relay=self._relay_use,
                     local_by_copy_engine=False,
                 )  # fmt: skip
             step = FixedStep(plan, self._fixed_dispatcher, self.kernel, self._side, fits)

@@ -16,6 +16,7 @@ from ..._graphs import outside_graphs
 from ..._lifetime import Unchanging, WrittenOnce
 from ...costs import AttentionCosts, LinkSpeeds, planned
 from ...errors import InvalidArgument
+from ...planner import AttentionPlan
 from ...plans import MASKS, QkvPlan
 from .._tensors import dtype_name, require_device, require_rows
 from ..kernels import AttentionShape, Sequences
@@ -131,14 +132,20 @@ class BatchPlanner(WrittenOnce, Unchanging):
         with said_by(who):
             _core.check_planner_options(_core.planner_options(**self._options), who)
 
-    def plan(self, pieces: Sequence[Any]) -> BatchPlan:
+    def plan(self, pieces: Union[Sequence[Any], QkvPlan, AttentionPlan]) -> BatchPlan:
         """The plan of what the ranks hold: one entry per rank, as
         ``ContextParallelAttention.gather`` returns it, or lists of lengths and pieces. Pure: the
         same everywhere.
 
-        Raises InvalidArgument naming the document whose pieces do not add up, or rank and piece.
+        Or a plan of one's own, which is taken as it is: its shards are what the ranks hold, in that
+        order, and its relay schedule, where it has one, is who forwards.
+
+        Raises InvalidArgument naming the document whose pieces do not add up, or rank and piece;
+        of an own plan the shard that lacks keys which the mask shows.
         """
         who = self._called
+        if isinstance(pieces, (QkvPlan, AttentionPlan)):
+            return self._own(pieces, who)
         sequence(pieces, f"{who}: pieces", "a list for each rank")
         if len(pieces) != self.world_size:
             raise InvalidArgument(
@@ -150,6 +157,19 @@ class BatchPlanner(WrittenOnce, Unchanging):
         except InvalidArgument as error:
             raise reworded(error, who) from None
         return BatchPlan._make(self, tables, QkvPlan._wrap(plan))
+
+    def _own(self, given: Union[QkvPlan, AttentionPlan], who: str) -> BatchPlan:
+        plan = given.to_qkv_plan() if isinstance(given, AttentionPlan) else given
+        for name, got, expected in (
+            ("world_size", plan.world_size, self.world_size),
+            ("mask", plan.mask, self.shape.mask),
+            ("chunk", None, self.chunk),
+        ):
+            if got != expected:
+                raise InvalidArgument(f"{who}: the plan has {name} = {got}, expected {expected}")
+        tables = _own_tables(plan, self.shape.window, who)
+        own = given if isinstance(given, AttentionPlan) else None
+        return BatchPlan._make(self, tables, plan, own)
 
     def _planned(self, tables: list[IntArray]) -> Any:
         options = _core.planner_options(**self._options)
@@ -219,6 +239,7 @@ class BatchPlan(WrittenOnce):
 
     __slots__ = (
         "__weakref__",
+        "_own",
         "_pieces",
         "_routings",
         "_tables",
@@ -229,6 +250,7 @@ class BatchPlan(WrittenOnce):
     planner: BatchPlanner
     qkv_plan: QkvPlan
     in_place: bool  #: whether rows that stay are attended to where they are
+    _own: Optional[AttentionPlan]  #: whose relay schedule is the batch's
     _pieces: list[IntArray]
     _routings: list[Any]  #: one, once it was asked for
     _tables: list[Any]  #: the same
@@ -237,7 +259,10 @@ class BatchPlan(WrittenOnce):
         raise InvalidArgument("BatchPlan: got a constructor call, expected BatchPlanner.plan(...)")
 
     @classmethod
-    def _make(cls, planner: BatchPlanner, pieces: list[IntArray], plan: QkvPlan) -> BatchPlan:
+    def _make(
+        cls, planner: BatchPlanner, pieces: list[IntArray], plan: QkvPlan,
+        own: Optional[AttentionPlan] = None,
+    ) -> BatchPlan:  # fmt: skip
         self = cls.__new__(cls)
         in_place, routing = planner.in_place is not False, None
         rule = InPlaceRule() if planner.in_place == "auto" else planner.in_place
@@ -247,7 +272,7 @@ class BatchPlan(WrittenOnce):
                 routing = _core.compute_varlen_routing(plan._plan, True)
             if routing is None or routing.in_place_share() < rule.min_share:
                 in_place, routing = False, None
-        self.planner, self.qkv_plan, self._pieces = planner, plan, pieces
+        self.planner, self.qkv_plan, self._pieces, self._own = planner, plan, pieces, own
         self.in_place, self._routings = in_place, [] if routing is None else [routing]
         self._tables = []
         return self
@@ -325,7 +350,10 @@ class BatchPlan(WrittenOnce):
         if not self._tables:
             routing, planner = self.routing(), self.planner
             options = _core.planner_options(**planner._options)
-            made = _core.BatchTables(self.qkv_plan._plan, routing, options, planner.relay)
+            plan = self.qkv_plan._plan
+            own = None if self._own is None else self._own._plan.relay
+            given = None if own is None or own.empty else own
+            made = _core.BatchTables(plan, routing, options, planner.relay, given)
             self._tables.append(made)
         return self._tables[0]
 
@@ -338,7 +366,7 @@ class BatchPlan(WrittenOnce):
         return self._pieces[within(rank, 0, self.world_size - 1, f"BatchPlan.{who}: rank")]
 
     def __reduce__(self) -> Tuple[Any, ...]:
-        return BatchPlan._make, (self.planner, self._pieces, self.qkv_plan)
+        return BatchPlan._make, (self.planner, self._pieces, self.qkv_plan, self._own)
 
     def __repr__(self) -> str:
         return (
@@ -346,6 +374,38 @@ class BatchPlan(WrittenOnce):
             f" documents={self.qkv_plan.num_documents}, imbalance={self.imbalance:.4f},"
             f" in_place={self.in_place})"
         )
+
+
+def _own_tables(plan: QkvPlan, window: Optional[int], who: str) -> list[IntArray]:
+    """The pieces of each rank in a plan of a caller's own: runs of its shards. Raises where a shard
+    does not get all keys that its queries see.
+    """
+    length, shards = plan.shard_len, plan.doc_shards
+    counts = np.diff(plan.doc_shard_offsets)
+    document, offset = np.zeros((2, len(length)), np.int64)
+    document[shards] = np.repeat(np.arange(len(counts)), counts)
+    ends = np.cumsum(length[shards])
+    before = np.concatenate([[0], ends])[plan.doc_shard_offsets[:-1]]
+    offset[shards] = ends - length[shards] - np.repeat(before, counts)
+    if len(plan.kv_begin):
+        first = offset[shards[plan.doc_shard_offsets[document] + plan.kv_begin]]
+        seen = np.maximum(0, offset - (window or 2**62) + 1)
+        for n in np.flatnonzero((first > seen) & (length > 0)).tolist():
+            raise InvalidArgument(
+                f"{who}: the plan's shard {n} gets keys from token {first[n]} of its document on,"
+                f" expected {seen[n]} or fewer: window = {window}"
+            )
+    tables = []
+    for begin, end in zip(plan.rank_shard_offsets[:-1], plan.rank_shard_offsets[1:]):
+        table = np.stack([document, offset, length], 1)[begin:end]
+        table = table[table[:, 2] > 0]
+        adjoins = (table[1:, 0] == table[:-1, 0]) & (table[1:, 1] == table[:-1, 1:].sum(1))
+        starts: IntArray = np.flatnonzero(np.concatenate([[len(table) > 0], ~adjoins]))
+        merged = table[starts]
+        if len(merged):
+            merged[:, 2] = np.add.reduceat(table[:, 2], starts)
+        tables.append(merged)
+    return tables
 
 
 def _add_up(tables: Sequence[IntArray]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -30,10 +31,10 @@ class StackedExperts:
     """
 
     def __init__(self, experts: torch.nn.Module, num_experts: int) -> None:
-        self._experts, self.num_experts = experts, num_experts
+        self.module, self.num_experts = experts, num_experts
         self._names = [name for name, _ in experts.named_parameters()]
         self.host_waits = True  #: for the number of rows of home experts, where it is on a device
-        for name, value in experts.named_parameters():
+        for name, value in zip(self._names, self.home()):
             if value.ndim == 0 or value.shape[0] != num_experts:
                 raise InvalidArgument(
                     f"{_WHO}: parameter {name} of experts has shape {list(value.shape)}, expected"
@@ -43,7 +44,10 @@ class StackedExperts:
 
     def home(self) -> List[torch.Tensor]:
         """Differentiable tensors, whose gradients are those of home experts."""
-        return [value for _, value in self._experts.named_parameters()]
+        return [
+            value.to_local() if hasattr(value, "to_local") else value  # of a DTensor
+            for _, value in self.module.named_parameters()
+        ]
 
     def of_expert(self, tensors: Tensors, expert: int) -> List[torch.Tensor]:
         """Those of one expert, from ``home()`` or ``split()``, which are detached."""
@@ -76,7 +80,7 @@ class StackedExperts:
     ) -> torch.Tensor:
         """What the module makes of rows with these parameters."""
         replaced, given = dict(zip(self._names, tensors)), (rows, ends, *weights)
-        outputs: torch.Tensor = torch.func.functional_call(self._experts, replaced, given)
+        outputs: torch.Tensor = torch.func.functional_call(self.module, replaced, given)
         return outputs
 
     def _apart(
@@ -117,17 +121,17 @@ class GivenExperts:
     """
 
     def __init__(self, experts: Any, num_experts: int) -> None:
-        self._experts, self.num_experts = experts, num_experts
+        self.module, self.num_experts = experts, num_experts
 
     def home(self) -> List[torch.Tensor]:
         """As ``StackedExperts.home``: expert after expert."""
         return [
-            one for e in range(self.num_experts) for one in self._experts.expert_tensors(e)
+            one for e in range(self.num_experts) for one in self.module.expert_tensors(e)
         ]  # fmt: skip
 
     def of_expert(self, tensors: Tensors, expert: int) -> List[torch.Tensor]:
         """As ``StackedExperts.of_expert``."""
-        count = len(self._experts.expert_tensors(0))
+        count = len(self.module.expert_tensors(0))
         return list(tensors[expert * count : (expert + 1) * count])
 
     def split(self, parts: List[torch.Tensor]) -> List[torch.Tensor]:
@@ -141,18 +145,24 @@ class GivenExperts:
         """As ``StackedExperts.run``."""
         tensors, num_slots = [*home, *copies], ends.shape[0]
         for slot in range(num_slots):
-            self._experts.use_tensors(slot, self.of_expert(tensors, slot) or None)
-        outputs: torch.Tensor = self._experts(rows, ends, *weights)
+            self.module.use_tensors(slot, self.of_expert(tensors, slot) or None)
+        outputs: torch.Tensor = self.module(rows, ends, *weights)
         for slot in range(num_slots):  # they hold the graph
-            self._experts.use_tensors(slot, None)
+            self.module.use_tensors(slot, None)
         return outputs
 
 
 def adapted(experts: Any, num_experts: int) -> Any:
     """The experts as tensors that are sent, and a function of tensors."""
-    for one in type(experts).__mro__:
-        if one.__name__ in ("FSDPModule", "FullyShardedDataParallel"):
-            raise Unsupported(f"{_WHO}: experts is sharded by FSDP, expected whole parameters")
+    modules = experts.modules() if isinstance(experts, torch.nn.Module) else [experts]
+    kinds = {one.__name__ for module in modules for one in type(module).__mro__}
+    if kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+        raise Unsupported(f"{_WHO}: experts is sharded by FSDP, expected whole parameters")
+    if "DistributedDataParallel" in kinds:
+        raise Unsupported(
+            f"{_WHO}: experts is wrapped by DDP, whose averages miss the gradients of copies,"
+            " expected the module itself"
+        )
     if all(callable(getattr(experts, n, None)) for n in ("expert_tensors", "use_tensors")):
         return GivenExperts(experts, num_experts)
     if not isinstance(experts, torch.nn.Module):
@@ -261,6 +271,7 @@ class Copies:
         self._first_spare, self.num_experts = layer.experts_per_rank, layer.num_tot_experts
         self._rank = layer.rank
         self._parts = self._checked_parts()
+        self._made_with = [weakref.ref(one) for one in self._parameters()]
         sizes = (self._spare * math.prod(s) * d.itemsize for s, d in self._parts)
         self.size = sum(_padded(size) for size in sizes)
         self._exchange = self._share()
@@ -329,12 +340,21 @@ class Copies:
         """Collective."""
         self._exchange.release(self.world)
 
+    def _parameters(self) -> List[torch.Tensor]:
+        module = self._experts.module
+        return list(module.parameters()) if isinstance(module, torch.nn.Module) else []
+
+    def _check_whole(self) -> None:
+        """Whether the experts are as they were: FSDP may have sharded them since."""
+        adapted(self._experts.module, self._first_spare)
+
     def before_dispatch(self, layer: Any, training: bool) -> Any:
         """Collective where copies are kept: the layout whose copies are there, None: none.
 
         In training it changes with the weights alone, so that a checkpoint that computes a forward
         again makes the same plan.
         """
+        self._check_whole()
         if not self.keep:
             return None
         versions = self._exchange.compiled.exchange_versions(self._own_version(), self.number)
@@ -347,10 +367,16 @@ class Copies:
 
     def _own_version(self) -> int:
         """A number that grows when weights of this rank change."""
-        home = self._experts.home()
+        home, whole = self._experts.home(), self._parameters()
+        # Those of FSDP, which wraps a module around this one, are filled anew for each forward, and
+        # no counter says so.
+        if any(one is not of() for one, of in zip(whole, self._made_with)):
+            self.forget()
+        # A DTensor is changed in place by way of its own counter, not of that of its part.
         seen = (
             self._forgotten,
             *((one.data_ptr(), one._version) for one in home if not one.is_inference()),
+            *(one._version for one in whole if not one.is_inference()),
         )
         if seen != self._seen:
             self._seen = seen
@@ -420,14 +446,16 @@ class Copies:
         every = range(len(self._parts))
         self._move("fetch_weights", slots, home, self.split(call.store), every)
 
-    def add(self, call: Call, home: List[Any], copies: List[Any]) -> List[Any]:
+    def add(
+        self, call: Call, home: List[Any], copies: List[Any], needs: Sequence[bool]
+    ) -> List[Any]:
         """The gradients of home's tensors, with those of copies, which come home.
 
         :param home, copies: as ``run`` gave the tensors; None for one that has no gradient
+        :param needs: of home's tensors, whether they need a gradient: alike for all experts
         """
         tensors = self._experts.home()
-        needs = [one.requires_grad for one in self._experts.of_expert(tensors, 0)]
-        which = [part for part, needed in enumerate(needs) if needed]
+        which = [part for part in range(self.num_parts) if needs[part]]
         if not which:
             return home
         first = self._rank * self._first_spare
@@ -509,11 +537,13 @@ class _Fetch(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, _token: Any, *gradients: Any) -> Any:
         read_mark(ctx)
-        home = ctx.copies.add(ctx.call, list(gradients[: ctx.count]), list(gradients[ctx.count :]))
+        needs = ctx.needs_input_grad[3:]
+        home, theirs = list(gradients[: ctx.count]), list(gradients[ctx.count :])
+        home = ctx.copies.add(ctx.call, home, theirs, needs)
         tensors = ctx.copies._experts.home()
         found = [
             (torch.zeros_like(of) if one is None else one) if needed else None
-            for one, of, needed in zip(home, tensors, ctx.needs_input_grad[3:])
+            for one, of, needed in zip(home, tensors, needs)
         ]
         return (None, None, None, *found)
 

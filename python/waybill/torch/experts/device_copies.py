@@ -43,14 +43,15 @@ class DeviceExchange(Exchange):
     """As ``Exchange``: the pool brings its own way of weights and gradients."""
 
     def __init__(self, world: Any) -> None:
-        self.world, self.device_pool = world, None
+        self.world = world
+        self.device_pool: Optional[DeviceStore] = None
         self.users, self.num_modules, self.num_calls = 0, 0, 0
 
     def device_pool_of(self, sizes: Tuple[int, int], spare: int) -> DeviceStore:
         """The pool, with room for so many bytes. Collective where it has to grow. Calls in flight
         keep the one that they had.
         """
-        pool: Optional[DeviceStore] = self.device_pool
+        pool = self.device_pool
         if pool is None or spare > pool.spare or any(a > b for a, b in zip(sizes, pool.sizes)):
             before = (0, 0) if pool is None else pool.sizes
             more = spare if pool is None else max(spare, pool.spare)
@@ -93,7 +94,7 @@ class DeviceCopies(Copies):
     def _make_store(self) -> DeviceStore:
         return DeviceStore(self.world, self._sizes(), self._spare)
 
-    def _pool(self) -> DeviceStore:
+    def _pool(self) -> Any:
         if self._own is not None:
             return self._own
         return self._exchange.device_pool_of(self._sizes(), self._spare)
@@ -111,6 +112,7 @@ class DeviceCopies(Copies):
         """The last layout, where copies are kept and not trained: ranks do not ask each other
         whether weights have changed, and a checkpoint makes the same plan again.
         """
+        self._check_whole()
         last = None if training or not self.keep else self._last
         return last[1] if last is not None and last[0] is layer else None
 
@@ -154,10 +156,11 @@ class DeviceCopies(Copies):
         every = range(len(self._parts))
         self._queue("fetch_weights", call, home, self.parts_of(call.store), every, fresh)
 
-    def add(self, call: Any, home: List[Any], copies: List[Any]) -> List[Any]:
+    def add(
+        self, call: Any, home: List[Any], copies: List[Any], needs: Sequence[bool]
+    ) -> List[Any]:
         tensors = self._experts.home()
-        needs = [one.requires_grad for one in self._experts.of_expert(tensors, 0)]
-        which = [part for part, needed in enumerate(needs) if needed]
+        which = [part for part in range(self.num_parts) if needs[part]]
         if not which:
             return home
         mine = [

@@ -1,0 +1,81 @@
+"""Programs as processes that start in milliseconds: forked from one that has torch and waybill.
+
+A process of its own would take two seconds of a core to import torch, in each rank of each test.
+"""
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import pathlib
+import random
+import traceback
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["numpy", "torch.distributed.fsdp", "torch._dynamo", "waybill.torch", "waybill.integrations"]
+)
+
+
+def _run(code, arguments, environment, output):
+    """Runs `code` as `python -c` would, with what it prints in the file `output`."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    random.seed()  # all are forked from one state
+    import sys
+
+    sys.argv = ["-c", *arguments]
+    try:
+        exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        raise SystemExit(1) from None
+    finally:
+        atexit._run_exitfuncs()  # a forked process ends without them
+
+
+class Program:
+    """A running program; `kill` and `returncode` are those of subprocess.Popen."""
+
+    def __init__(self, code, output, arguments=(), environment=None):
+        self.output = pathlib.Path(output)
+        given = (code, [str(a) for a in arguments], dict(environment or os.environ), str(output))
+        self._process = _CONTEXT.Process(target=_run, args=given, daemon=True)
+        self._process.start()
+
+    def wait(self, timeout):
+        """(exit status, what it printed)"""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+            raise TimeoutError(f"no end in {timeout} s; it printed: {self._printed()}")
+        return self._process.exitcode, self._printed()
+
+    def _printed(self):
+        with contextlib.suppress(FileNotFoundError):
+            return self.output.read_text()
+        return ""
+
+    def kill(self):
+        self._process.kill()
+        self._process.join()
+
+
+def run_programs(folder, programs, timeout=180):
+    """(exit status, what it printed) of each (code, arguments, environment), all at once."""
+    folder = pathlib.Path(folder) / f"printed_{random.getrandbits(40):x}"
+    folder.mkdir()
+    started = []
+    try:
+        for i, (code, arguments, environment) in enumerate(programs):
+            started.append(Program(code, folder / str(i), arguments, environment))
+        return [program.wait(timeout) for program in started]
+    finally:
+        for program in started:
+            program.kill()
