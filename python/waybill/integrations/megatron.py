@@ -388,6 +388,8 @@ def _check_map(routing_map: torch.Tensor, topk: int, num_tokens: int) -> None:
 class _OneByOne(torch.nn.Module):
     """The experts of a ``SequentialMLP``, by the interface of two functions."""
 
+    experts: Any
+
     def __init__(self, experts: torch.nn.Module) -> None:
         super().__init__()
         self.experts = experts
@@ -404,7 +406,7 @@ class _OneByOne(torch.nn.Module):
         names = [name for name, _ in local[0].named_parameters()]
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
         outputs = []
-        for slot, given in enumerate(zip(rows.split(sizes), probs.split(sizes))):
+        for slot, given in enumerate(zip(*(torch.split(one, sizes) for one in (rows, probs)))):
             tensors = self._used.get(slot)
             if tensors is None:  # without a copy, so without rows
                 continue

@@ -91,8 +91,8 @@ def price_copies(
     flops = number(gemm_flops_per_second, f"{who}: gemm_flops_per_second")
     with said_by(who):
         made = _core.price_copies(compiled, options, arrays, costed, inner, flops)
-    steps = {name: ExpertStepSeconds(**made.pop(name)) for name in ("before", "after")}
-    return ExpertCopyPrices(**steps, **made)
+    before, after = (ExpertStepSeconds(**made.pop(name)) for name in ("before", "after"))
+    return ExpertCopyPrices(before=before, after=after, **made)
 
 
 def break_even_rows(
