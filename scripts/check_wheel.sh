@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds a wheel for host memory and tries it alone (scripts/try_wheel.sh), looks at how it was
-# compiled, and lets mypy check the types of the package and of programs that use it.
+# compiled, and lets mypy and pyright check the types of the package and of programs that use it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,4 +15,5 @@ scripts/check_flags.py build/wheel/host
 
 echo "wheel: types"
 "$python" -m zipfile -e "$scratch"/*.whl "$scratch/files"
-PYTHONPATH=$scratch/files "$python" -m pytest -q tests/typing
+tools=$(scripts/locked_venv.sh check "$(scripts/find_pythons.sh | head -1)")/bin
+PATH=$PATH:$tools PYTHONPATH=$scratch/files "$python" -m pytest -q tests/typing

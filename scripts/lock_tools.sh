@@ -22,4 +22,4 @@ lock() {
 }
 
 lock build build 'cmake>=3.26' 'nanobind>=2.4' ninja 'nlohmann_json>=3.11' 'scikit-build-core>=0.10' wheel
-lock check abi3audit auditwheel twine
+lock check abi3audit auditwheel "pyright[nodejs]" twine

@@ -97,7 +97,7 @@ def main():
     rank, world_size = initialize_distributed(device=options.device)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     received = one_rank(dist.group.WORLD, rank, world_size, local_world_size, options.device)
-    rows = [None] * world_size
+    rows = [0] * world_size
     dist.all_gather_object(rows, received)
     if rank == 0:
         print(f"{world_size} ranks as processes on {options.device} received {rows} rows")

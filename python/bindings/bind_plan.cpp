@@ -148,25 +148,6 @@ nb::tuple varlen_rank(const VarlenRouting& routing, std::int32_t rank) {
                         numpy_array(flat(r.q_rows)), numpy_array(flat(r.kv_rows)));
 }
 
-/// The share of (query, key) pairs that are attended to in place.
-double in_place_share(const VarlenRouting& routing) {
-  const auto pairs = [](const std::vector<VarlenSequence>& sequences) {
-    double sum = 0;
-    for (const VarlenSequence& s : sequences) {
-      const auto q = static_cast<double>(s.q_len);
-      sum += q * (static_cast<double>(s.kv_len) - q / 2);
-    }
-    return sum;
-  };
-  double in_place = 0;
-  double all = 0;
-  for (const VarlenRank& rank : routing.ranks) {
-    in_place += pairs(rank.in_place);
-    all += pairs(rank.in_place) + pairs(rank.dispatched);
-  }
-  return all > 0 ? in_place / all : 1;
-}
-
 void bind_varlen(nb::module_& m) {
   nb::class_<VarlenRouting> routing(m, "VarlenRouting");
   routing.def_ro("fwd_q", &VarlenRouting::fwd_q);

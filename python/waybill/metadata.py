@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import os
 from dataclasses import dataclass
-from typing import Any, List, NamedTuple, Optional, Tuple, TypeVar, Union
+from typing import TYPE_CHECKING, Any, List, NamedTuple, Optional, Tuple, TypeVar, Union
 
 import numpy as np
 
@@ -14,6 +14,11 @@ from . import _core, _report
 from ._arrays import IntArray, instance, int64, integer, json_text, kept, plain_array, whole_numbers
 from ._errors import shown
 from .errors import InvalidArgument, Unsupported
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from .torch import Metadata as TorchMetadata
 
 Fields = Tuple[Any, ...]
 _TENSORS = (
@@ -74,7 +79,7 @@ class Metadata:
         """
         return self._from_fields(_core.normalize_dtype(self._fields()))
 
-    def cuda(self, device: Any = None) -> Any:
+    def cuda(self, device: Any = None) -> TorchMetadata:
         """A ``waybill.torch.Metadata`` with every tensor on the GPU, contiguous."""
         from .torch import functions as torch_metadata  # needs torch, which the package does not
 
@@ -114,11 +119,11 @@ class Metadata:
             )
         return counts[:, :-1].astype(np.int64).T
 
-    def plot_traffic(self, ax: Any = None) -> Any:
+    def plot_traffic(self, ax: Optional[Axes] = None) -> Axes:
         """Draws traffic() as a heat map with matplotlib; returns the axes."""
         return _report.heat_map(self.traffic(), ax, "rows sent", "receiving rank", "sending rank")
 
-    def plot_load(self, ax: Any = None) -> Any:
+    def plot_load(self, ax: Optional[Axes] = None) -> Axes:
         """Draws the rows that every rank sends to and gets from others; returns the axes."""
         sent, got = _report.wire_rows(self.traffic())
         return _report.bars({"out": sent, "in": got}, ax, "rows on the wire")

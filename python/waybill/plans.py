@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from typing import Any, List, NamedTuple, Optional, Sequence, Union
+from typing import TYPE_CHECKING, Any, List, NamedTuple, Optional, Sequence, Union
 
 from . import _core, _report
 from ._arrays import (
@@ -30,6 +30,9 @@ from .metadata import (
     attention_layout,
     layout_fields,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["Finding", "QkvPlan", "QkvRouting", "RankAttention", "SparseMetadata", "validate"]
 
@@ -232,12 +235,12 @@ class QkvPlan(Unchanging, Made):
     def __init__(
         self,
         world_size: int,
-        rank_shard_offsets: Sequence[int],
-        shard_len: Sequence[int],
-        q_dst: Sequence[int],
-        doc_shard_offsets: Sequence[int],
-        doc_shards: Sequence[int],
-        kv_begin: Optional[Sequence[int]] = None,
+        rank_shard_offsets: Union[Sequence[int], IntArray],
+        shard_len: Union[Sequence[int], IntArray],
+        q_dst: Union[Sequence[int], IntArray],
+        doc_shard_offsets: Union[Sequence[int], IntArray],
+        doc_shards: Union[Sequence[int], IntArray],
+        kv_begin: Optional[Union[Sequence[int], IntArray]] = None,
         kv_layout: str = "per_rank",
         mask: str = "causal",
     ) -> None:
@@ -346,12 +349,12 @@ class QkvPlan(Unchanging, Made):
         """A page that stands alone in one file; also written to ``path`` when one is given."""
         return kept(self._plan.report_page(q_row_bytes, kv_row_bytes, gb_per_s, title), path)
 
-    def plot_traffic(self, ax: Any = None) -> Any:
+    def plot_traffic(self, ax: Optional[Axes] = None) -> Axes:
         """Draws the rows of Q and KV between ranks as a heat map; returns the axes."""
         q, kv = self.traffic()
         return _report.heat_map(q + kv, ax, "rows sent", "receiving rank", "sending rank")
 
-    def plot_load(self, ax: Any = None) -> Any:
+    def plot_load(self, ax: Optional[Axes] = None) -> Axes:
         """Draws the work of every rank; returns the axes."""
         return _report.bars({"(query, key) pairs": self.work}, ax, "work")
 

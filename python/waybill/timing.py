@@ -305,7 +305,7 @@ def compare(
     pairs_per_second: float = 0.0,
 ) -> Comparison:
     """The same documents by static zigzag ("zigzag"), by sharding each document ("per document"),
-    by heads ("Ulysses", where they divide) and by the planner ("planner"; "planner, relay"), as
+    by heads ("Ulysses", where they divide) and by ContextParallelAttention ("planner"), as
     predicted steps.
 
     Args:
@@ -313,6 +313,7 @@ def compare(
         mask, q_hidden, ranks_per_node and the others that are not below: as of ``plan``.
         degree: ranks of a static context-parallel group, a divisor of world_size; None: the largest
             within a node, and for Ulysses the one that makes its step shortest.
+        relay: whether ranks of "planner" may forward K and V, where that is predicted to pay.
         head_dim: elements of a head of Q, K and V.
     """
     planner: dict[str, Any] = {

@@ -26,6 +26,7 @@ SECTIONS: dict[str, list[str]] = {
     ],
     "Train": [
         "docs/training.md",
+        "docs/choosing.md",
         "docs/context_parallel_attention.md",
         "docs/integrations/",
     ],

@@ -5,6 +5,7 @@
 #include "waybill/cost_model/predict_step.h"
 #include "waybill/cost_model/predict_ulysses.h"
 #include "waybill/planner/static_plans.h"
+#include "waybill/routing/qkv_routing.h"
 
 namespace waybill {
 namespace {
@@ -29,11 +30,45 @@ std::optional<NamedStep> best_ulysses(std::span<const std::int64_t> doc_lengths,
   return best;
 }
 
+/// ContextParallelAttention attends to rows that stay where they are from here on (InPlaceRule).
+constexpr std::int64_t min_rows_in_place = 2048;  // of a rank, in the mean
+constexpr double min_share_in_place = 0.5;        // of the pairs
+
+/// The options with which ContextParallelAttention plans a batch.
+PlannerOptions batch_options(PlannerOptions options) {
+  options.kv_layout = KvLayout::per_query;
+  options.tails = true;
+  options.relay = false;  // of the routing, not of the plan
+  return options;
+}
+
+VarlenRouting batch_routing(const QkvPlan& plan) {
+  std::int64_t rows = 0;
+  for (const std::int64_t len : plan.shard_len) rows += len;
+  if (rows >= min_rows_in_place * plan.world_size) {
+    VarlenRouting routing = compute_varlen_routing(plan, true);
+    if (in_place_share(routing) >= min_share_in_place) return routing;
+  }
+  return compute_varlen_routing(plan, false);
+}
+
+NamedStep batch_step(const AttentionPlan& planned, bool relay, StepOptions step) {
+  const VarlenRouting routing = batch_routing(planned.plan);
+  const RelaySchedule hops =
+      relay ? relay_that_pays(planned.plan, routing, planned.options) : RelaySchedule{};
+  const bool several_nodes = planned.plan.world_size > step.hardware.ranks_per_node;
+  step.transfer = !hops.empty()   ? TransferMode::relay
+                  : several_nodes ? TransferMode::once_per_node
+                                  : TransferMode::direct;
+  return {"planner", planned.plan.num_shards(),
+          StepPredictor(planned.plan, routing, &hops).predict(step)};
+}
+
 }  // namespace
 
 std::vector<NamedStep> compare_plans(std::span<const std::int64_t> doc_lengths,
                                      const CompareOptions& options) {
-  const AttentionPlan planned = plan_attention(doc_lengths, options.planner);
+  const AttentionPlan planned = plan_attention(doc_lengths, batch_options(options.planner));
   StepOptions step = StepOptions::of(planned);
   step.costs = options.costs;
   step.transfer = TransferMode::direct;
@@ -53,13 +88,7 @@ std::vector<NamedStep> compare_plans(std::span<const std::int64_t> doc_lengths,
   add("per document", per_document_plan(doc_lengths, fixed));
   if (auto ulysses = best_ulysses(doc_lengths, fixed, options, step))
     steps.push_back(std::move(*ulysses));
-  const StepPredictor predictor(planned);
-  const std::int64_t num_shards = planned.plan.num_shards();
-  steps.push_back({"planner", num_shards, predictor.predict(step)});
-  if (predictor.has_relay()) {
-    step.transfer = TransferMode::relay;
-    steps.push_back({"planner, relay", num_shards, predictor.predict(step)});
-  }
+  steps.push_back(batch_step(planned, options.planner.relay, step));
   return steps;
 }
 

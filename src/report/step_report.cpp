@@ -104,7 +104,7 @@ std::string step_table(std::span<const NamedStep> steps) {
 }
 
 std::string_view meaning_of_step(std::string_view name) {
-  static constexpr std::array<std::pair<std::string_view, std::string_view>, 8> meanings = {{
+  static constexpr std::array<std::pair<std::string_view, std::string_view>, 7> meanings = {{
       {"zigzag",
        "static; the packed sequence of a group is cut into two chunks per rank, and rank i has the "
        "i-th and the i-th from the end. Keys and values are gathered."},
@@ -114,10 +114,8 @@ std::string_view meaning_of_step(std::string_view name) {
        "documents. Q, K, V, O and their gradients are exchanged by all-to-all; K and V are "
        "repeated where a group has more ranks than KV heads."},
       {"planner",
-       "what ContextParallelAttention plans: rows go straight to where they are attended to. It "
-       "sends K and V once for each query shard, as --kv-layout per_query counts them."},
-      {"planner, relay",
-       "the same plan, where receivers forward K and V: SequenceDispatcher with a relay schedule."},
+       "ContextParallelAttention: work is even, rows that stay are attended to while others "
+       "travel, and ranks forward K and V where that is predicted to pay."},
       {"direct", "rows go straight to where they are attended to, without relay."},
       {"once per node", "K and V go to each node once, and are forwarded there."},
       {"relay", "receivers forward K and V by the plan's schedule."},

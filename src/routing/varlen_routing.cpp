@@ -311,4 +311,22 @@ VarlenRouting compute_varlen_routing(const QkvPlan& plan, bool in_place) {
   return routing;
 }
 
+double in_place_share(const VarlenRouting& routing) {
+  const auto pairs = [](const std::vector<VarlenSequence>& sequences) {
+    double sum = 0;
+    for (const VarlenSequence& s : sequences) {
+      const auto q = static_cast<double>(s.q_len);
+      sum += q * (static_cast<double>(s.kv_len) - q / 2);
+    }
+    return sum;
+  };
+  double in_place = 0;
+  double all = 0;
+  for (const VarlenRank& rank : routing.ranks) {
+    in_place += pairs(rank.in_place);
+    all += pairs(rank.in_place) + pairs(rank.dispatched);
+  }
+  return all > 0 ? in_place / all : 1;
+}
+
 }  // namespace waybill

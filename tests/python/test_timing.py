@@ -86,14 +86,14 @@ def test_explain_and_remedies():
 
 def test_compare_is_a_table_of_predictions():
     found = waybill.compare(documents(16), 16, ranks_per_node=8)
-    assert list(found) == ["zigzag", "per document", "Ulysses", "planner", "planner, relay"]
+    assert list(found) == ["zigzag", "per document", "Ulysses", "planner"]
     zigzag = waybill.zigzag_plan(documents(16), 16)
     assert found["zigzag"] == waybill.predict_step(zigzag)
     by_document = waybill.per_document_plan(documents(16), 16, degree=8)
     assert found["per document"].work.tolist() == by_document.work.tolist()
-    assert found["planner, relay"] == waybill.predict_step(waybill.plan(documents(16), 16))
+    assert found["planner"].work.max() < 1.02 * found["planner"].work.mean()
     text = str(found)
-    assert "work, max / mean" in text and "planner, relay" in text
+    assert "work, max / mean" in text and "Ulysses" in text
     assert "zigzag" in repr(found)
     static = ["zigzag", "per document"]
     assert list(waybill.compare([500, 20], 2, relay=False)) == [*static, "Ulysses", "planner"]
@@ -109,7 +109,7 @@ def test_traces_are_json(tmp_path):
     assert json.loads((tmp_path / "t.json").read_text()) == trace
     assert sum(event["ph"] == "X" for event in trace["traceEvents"]) == 8 * 7
     all_of_them = json.loads(waybill.compare(documents(), 8).to_trace())
-    assert sum(event["ph"] == "X" for event in all_of_them["traceEvents"]) == 5 * 8 * 7
+    assert sum(event["ph"] == "X" for event in all_of_them["traceEvents"]) == 4 * 8 * 7
 
 
 def test_static_plans_are_right():

@@ -1,9 +1,10 @@
-"""mypy --strict on the package, and on programs that use it. Slow, so it is run by
-scripts/check_wheel.sh: the first run reads numpy. The package is read, never imported: the wheel's
-library may be for a later Python than the one that runs mypy."""
+"""mypy --strict on the package; mypy and pyright --strict on programs that use it. Slow, so
+scripts/check_wheel.sh runs it: the first run reads numpy and torch. The package is read, never
+imported: the wheel's library may be for a later Python than the one that runs mypy."""
 
 import ast
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,20 @@ def mypy(folder, *arguments):
         cwd=folder, env={"MYPYPATH": str(folder), "PATH": ""}, capture_output=True, text=True,
         timeout=300,
     )  # fmt: skip
+
+
+def pyright(folder, mode, *files):
+    """pyright of scripts/locked, on files that find torch and numpy where the tests do."""
+    settings = {
+        "typeCheckingMode": mode, "include": files, "extraPaths": [str(folder)],
+        # For a checker a docstring may be None, and so may the weights of a dispatch; a name
+        # that is set under a condition may be unset.
+        "reportOptionalMemberAccess": mode == "strict", "reportOptionalSubscript": mode == "strict",
+        "reportPossiblyUnboundVariable": mode == "strict",
+    }  # fmt: skip
+    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [shutil.which("pyright"), "-p", str(folder), "--pythonpath", sys.executable]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_the_package(sources):
@@ -79,9 +94,80 @@ PROGRAM = """
 """
 
 
-def test_a_users_program(sources):
+WITH_TORCH = """
+    import torch
+
+    import waybill.torch as waybill
+    from waybill.torch.moe import ExpertParallel, SwiGLUExperts
+
+
+    def rank_main(world: waybill.World) -> float:
+        attention = waybill.ContextParallelAttention(world, heads=4, kv_heads=2, head_dim=16)
+        plan: waybill.BatchPlan = attention.plan(attention.gather([3, 4]))
+        rows = plan.home_tokens[world.rank]
+        q, kv = torch.zeros(rows, 4, 16), torch.zeros(rows, 2, 16)
+        out: torch.Tensor = attention(plan, q, kv, kv)
+        both: tuple[torch.Tensor, torch.Tensor] = attention(plan, q, kv, kv, return_lse=True)
+        again: torch.Tensor = attention.forward(plan, q, kv, kv, False)
+        made = SwiGLUExperts(4, hidden=64, inner=32)
+        layer = ExpertParallel(
+            made, num_experts=8, topk=2, hidden=64, max_tokens=64, group=world
+        )
+        scores, ids = torch.rand(rows, 8).topk(2)
+        sums: torch.Tensor = layer(out.flatten(1), scores, ids)
+        below = waybill.EPAll2AllLayer(world, 64, 64, 2, world.rank, 8, 2, 2)
+        received, weights, layout = below.dispatch(out.flatten(1), ids, scores)
+        counts: list[int] = layout.recv_expert_counts.tolist()
+        place: torch.Tensor = below.combine_input(len(received))
+        print(both[1].shape, again.shape, plan.work.sum(), weights, counts, place.shape)
+        return float(sums.sum())
+
+
+    print(waybill.run_threads(2, rank_main))
+"""
+
+
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_a_users_programs(sources, checker):
     (sources / "program.py").write_text(textwrap.dedent(PROGRAM))
-    result = mypy(sources, "--follow-imports=silent", "--strict", "program.py")
+    (sources / "with_torch.py").write_text(textwrap.dedent(WITH_TORCH))
+    files = ("program.py", "with_torch.py")
+    if checker == "pyright":
+        result = pyright(sources, "strict", *files)
+    else:
+        result = mypy(sources, "--follow-imports=silent", "--strict", *files)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "attention(plan, q, q, q)[0].no_such_method()",
+        "attention(plan, q, q, q, return_lse=True).sum()",
+        "attention(plan, q)",
+        "plan.no_such_name",
+    ],
+)
+def test_mistakes_are_seen_by_pyright(sources, mistake):
+    lines = ["import torch", "import waybill.torch as waybill", "def f(", "    attention: waybill."
+             "ContextParallelAttention,", "    plan: waybill.BatchPlan, q: torch.Tensor",
+             "):", f"    return {mistake}"]  # fmt: skip
+    (sources / "mistake.py").write_text("\n".join(lines))
+    result = pyright(sources, "standard", "mistake.py")
+    assert result.returncode == 1 and "mistake.py:7:" in result.stdout, result.stdout
+
+
+def test_examples(sources):
+    """Their own functions have no annotations, so that --strict is not for them. Those that
+    are not here do what torch's stubs do not know."""
+    examples = [
+        path for path in (ROOT / "examples/python").glob("*.py")
+        if path.stem not in ("train_moe", "training")
+    ]  # fmt: skip
+    assert len(examples) >= 8
+    for path in examples:
+        shutil.copy(path, sources)
+    result = pyright(sources, "standard", *(path.name for path in examples))
     assert result.returncode == 0, result.stdout + result.stderr
 
 

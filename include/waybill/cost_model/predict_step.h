@@ -266,13 +266,14 @@ struct CompareOptions {
 };
 
 /// The same documents by static zigzag ("zigzag"), by static sharding of each document ("per
-/// document"), by heads ("Ulysses", predict_ulysses, where heads divide) and by the planner, sent
-/// straight ("planner") and, if options.planner.relay, with its
-/// relay schedule ("planner, relay").
+/// document"), by heads ("Ulysses", predict_ulysses, where heads divide), and as
+/// ContextParallelAttention plans and runs them ("planner"): rows that stay do not move and are
+/// attended to while others travel, and, with options.planner.relay, ranks forward K and V where
+/// relay_that_pays. Its plan has per_query copies and tails, whatever options.planner says.
 ///
-/// The static plans have no window: with one, their transfers still move all keys before a query,
-/// and their kernels count the window's alone. Their keys move as a dispatch moves them; rings that
-/// overlap them with attention are not modelled.
+/// The ways by hand move all rows before attention. The static plans have no window: with one,
+/// their transfers still move all keys before a query, and their kernels count the window's alone.
+/// Rings that overlap transfers with attention are not modelled.
 /// @throws InvalidArgument as plan_attention, zigzag_plan and predict_step.
 [[nodiscard]] std::vector<NamedStep> compare_plans(std::span<const std::int64_t> doc_lengths,
                                                    const CompareOptions& options);

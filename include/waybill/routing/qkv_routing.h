@@ -142,4 +142,7 @@ struct VarlenRouting {
 /// @throws InvalidArgument when plan.check() does.
 [[nodiscard]] VarlenRouting compute_varlen_routing(const QkvPlan& plan, bool in_place = true);
 
+/// The share of (query, key) pairs whose rows stay; 1 without any.
+[[nodiscard]] double in_place_share(const VarlenRouting& routing);
+
 }  // namespace waybill

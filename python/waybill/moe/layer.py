@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Sequence, Tuple, TypeVar, Union
 
 import numpy as np
 
@@ -457,6 +457,10 @@ class EPAll2AllLayer(ExpertLayer):
     def ep_group(self) -> World:
         """The World that it was made from."""
         return self.world
+
+    if TYPE_CHECKING:
+
+        def combine_input(self, rows: int) -> AnyArray: ...
 
     @outside_graphs
     @on_rank

@@ -136,8 +136,8 @@ class EPAllToAllLayoutDesc:
     #: [R, K] of a first row, the rows of the token's topk slots that are here; one node
     skipped_token_topk_mapping_indices: Optional[Any]
     # Beyond the seven of Triton-distributed:
-    recv_expert_counts: Optional[Any] = None  #: [P] rows of each local expert, without padding
-    recv_expert_offsets: Optional[Any] = None  #: [P + 1] first rows, with padding
+    recv_expert_counts: Any = None  #: [P] rows of each local expert, without padding
+    recv_expert_offsets: Any = None  #: [P + 1] first rows, with padding
     recv_topk_indices: Optional[Any] = None  #: compact rows: [R, K] local experts, -1
     compact_to_grouped: Optional[Any] = None  #: compact rows: [R, K] places in the grouped order
     grouped_to_compact: Optional[Any] = None  #: compact rows: [grouped rows] compact row, -1

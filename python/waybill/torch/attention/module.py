@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Any, Literal, Optional, Tuple, Union, overload
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from .step import Project, RankStep, StepMemory, keeps
 
 _WHO = "ContextParallelAttention"
 _numbers = itertools.count(1)  # numbers of modules
+_Plan = Union[BatchPlan, FixedPlan, PlanTicket]
 
 
 class ContextParallelAttention(OfThisProcess, nn.Module):
@@ -266,15 +267,39 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             raise Unsupported(f"{_WHO}.ticket: latent_dim is set, for which there is no operation")
         return ticket_of(self._step(plan), self._tickets)
 
+    @overload
+    def forward(
+        self, plan: _Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        return_lse: Literal[False] = False, token: None = None,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+    @overload
+    def forward(
+        self, plan: _Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        return_lse: Literal[True], token: None = None,
+    ) -> Tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+    @overload
+    def forward(
+        self, plan: PlanTicket, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        return_lse: bool = False, *, token: torch.Tensor,
+    ) -> Tuple[torch.Tensor, ...]: ...  # fmt: skip
+
+    @overload
+    def forward(
+        self, plan: _Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        return_lse: bool = False, token: Optional[torch.Tensor] = None,
+    ) -> Union[torch.Tensor, Tuple[torch.Tensor, ...]]: ...  # fmt: skip
+
     def forward(
         self,
-        plan: Union[BatchPlan, FixedPlan, PlanTicket],
+        plan: _Plan,
         q: torch.Tensor,
         k: torch.Tensor,
         v: Optional[torch.Tensor] = None,
         return_lse: bool = False,
         token: Optional[torch.Tensor] = None,
-    ) -> Any:
+    ) -> Union[torch.Tensor, Tuple[torch.Tensor, ...]]:
         """Collective: attention's output [rows, heads, v_head_dim], in the rows of q.
 
         Args:
@@ -299,6 +324,9 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         if token is not None:
             raise InvalidArgument(f"{_WHO}: got a token with a BatchPlan, expected ticket(plan)")
         return self._outside_graphs(plan, q, k, v, return_lse)
+
+    if TYPE_CHECKING:  # torch's would return Any
+        __call__ = forward
 
     def _one_operation(
         self, ticket: PlanTicket, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -336,11 +364,23 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
     ) -> Any:  # fmt: skip
         return self._step(plan).attend(q, (k, v), self._casts, return_lse)
 
+    @overload
+    def latent(
+        self, plan: BatchPlan, q: torch.Tensor, rows: torch.Tensor, project: Project,
+        *weights: torch.Tensor, return_lse: Literal[False] = False,
+    ) -> torch.Tensor: ...  # fmt: skip
+
+    @overload
+    def latent(
+        self, plan: BatchPlan, q: torch.Tensor, rows: torch.Tensor, project: Project,
+        *weights: torch.Tensor, return_lse: bool,
+    ) -> Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]: ...  # fmt: skip
+
     @outside_graphs
     def latent(
         self, plan: BatchPlan, q: torch.Tensor, rows: torch.Tensor, project: Project,
         *weights: torch.Tensor, return_lse: bool = False,
-    ) -> Any:  # fmt: skip
+    ) -> Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
         """Collective: the same of a module with ``latent_dim``, where K and V are projected from
         latent rows: those travel, and are projected where they arrive.
 

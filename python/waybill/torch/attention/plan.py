@@ -339,13 +339,13 @@ class BatchPlan(WrittenOnce):
         place = require_device(device, "BatchPlan.home_sequences: device")
         return Sequences.of(lengths, lengths, place or "cpu")
 
-    def routing(self) -> Any:
+    def routing(self) -> _core.VarlenRouting:
         """The compiled part's routing, made when it is first asked for."""
         if not self._routings:
             self._routings.append(_core.compute_varlen_routing(self.qkv_plan._plan, self.in_place))
         return self._routings[0]
 
-    def tables(self) -> Any:
+    def tables(self) -> _core.BatchTables:
         """The compiled part's tables: the routing with who forwards what, for predictions too."""
         if not self._tables:
             routing, planner = self.routing(), self.planner

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -164,6 +164,10 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
     def ep_group(self) -> Any:
         """The World or process group that it was made from; None when the group is gone."""
         return self.world if self._group is None else self._group()
+
+    if TYPE_CHECKING:
+
+        def combine_input(self, rows: int) -> torch.Tensor: ...
 
     @outside_graphs
     @on_rank
