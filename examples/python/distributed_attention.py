@@ -48,8 +48,8 @@ def attend(step, q, k, v):
     cannot say contexts that overlap; step.varlen() has the numbers.
     """
     outputs = [q[:0]]
-    for _, q_begin, q_len, kv_begin, kv_len in zip(*(table.tolist() for table in step.attention)):
-        keys = slice(kv_begin, kv_begin + kv_len)
+    for _, q_begin, q_len, kv_row, kv_len in zip(*(table.tolist() for table in step.attention)):
+        keys = slice(kv_row, kv_row + kv_len)
         outputs.append(dot_product(q[q_begin : q_begin + q_len], k[keys], v[keys]))
     return torch.cat(outputs)
 

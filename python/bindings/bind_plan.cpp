@@ -76,8 +76,8 @@ std::string report_page(const QkvPlan& plan, const RowBytes& row_bytes, double g
 QkvPlan make_plan(std::int32_t world_size, std::vector<std::int64_t> rank_shard_offsets,
                   std::vector<std::int64_t> shard_len, std::vector<std::int32_t> q_dst,
                   std::vector<std::int64_t> doc_shard_offsets, std::vector<std::int32_t> doc_shards,
-                  std::vector<std::int32_t> kv_begin, std::string_view kv_layout,
-                  std::string_view mask) {
+                  std::vector<std::int32_t> kv_begin, std::vector<std::int32_t> kv_end,
+                  std::string_view kv_layout, std::string_view mask) {
   QkvPlan plan{world_size,
                kv_layout_from_name("QkvPlan", kv_layout),
                std::move(rank_shard_offsets),
@@ -86,7 +86,13 @@ QkvPlan make_plan(std::int32_t world_size, std::vector<std::int64_t> rank_shard_
                std::move(doc_shard_offsets),
                std::move(doc_shards),
                std::move(kv_begin),
-               mask_from_name("QkvPlan", mask)};
+               std::move(kv_end)};
+  const bool full = mask_from_name("QkvPlan", mask) == MaskKind::full;
+  require(!full || plan.kv_begin.empty(), "QkvPlan: kv_begin has ", plan.kv_begin.size(),
+          " values, expected none: the mask is full");
+  require(!full || plan.kv_end.empty(), "QkvPlan: kv_end has ", plan.kv_end.size(),
+          " values, expected none: the mask is full");
+  if (full) plan.need_whole_documents();
   plan.check("QkvPlan");
   return plan;
 }
@@ -109,7 +115,7 @@ void bind_sparse_metadata(nb::module_& m) {
   m.def("to_dense_reverse", to_dense_reverse);
 }
 
-/// The lines of one rank: (shard, q_begin, q_len, kv_begin, kv_len), read-only views.
+/// The lines of one rank: (shard, q_begin, q_len, kv_row, kv_len), read-only views.
 nb::tuple attention_of(nb::handle self, std::int32_t rank) {
   const SparseAttnLayout& layout = nb::cast<const QkvRouting&>(self).attention;
   const std::int64_t world = std::ssize(layout.rank_offsets) - 1;
@@ -121,7 +127,7 @@ nb::tuple attention_of(nb::handle self, std::int32_t rank) {
     return numpy_view(std::span(table.data(), table.size()).subspan(first, count), self);
   };
   return nb::make_tuple(lines(layout.shard), lines(layout.q_begin), lines(layout.q_len),
-                        lines(layout.kv_begin), lines(layout.kv_len));
+                        lines(layout.kv_row), lines(layout.kv_len));
 }
 
 /// Ranges as a list of numbers, one after another.
@@ -498,17 +504,17 @@ void bind_cost_model(nb::module_& m) {
 
 void bind_plan(nb::module_& m) {
   m.def("make_plan", make_plan, "world_size"_a, "rank_shard_offsets"_a, "shard_len"_a, "q_dst"_a,
-        "doc_shard_offsets"_a, "doc_shards"_a, "kv_begin"_a, "kv_layout"_a, "mask"_a);
+        "doc_shard_offsets"_a, "doc_shards"_a, "kv_begin"_a, "kv_end"_a, "kv_layout"_a, "mask"_a);
   nb::class_<QkvPlan> plan(m, "Plan");
   plan.def_ro("world_size", &QkvPlan::world_size);
   plan.def_prop_ro("kv_layout", [](const QkvPlan& p) { return to_string(p.kv_layout); });
-  plan.def_prop_ro("mask", [](const QkvPlan& p) { return to_string(p.mask); });
   add_table(plan, "rank_shard_offsets", &QkvPlan::rank_shard_offsets);
   add_table(plan, "shard_len", &QkvPlan::shard_len);
   add_table(plan, "q_dst", &QkvPlan::q_dst);
   add_table(plan, "doc_shard_offsets", &QkvPlan::doc_shard_offsets);
   add_table(plan, "doc_shards", &QkvPlan::doc_shards);
   add_table(plan, "kv_begin", &QkvPlan::kv_begin);
+  add_table(plan, "kv_end", &QkvPlan::kv_end);
   plan.def(nb::self == nb::self);
   plan.def("to_json",
            [](const QkvPlan& p, bool compact) { return to_json(p, json_style(compact)); });

@@ -130,7 +130,7 @@ nb::tuple to_tuple(AttnLayout&& layout) {
   return nb::make_tuple(
       numpy_arrays(std::move(layout.cu_seqlens_q)), numpy_arrays(std::move(layout.cu_seqlens_kv)),
       numpy_array(std::move(layout.max_seqlen_q)), numpy_array(std::move(layout.max_seqlen_kv)),
-      numpy_array(std::move(layout.num_local_seqs_recv)), numpy_arrays(std::move(layout.kv_begin)),
+      numpy_array(std::move(layout.num_local_seqs_recv)), numpy_arrays(std::move(layout.kv_row)),
       numpy_arrays(std::move(layout.kv_len)));
 }
 

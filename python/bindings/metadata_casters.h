@@ -37,7 +37,7 @@ namespace nb = nanobind;
 /// (fwd, rev, kv_dst_global_seq_id or None)
 [[nodiscard]] nb::tuple to_tuple(KvMetadata&& metadata);
 
-/// (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, num_local_seqs_recv, kv_begin,
+/// (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, num_local_seqs_recv, kv_row,
 /// kv_len); lists of arrays where AttnLayout has vectors.
 [[nodiscard]] nb::tuple to_tuple(AttnLayout&& layout);
 

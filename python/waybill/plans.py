@@ -6,6 +6,8 @@ import operator
 import os
 from typing import TYPE_CHECKING, Any, List, NamedTuple, Optional, Sequence, Union
 
+import numpy as np
+
 from . import _core, _report
 from ._arrays import (
     AnyArray,
@@ -127,7 +129,7 @@ class RankAttention(NamedTuple):
     q_begin: IntArray  #: (n,): first row of the shard's queries in the rank's Q
     q_len: IntArray  #: (n,)
     kv_begin: IntArray  #: (n,): first row of its context in the rank's K and V
-    kv_len: IntArray  #: (n,): rows of its context, which ends with the shard itself
+    kv_len: IntArray  #: (n,): rows of its context, which holds the shard itself
 
 
 class QkvRouting(Unchanging, Made):
@@ -215,8 +217,8 @@ class QkvPlan(Unchanging, Made):
     """A dispatch plan in sparse form; everything else is computed from it. Immutable.
 
     Shards are numbered rank by rank, in the order of their rows. A document is a list of shards in
-    the order of its tokens; they may lie on different ranks. Under a causal mask the query shard at
-    position q of its document needs the KV shards at positions kv_begin..q, under a full mask all.
+    the order of its tokens; they may lie on different ranks. A query shard needs
+    the KV shards at positions [kv_begin, kv_end) of its document, itself among them.
 
     Args:
         world_size: W.
@@ -227,7 +229,9 @@ class QkvPlan(Unchanging, Made):
         doc_shards: (N,), shards, document by document.
         kv_begin: (N,) by shard, first KV position that it needs; None is 0 for all.
         kv_layout: "per_rank", one copy of KV a rank and document; or "per_query", DistCA's.
-        mask: "causal"; "full", without kv_begin: every query meets all keys of its document.
+        mask: "full" stands for the kv_end with which every shard needs all of its document.
+        kv_end: (N,) by shard, the position after the last that it needs; None: a shard needs none
+            after itself, and its queries none after themselves.
     """
 
     __slots__ = ("_plan",)
@@ -243,11 +247,13 @@ class QkvPlan(Unchanging, Made):
         kv_begin: Optional[Union[Sequence[int], IntArray]] = None,
         kv_layout: str = "per_rank",
         mask: str = "causal",
+        kv_end: Optional[Sequence[int]] = None,
     ) -> None:
         tables = {
             "rank_shard_offsets": rank_shard_offsets, "shard_len": shard_len, "q_dst": q_dst,
             "doc_shard_offsets": doc_shard_offsets, "doc_shards": doc_shards,
             "kv_begin": [] if kv_begin is None else kv_begin,
+            "kv_end": [] if kv_end is None else kv_end,
         }  # fmt: skip
         lists = {name: flat_list(table, f"QkvPlan: {name}") for name, table in tables.items()}
         with said_by("QkvPlan"):
@@ -270,7 +276,6 @@ class QkvPlan(Unchanging, Made):
 
     world_size: int = forwarded("_plan.world_size", "Number of ranks, W.")
     kv_layout: str = forwarded("_plan.kv_layout", '"per_rank" or "per_query".')
-    mask: str = forwarded("_plan.mask", '"causal" or "full".')
     rank_shard_offsets: IntArray = forwarded(
         "_plan.rank_shard_offsets",
         "(W + 1,): rank w has shards [o[w], o[w + 1]). Read-only, as all tables.",
@@ -284,6 +289,18 @@ class QkvPlan(Unchanging, Made):
     kv_begin: IntArray = forwarded(
         "_plan.kv_begin", "(N,) first KV position that each shard needs, or (0,) for all 0."
     )
+    kv_end: IntArray = forwarded(
+        "_plan.kv_end", "(N,) position after the last that each shard needs, or (0,): see QkvPlan."
+    )
+
+    @property
+    def mask(self) -> str:
+        """ "full" where every shard needs all of its document, else "causal"."""
+        counts, ends = np.diff(self.doc_shard_offsets), self.kv_end
+        if len(ends) == 0 or len(self.kv_begin) > 0:
+            return "causal"
+        whole = np.array_equal(ends[self.doc_shards], np.repeat(counts, counts))
+        return "full" if whole else "causal"
 
     @property
     def num_shards(self) -> int:
@@ -297,7 +314,9 @@ class QkvPlan(Unchanging, Made):
 
     @property
     def work(self) -> IntArray:
-        """(W,): (query, key) pairs that each rank attends to under the mask."""
+        """(W,): (query, key) pairs that each rank attends to, with all keys of each range. Exact
+        for causal and full masks; of others whole blocks.
+        """
         return self._plan.rank_work()
 
     @property
@@ -333,21 +352,21 @@ class QkvPlan(Unchanging, Made):
         return q.T, kv.T
 
     def summary(
-        self, q_row_bytes: int = 8192, kv_row_bytes: int = 4096, gb_per_s: float = 0.0
+        self, q_row_bytes: int = 8192, kv_begin_bytes: int = 4096, gb_per_s: float = 0.0
     ) -> str:
         """Figures and bars in text. Bytes are those of one row; kv counts K and V together."""
-        return self._plan.summary_text(q_row_bytes, kv_row_bytes, gb_per_s, True)
+        return self._plan.summary_text(q_row_bytes, kv_begin_bytes, gb_per_s, True)
 
     def to_html(
         self,
         path: Union[str, os.PathLike[str], None] = None,
         q_row_bytes: int = 8192,
-        kv_row_bytes: int = 4096,
+        kv_begin_bytes: int = 4096,
         gb_per_s: float = 0.0,
         title: str = "Waybill report",
     ) -> str:
         """A page that stands alone in one file; also written to ``path`` when one is given."""
-        return kept(self._plan.report_page(q_row_bytes, kv_row_bytes, gb_per_s, title), path)
+        return kept(self._plan.report_page(q_row_bytes, kv_begin_bytes, gb_per_s, title), path)
 
     def plot_traffic(self, ax: Optional[Axes] = None) -> Axes:
         """Draws the rows of Q and KV between ranks as a heat map; returns the axes."""
@@ -366,15 +385,15 @@ class QkvPlan(Unchanging, Made):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (
             self.world_size, self.rank_shard_offsets, self.shard_len, self.q_dst,
-            self.doc_shard_offsets, self.doc_shards, self.kv_begin, self.kv_layout, self.mask,
+            self.doc_shard_offsets, self.doc_shards, self.kv_begin, self.kv_layout, "causal",
+            self.kv_end,
         )  # fmt: skip
 
     def __repr__(self) -> str:
         return (
             f"QkvPlan(world_size={self.world_size}, documents={self.num_documents},"
             f" shards={self.num_shards}, tokens={int(self.shard_len.sum())},"
-            f" kv_layout={self.kv_layout!r}, imbalance={self.imbalance:.3f}"
-            f"{', mask=' + repr(self.mask) if self.mask != 'causal' else ''})"
+            f" kv_layout={self.kv_layout!r}, imbalance={self.imbalance:.3f})"
         )
 
     def _repr_html_(self) -> str:

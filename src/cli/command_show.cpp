@@ -35,7 +35,7 @@ std::string shard_lines(const QkvPlan& plan, std::int32_t rank) {
         pad_left(std::to_string(n), 8), pad_left(format_count(row), 11),
         pad_left(format_count(plan.shard_len[n]), 11), pad_left(std::to_string(document[n]), 10),
         pad_left(std::to_string(position[n]), 7), pad_left(format_count(first_token[n]), 13),
-        pad_left(std::to_string(plan.kv_begin.empty() ? 0 : plan.kv_begin[n]), 17),
+        pad_left(std::to_string(plan.first_needed(static_cast<std::int32_t>(n))), 17),
         pad_left(std::to_string(plan.q_dst[n]), 13), "\n");
     row += plan.shard_len[n];
   }

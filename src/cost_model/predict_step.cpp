@@ -213,11 +213,11 @@ StepPrediction predict_plan(const TimedPlan& timed, const StepOptions& options, 
   require(options.transfer != TransferMode::relay || timed.relay != nullptr, in_predict_step,
           ": options.transfer = relay, expected direct or once_per_node: the plan has no relay "
           "schedule");
-  const MaskKind kind = timed.plan->mask;
-  require(!options.mask.is_full() || kind == MaskKind::full, in_predict_step,
-          ": mask = full, expected causal, as the plan");
-  require(!options.mask.has_window() || kind == MaskKind::causal, in_predict_step,
-          ": mask.window = ", options.mask.window, ", expected 0: the plan's mask is full");
+  const bool whole = timed.plan->needs_whole_documents();
+  require(!options.mask.is_full() || whole || timed.plan->num_shards() == 0, in_predict_step,
+          ": mask = full, expected causal, as the plan's ranges");
+  require(!options.mask.has_window() || !whole, in_predict_step,
+          ": mask.window = ", options.mask.window, ", expected 0: the plan needs whole documents");
   check_bytes(timed, options);
   const Topology nodes{timed.plan->world_size, options.hardware.ranks_per_node};
   const StepFlows flows(timed, nodes, options);
@@ -226,7 +226,7 @@ StepPrediction predict_plan(const TimedPlan& timed, const StepOptions& options, 
 
   StepPrediction step;
   step.options = options;
-  step.options.mask.kind = kind;
+  if (whole) step.options.mask.kind = MaskKind::full;
   step.world_size = timed.plan->world_size;
   step.work.assign(step.world_size, 0);
   std::vector<std::int64_t> staying(timed.stays.empty() ? 0 : step.world_size);

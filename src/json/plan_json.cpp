@@ -37,7 +37,7 @@ void for_each_field(Is<QkvPlan> auto& plan, Visit&& visit) {
   visit("doc_shard_offsets", plan.doc_shard_offsets);
   visit("doc_shards", plan.doc_shards);
   visit("kv_begin", plan.kv_begin, Presence::left_out);
-  visit("mask", plan.mask, Presence::left_out);
+  visit("kv_end", plan.kv_end, Presence::left_out);
 }
 
 template <class Visit>
@@ -112,7 +112,7 @@ void for_each_field(Is<AttnLayout> auto& layout, Visit&& visit) {
   visit("max_seqlen_q", layout.max_seqlen_q);
   visit("max_seqlen_kv", layout.max_seqlen_kv);
   visit("num_local_seqs_recv", layout.num_local_seqs_recv);
-  visit("kv_begin", layout.kv_begin);
+  visit("kv_begin", layout.kv_row);
   visit("kv_len", layout.kv_len);
 }
 
@@ -311,6 +311,20 @@ std::vector<IndexArray> read_arrays(const JsonNode& node) {
 
 // Checks of what has been read. Some hold whatever the caller validates itself.
 
+/// Texts say "mask": "full" in place of a kv_end for whole documents: shorter, and as before there
+/// was one.
+void read_mask(const JsonNode& node, QkvPlan& plan) {
+  const std::optional<JsonNode> mask = node.find("mask");
+  if (!mask) return;
+  const bool full = read_name(*mask, {MaskKind::causal, MaskKind::full},
+                              "\"causal\" or \"full\"") == MaskKind::full;
+  if (!full) return;
+  for (const char* const range : {"kv_begin", "kv_end"}) {
+    if (const auto given = node.find(range)) given->fail("none: the mask is full");
+  }
+  plan.need_whole_documents();
+}
+
 void check_values(const JsonNode& /*node*/, const auto& /*value*/, ReadCheck /*check*/) {}
 
 void check_values(const JsonNode& node, const QkvPlan& plan, ReadCheck check) {
@@ -444,6 +458,14 @@ void write_value(JsonWriter& writer, const T& value);
 template <class T>
 void write_fields(JsonWriter& writer, const T& value) {
   if constexpr (std::same_as<T, Metadata>) value.check_counts("to_json");
+  if constexpr (std::same_as<T, QkvPlan>) {
+    if (value.needs_whole_documents()) {  // read_mask
+      QkvPlan rest = value;
+      rest.kv_end.clear();
+      write_fields(writer, rest);
+      return void(writer.key("mask").string(to_string(MaskKind::full)));
+    }
+  }
   const auto write = [&]<class Field>(const char* name, const Field& field,
                                       Presence presence = Presence::required) {
     if (presence == Presence::left_out && field == Field{}) return;
@@ -493,6 +515,7 @@ void read_fields(const JsonNode& node, T& value, ReadCheck check) {
   for_each_field(value,
                  [&](const char* name, const auto&, Presence = {}) { keys.emplace_back(name); });
   if constexpr (std::same_as<T, Metadata>) keys.emplace_back("num_total_recv_tokens");
+  if constexpr (std::same_as<T, QkvPlan>) keys.emplace_back("mask");
   node.check_keys(keys);
   const auto read = [&]<class Field>(const char* name, Field& field,
                                      Presence presence = Presence::required) {
@@ -503,6 +526,7 @@ void read_fields(const JsonNode& node, T& value, ReadCheck check) {
   };
   for_each_field(value, read);
   if constexpr (std::same_as<T, Metadata>) read_totals(node, value);
+  if constexpr (std::same_as<T, QkvPlan>) read_mask(node, value);
   check_values(node, value, check);
 }
 

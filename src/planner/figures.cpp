@@ -85,9 +85,14 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
   position_.assign(1, 0);
   const std::int64_t doc_len =
       std::accumulate(qkv.shard_len.begin() + first, qkv.shard_len.begin() + last, std::int64_t{0});
-  const auto key_end = [&](std::int64_t n) {  // after the last shard that shard n needs
-    const std::int64_t end = qkv.mask == MaskKind::full ? last : n + 1;
-    return static_cast<std::int32_t>(end);
+  // The first shard that shard n needs, and the one after the last.
+  const auto key_begin = [&](std::int64_t n) {
+    return static_cast<std::int32_t>(first + qkv.first_needed(static_cast<std::int32_t>(n)));
+  };
+  const auto key_end = [&](std::int64_t n) {
+    const auto shard = static_cast<std::int32_t>(n);
+    return static_cast<std::int32_t>(
+        first + qkv.end_needed(shard, shard - static_cast<std::int32_t>(first)));
   };
   for (std::int64_t n = first; n < last; ++n) {
     const auto shard = static_cast<std::int32_t>(n);
@@ -103,8 +108,7 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
     plan.attention_tokens[dst] += qkv.shard_len[n];
     if (dst != home_rank_)
       add_link(kv_.q_links, home_rank_, dst, qkv.shard_len[n] * plan.options.model.q_row_bytes());
-    const std::int32_t key =
-        static_cast<std::int32_t>(first) + (qkv.kv_begin.empty() ? 0 : qkv.kv_begin[n]);
+    const std::int32_t key = key_begin(n);
     std::int32_t& need = need_of_rank_[dst];
     if (need < doc.first_need || kv_.needs[need].last < key) {
       need = static_cast<std::int32_t>(kv_.needs.size());
@@ -122,8 +126,7 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
       add_rows(kv_.needs[i].first, kv_.needs[i].last, kv_.needs[i].rank, doc, plan);
   } else {
     for (std::int64_t n = first; n < last; ++n) {
-      const std::int64_t key = first + (qkv.kv_begin.empty() ? 0 : qkv.kv_begin[n]);
-      add_rows(static_cast<std::int32_t>(key), key_end(n), qkv.q_dst[n], doc, plan);
+      add_rows(key_begin(n), key_end(n), qkv.q_dst[n], doc, plan);
     }
   }
   send_whole_runs(doc, plan);

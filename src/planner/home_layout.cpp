@@ -241,6 +241,7 @@ void number_by_rank(const HomeLayout& home, QkvPlan& plan) {
   const auto old_len = plan.shard_len;
   const auto old_dst = plan.q_dst;
   const auto old_begin = plan.kv_begin;
+  const auto old_end = plan.kv_end;
   plan.rank_shard_offsets.assign(1, 0);
   std::int32_t number = 0;
   for (std::int32_t rank = 0; rank < home.world_size; ++rank) {
@@ -249,6 +250,7 @@ void number_by_rank(const HomeLayout& home, QkvPlan& plan) {
         plan.shard_len[number] = old_len[n];
         plan.q_dst[number] = old_dst[n];
         if (!old_begin.empty()) plan.kv_begin[number] = old_begin[n];
+        if (!old_end.empty()) plan.kv_end[number] = old_end[n];
         plan.doc_shards[n] = number;
       }
     }
@@ -281,12 +283,12 @@ void write_plan(const HomeLayout& home, std::span<const Move> moves, const Plann
   const std::vector<Cut> cuts = find_cuts(home, moves, options);
   plan.world_size = options.world_size;
   plan.kv_layout = options.kv_layout;
-  plan.mask = options.mask.kind;
   plan.rank_shard_offsets.assign(1, 0);
   plan.doc_shard_offsets.assign(1, 0);
   plan.shard_len.clear();
   plan.q_dst.clear();
   plan.kv_begin.clear();
+  plan.kv_end.clear();
   std::int32_t rank = 0;
   std::int32_t doc = 0;
   auto cut = cuts.begin();
@@ -310,6 +312,7 @@ void write_plan(const HomeLayout& home, std::span<const Move> moves, const Plann
   plan.doc_shards.resize(plan.shard_len.size());
   std::iota(plan.doc_shards.begin(), plan.doc_shards.end(), 0);
   if (options.mask.has_window()) write_kv_begin(options.mask, plan);
+  if (options.mask.is_full()) plan.need_whole_documents();
   if (!std::is_sorted(home.by_rank.begin(), home.by_rank.end())) number_by_rank(home, plan);
 }
 

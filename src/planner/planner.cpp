@@ -37,6 +37,14 @@ void check_speed(const char* who, const char* field, double got) {
 
 }  // namespace
 
+std::string_view to_string(MaskKind mask) { return mask == MaskKind::full ? "full" : "causal"; }
+
+MaskKind mask_from_name(const char* who, std::string_view name) {
+  require(name == "causal" || name == "full", who, ": mask = \"", name,
+          "\", expected \"causal\" or \"full\"");
+  return name == "full" ? MaskKind::full : MaskKind::causal;
+}
+
 std::string to_string(const AttentionMask& mask) {
   if (mask.has_window()) return concat(to_string(mask.kind), ", window ", mask.window);
   return std::string(to_string(mask.kind));

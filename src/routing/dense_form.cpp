@@ -85,7 +85,7 @@ AttnLayout dense_attention(const SparseAttnLayout& attn, KvLayout kv_layout) {
     if (kv_layout == KvLayout::per_query) {
       layout.cu_seqlens_kv.push_back(cumulative(kv_len));
     } else {
-      layout.kv_begin.push_back(rank_values(attn, attn.kv_begin, r));
+      layout.kv_row.push_back(rank_values(attn, attn.kv_row, r));
       layout.kv_len.push_back(kv_len);
     }
   }
@@ -169,10 +169,10 @@ SparseAttnLayout sparse_attention(const QkvPlan& plan, const AttnLayout& dense) 
   const bool per_query = plan.kv_layout == KvLayout::per_query;
   require(dense.cu_seqlens_q.size() == world &&
               (per_query ? dense.cu_seqlens_kv.size() == world
-                         : dense.kv_begin.size() == world && dense.kv_len.size() == world),
+                         : dense.kv_row.size() == world && dense.kv_len.size() == world),
           in_to_sparse, ": attention has ", dense.cu_seqlens_q.size(), " ranks of cu_seqlens_q, ",
-          dense.cu_seqlens_kv.size(), " of cu_seqlens_kv, ", dense.kv_begin.size(),
-          " of kv_begin, expected ", world, ", as the KV layout ", to_string(plan.kv_layout),
+          dense.cu_seqlens_kv.size(), " of cu_seqlens_kv, ", dense.kv_row.size(),
+          " of kv_row, expected ", world, ", as the KV layout ", to_string(plan.kv_layout),
           " asks for");
   std::vector<std::vector<std::int32_t>> received(world);
   for (std::int32_t s = 0; s < plan.num_shards(); ++s) {
@@ -186,11 +186,11 @@ SparseAttnLayout sparse_attention(const QkvPlan& plan, const AttnLayout& dense) 
     append_sums(dense.cu_seqlens_q[r], result.q_begin, result.q_len);
     if (per_query) {
       check_length(dense.cu_seqlens_kv[r], "cu_seqlens_kv", r, count + 1);
-      append_sums(dense.cu_seqlens_kv[r], result.kv_begin, result.kv_len);
+      append_sums(dense.cu_seqlens_kv[r], result.kv_row, result.kv_len);
     } else {
-      check_length(dense.kv_begin[r], "kv_begin", r, count);
+      check_length(dense.kv_row[r], "kv_row", r, count);
       check_length(dense.kv_len[r], "kv_len", r, count);
-      append(result.kv_begin, dense.kv_begin[r]);
+      append(result.kv_row, dense.kv_row[r]);
       append(result.kv_len, dense.kv_len[r]);
     }
     result.shard.insert(result.shard.end(), received[r].begin(), received[r].end());

@@ -23,24 +23,34 @@ class GroupBuilder {
       result_.context[shards_[p]] = rows;
       rows += plan_.shard_len[shards_[p]];
       result_.window[shards_[p]] = result_.context[shards_[kv_begin(shards_[p])]];
+      result_.range_end[shards_[p]] = rows;
     }
+    if (!plan_.kv_end.empty()) extend_ranges();
     if (plan_.kv_layout == KvLayout::per_query) {
       group_each_query();
-    } else if (plan_.kv_begin.empty()) {
+    } else if (plan_.kv_begin.empty() && plan_.kv_end.empty()) {
       group_prefixes(doc);
     } else {
-      group_windows(doc);
+      group_ranges(doc);
     }
   }
 
  private:
+  /// range_end is that of the shard itself so far.
+  void extend_ranges() {
+    for (std::int32_t p = 0; p < num_shards_; ++p) {
+      const std::size_t last = shards_[kv_last(p)];
+      result_.range_end[shards_[p]] = result_.context[last] + plan_.shard_len[last];
+    }
+  }
+
   [[nodiscard]] std::int32_t kv_begin(std::int32_t shard) const {
     return plan_.first_needed(shard);
   }
 
   /// The last position that the query at `position` needs.
   [[nodiscard]] std::int32_t kv_last(std::int32_t position) const {
-    return plan_.end_needed(position, num_shards_) - 1;
+    return plan_.end_needed(shards_[position], position) - 1;
   }
 
   [[nodiscard]] std::int64_t rows_between(std::int32_t first, std::int32_t last) const {
@@ -67,18 +77,21 @@ class GroupBuilder {
       result_.query_group[shard] = static_cast<std::int32_t>(result_.groups.size());
       append_group(plan_.q_dst[shard], kv_begin(shard), kv_last(p));
     }
-    if (plan_.mask == MaskKind::full) return copy_all_to(num_shards_);
-    // Shard p serves the queries p .. q of which kv_begin(q) <= p; windows never move back.
+    // Shard p serves the queries first .. q of which kv_begin(q) <= p < kv_end(first); ranges never
+    // move back.
+    std::int32_t first = 0;
     std::int32_t q = 0;
     for (std::int32_t p = 0; p < num_shards_; ++p) {
+      while (kv_last(first) < p) ++first;
       while (q + 1 < num_shards_ && kv_begin(shards_[q + 1]) <= p) ++q;
-      result_.copy_offsets[shards_[p]] = q - p + 1;
+      result_.copy_offsets[shards_[p]] = q - first + 1;
+      result_.first_query[shards_[p]] = first;
     }
   }
 
-  /// per_rank without windows: a rank needs the prefix that ends with its last query, or the whole
-  /// document. Walking back, each rank is met at its last query, so the groups of a causal mask end
-  /// in falling order, and a shard belongs to exactly the groups met so far.
+  /// per_rank without ranges: a rank needs the prefix that ends with its last query. Walking back,
+  /// each rank is met at its last query, so the groups end in falling order, and a shard belongs to
+  /// exactly the groups met so far.
   void group_prefixes(std::int64_t doc) {
     for (std::int32_t p = num_shards_ - 1; p >= 0; --p) {
       const std::int32_t shard = shards_[p];
@@ -91,18 +104,11 @@ class GroupBuilder {
       result_.query_group[shard] = seen.group;
       result_.copy_offsets[shard] = static_cast<std::int64_t>(result_.groups.size() - first_group_);
     }
-    if (plan_.mask == MaskKind::full)
-      copy_all_to(static_cast<std::int64_t>(result_.groups.size() - first_group_));
   }
 
-  /// A full mask: every group holds every shard.
-  void copy_all_to(std::int64_t num_groups) {
-    for (std::int32_t p = 0; p < num_shards_; ++p) result_.copy_offsets[shards_[p]] = num_groups;
-  }
-
-  /// per_rank with windows: walking back, a query extends its rank's latest group when they touch,
+  /// per_rank with ranges: walking back, a query extends its rank's latest group when they touch,
   /// and begins a new one otherwise. Groups are then put into the order of group_prefixes.
-  void group_windows(std::int64_t doc) {
+  void group_ranges(std::int64_t doc) {
     std::vector<std::int32_t> first_met;  // by group: the order of its rank among the ranks
     std::int32_t num_ranks = 0;
     for (std::int32_t p = num_shards_ - 1; p >= 0; --p) {
@@ -110,7 +116,7 @@ class GroupBuilder {
       const std::int32_t rank = plan_.q_dst[shard];
       Seen& seen = seen_[rank];
       if (seen.doc != doc) seen = {.doc = doc, .group = -1, .order = num_ranks++};
-      const bool touches = seen.group >= 0 && result_.groups[seen.group].first <= p + 1;
+      const bool touches = seen.group >= 0 && result_.groups[seen.group].first <= kv_last(p) + 1;
       if (touches) {
         KvGroup& group = result_.groups[seen.group];
         group.first = std::min(group.first, kv_begin(shard));
@@ -118,17 +124,17 @@ class GroupBuilder {
         group.rows = rows_between(group.first, group.last);
       } else {
         seen.group = static_cast<std::int32_t>(result_.groups.size());
-        append_group(rank, kv_begin(shard), p);
+        append_group(rank, kv_begin(shard), kv_last(p));
         first_met.push_back(seen.order);
       }
       result_.query_group[shard] = seen.group;
     }
-    order_windows(first_met, num_ranks);
+    order_ranges(first_met, num_ranks);
     count_copies();
   }
 
   /// Stable order by rank (last query first), and inside a rank by position.
-  void order_windows(const std::vector<std::int32_t>& first_met, std::int32_t num_ranks) {
+  void order_ranges(const std::vector<std::int32_t>& first_met, std::int32_t num_ranks) {
     const auto num_groups = static_cast<std::int32_t>(first_met.size());
     std::vector<std::int32_t> next(num_ranks + 1);
     for (const std::int32_t order : first_met) ++next[order + 1];
@@ -211,6 +217,8 @@ void form_kv_groups(const QkvPlan& plan, KvGroups& result) {
   result.query_group.resize(num_shards);
   result.context.resize(num_shards);
   result.window.resize(num_shards);
+  result.range_end.resize(num_shards);
+  result.first_query.resize(plan.kv_layout == KvLayout::per_query ? num_shards : 0);
   result.copy_offsets.resize(num_shards + 1);
   GroupBuilder builder(plan, result);
   result.doc_offsets[0] = 0;

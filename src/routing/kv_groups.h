@@ -35,7 +35,11 @@ struct KvGroups {
   UninitializedVector<KvGroup> groups;            ///< document by document
   UninitializedVector<std::int32_t> query_group;  ///< [N] by shard: group that its queries read
   UninitializedVector<std::int64_t> context;      ///< [N] by shard: document rows before it
-  UninitializedVector<std::int64_t> window;       ///< [N] by shard: document rows before its window
+  UninitializedVector<std::int64_t> window;       ///< [N] by shard: document rows before its range
+  UninitializedVector<std::int64_t>
+      range_end;  ///< [N] by shard: document rows up to its range's end
+  /// [N] by shard, per_query alone: position of the first query that it serves, copy 0.
+  UninitializedVector<std::int32_t> first_query;
   /// [N + 1]: copies of each shard, as SparseMetadata::copy_offsets.
   UninitializedVector<std::int64_t> copy_offsets;
   std::vector<std::int64_t> doc_offsets;  ///< [D + 1]: groups of a document

@@ -25,25 +25,24 @@ void load_rows(const QkvPlan& plan, const Homes& homes, const KvGroups& kv, KvRo
   }
 }
 
-/// Copy numbers by reverse entry, where they follow no formula (windows, one KV copy per rank).
+/// Copy numbers by reverse entry, where they follow no formula (ranges, one KV copy per rank).
 using CopyNumbers = UninitializedVector<std::int32_t>;
 
 bool has_formula(const QkvPlan& plan) {
-  return plan.kv_layout == KvLayout::per_query || plan.kv_begin.empty();
+  return plan.kv_layout == KvLayout::per_query || (plan.kv_begin.empty() && plan.kv_end.empty());
 }
 
-/// Forward, shard by shard: copy c of position p lies in the document's group c (one KV copy per
-/// rank, or a full mask), or in that of its query p + c.
+/// Forward, shard by shard: copy c of a shard lies in the document's group c (one KV copy per
+/// rank), or in that of its query c.
 void write_forward(const QkvPlan& plan, const KvGroups& kv, std::int64_t doc_begin,
                    std::int64_t doc_end, SparseMetadata& fwd) {
-  const bool by_query = plan.kv_layout == KvLayout::per_query && plan.mask == MaskKind::causal;
-  const std::int64_t step = by_query ? 1 : 0;
+  const bool by_query = plan.kv_layout == KvLayout::per_query;
   for (std::int64_t doc = doc_begin; doc < doc_end; ++doc) {
     const KvGroup* groups = kv.groups.data() + kv.doc_offsets[doc];
     const std::int64_t first = plan.doc_shard_offsets[doc];
     for (std::int64_t k = first; k < plan.doc_shard_offsets[doc + 1]; ++k) {
       const std::size_t shard = plan.doc_shards[k];
-      const KvGroup* group = groups + step * (k - first);
+      const KvGroup* group = groups + (by_query ? kv.first_query[shard] : 0);
       const std::int64_t context = kv.context[shard];
       for (std::int64_t copy = kv.copy_offsets[shard]; copy < kv.copy_offsets[shard + 1]; ++copy) {
         fwd.dst_rank[copy] = group->rank;
@@ -109,13 +108,19 @@ void write_reverse(const QkvPlan& plan, const KvGroups& kv, const KvRows& rows,
                    SparseMetadata& rev) {
   std::int64_t entry = rev.rank_offsets[begin];
   const bool formula = has_formula(plan);
+  const bool per_query = plan.kv_layout == KvLayout::per_query;
   const std::int32_t* by_entry = numbers.data();
   for (std::int64_t i = kv.rank_runs[begin]; i < kv.rank_runs[end]; ++i) {
     const KvRun run = kv.runs[i];
     prefetch_run(kv, rows, i);
-    if (plan.kv_layout == KvLayout::per_query && plan.mask == MaskKind::causal) {
+    if (per_query && plan.kv_end.empty()) {
       // The run ends with the query itself, copy 0.
       const auto copy_of = [&](std::int64_t k, std::int64_t) { return run.count - 1 - k; };
+      write_run(run, rows, entry, copy_of, rev);
+    } else if (per_query) {  // a group is number `number` among the queries of the document
+      const auto copy_of = [&](std::int64_t k, std::int64_t) {
+        return std::int64_t{run.number - kv.first_query[plan.doc_shards[run.begin + k]]};
+      };
       write_run(run, rows, entry, copy_of, rev);
     } else if (formula) {
       const auto copy_of = [&](std::int64_t, std::int64_t) { return std::int64_t{run.number}; };

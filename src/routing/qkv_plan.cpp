@@ -18,12 +18,36 @@ KvLayout kv_layout_from_name(const char* who, std::string_view name) {
   return name == "per_query" ? KvLayout::per_query : KvLayout::per_rank;
 }
 
-std::string_view to_string(MaskKind mask) { return mask == MaskKind::full ? "full" : "causal"; }
+namespace {
 
-MaskKind mask_from_name(const char* who, std::string_view name) {
-  require(name == "causal" || name == "full", who, ": mask = \"", name,
-          "\", expected \"causal\" or \"full\"");
-  return name == "full" ? MaskKind::full : MaskKind::causal;
+/// Calls visit(shard, shards of its document), also of tables that may be damaged.
+template <class Visit>
+void for_each_in_documents(const QkvPlan& plan, const Visit& visit) {
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+    const std::int64_t first = std::max<std::int64_t>(0, plan.doc_shard_offsets[d]);
+    const std::int64_t last = std::min(plan.doc_shard_offsets[d + 1], std::ssize(plan.doc_shards));
+    for (std::int64_t k = first; k < last; ++k) {
+      const std::int32_t shard = plan.doc_shards[k];
+      if (0 <= shard && shard < plan.num_shards())
+        visit(shard, static_cast<std::int32_t>(last - first));
+    }
+  }
+}
+
+}  // namespace
+
+void QkvPlan::need_whole_documents() {
+  kv_begin.clear();
+  kv_end.assign(shard_len.size(), 0);
+  for_each_in_documents(*this, [&](std::int32_t shard, std::int32_t num) { kv_end[shard] = num; });
+}
+
+bool QkvPlan::needs_whole_documents() const {
+  if (!kv_begin.empty() || kv_end.empty() || kv_end.size() != shard_len.size()) return false;
+  bool whole = true;
+  for_each_in_documents(
+      *this, [&](std::int32_t shard, std::int32_t num) { whole = whole && kv_end[shard] == num; });
+  return whole;
 }
 
 namespace {
@@ -78,8 +102,8 @@ RawQkvDispatch to_raw_dispatch(const QkvPlan& plan, std::int64_t max_cp_degree) 
   plan.check("to_raw_dispatch");
   const bool windows = std::any_of(plan.kv_begin.begin(), plan.kv_begin.end(),
                                    [](std::int32_t begin) { return begin != 0; });
-  require(plan.mask == MaskKind::causal,
-          "to_raw_dispatch: plan.mask = full, expected a causal plan: this form has no other mask");
+  require(plan.kv_end.empty(), "to_raw_dispatch: plan.kv_end has ", plan.kv_end.size(),
+          " values, expected none: this form has causal plans alone");
   require(!windows, "to_raw_dispatch: plan.kv_begin has a window, expected a causal plan: this ",
           "form cannot express one");
   const std::int64_t max_shards = detail::largest_part(plan.rank_shard_offsets);
@@ -99,22 +123,18 @@ std::vector<std::int64_t> shard_work(const QkvPlan& plan) {
   std::vector<std::int64_t> context;  // by position
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     context.assign(1, 0);
-    std::int64_t doc_rows = 0;
-    if (plan.mask == MaskKind::full) {
-      for (std::int64_t k = plan.doc_shard_offsets[d]; k < plan.doc_shard_offsets[d + 1]; ++k) {
-        doc_rows += plan.shard_len[plan.doc_shards[k]];
-      }
-    }
-    for (std::int64_t k = plan.doc_shard_offsets[d]; k < plan.doc_shard_offsets[d + 1]; ++k) {
-      const std::size_t shard = plan.doc_shards[k];
+    const std::int64_t first = plan.doc_shard_offsets[d];
+    for (std::int64_t k = first; k < plan.doc_shard_offsets[d + 1]; ++k)
+      context.push_back(context.back() + plan.shard_len[plan.doc_shards[k]]);
+    require(context.back() <= (std::int64_t{1} << 31), "shard_work: document ", d,
+            " has over 2^31 tokens: ", "its work does not fit int64");
+    for (std::int64_t k = first; k < plan.doc_shard_offsets[d + 1]; ++k) {
+      const std::int32_t shard = plan.doc_shards[k];
       const std::int64_t q_len = plan.shard_len[shard];
-      const std::int64_t end = context.back() + q_len;
-      require(end <= (std::int64_t{1} << 31), "shard_work: document ", d,
-              " has over 2^31 tokens: ", "its work does not fit int64");
-      const std::int64_t begin = plan.kv_begin.empty() ? 0 : context[plan.kv_begin[shard]];
-      work[shard] = plan.mask == MaskKind::full ? q_len * doc_rows
-                                                : q_len * (end - begin) - q_len * (q_len - 1) / 2;
-      context.push_back(end);
+      const std::int64_t keys =
+          context[plan.end_needed(shard, static_cast<std::int32_t>(k - first))] -
+          context[plan.first_needed(shard)];
+      work[shard] = q_len * keys - (plan.kv_end.empty() ? q_len * (q_len - 1) / 2 : 0);
     }
   }
   return work;

@@ -86,7 +86,7 @@ void route_queries(const QkvPlan& plan, const Homes& homes, QkvRouting& routing)
 /// The rows of its rank's KV buffer that each received query shard reads.
 void place_contexts(const QkvPlan& plan, const KvGroups& kv, QkvRouting& routing) {
   SparseAttnLayout& attn = routing.attention;
-  attn.kv_begin.resize(attn.shard.size());
+  attn.kv_row.resize(attn.shard.size());
   attn.kv_len.resize(attn.shard.size());
   attn.max_seqlen_kv.assign(plan.world_size, 0);
   for (std::int32_t r = 0; r < plan.world_size; ++r) {
@@ -95,10 +95,8 @@ void place_contexts(const QkvPlan& plan, const KvGroups& kv, QkvRouting& routing
       const std::size_t shard = attn.shard[i];
       const KvGroup& group = kv.groups[kv.query_group[shard]];
       const std::int64_t before = kv.window[shard];
-      attn.kv_begin[i] = group.to_row + before;
-      attn.kv_len[i] = plan.mask == MaskKind::full
-                           ? group.rows
-                           : kv.context[shard] + plan.shard_len[shard] - before;
+      attn.kv_row[i] = group.to_row + before;
+      attn.kv_len[i] = kv.range_end[shard] - before;
       longest = std::max(longest, attn.kv_len[i]);
     }
     attn.max_seqlen_kv[r] = longest;

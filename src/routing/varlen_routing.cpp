@@ -48,12 +48,16 @@ class RunFinder {
     return plan_.first_needed(static_cast<std::int32_t>(shard(position)));
   }
 
+  [[nodiscard]] std::int32_t kv_last(std::int32_t position) const {
+    return plan_.end_needed(static_cast<std::int32_t>(shard(position)), position) - 1;
+  }
+
   [[nodiscard]] QueryRun run_of(std::int32_t first, std::int32_t last) const {
     QueryRun run{.doc_begin = doc_begin_,
                  .first = first,
                  .last = last,
                  .kv_first = kv_first(first),
-                 .kv_last = plan_.end_needed(last, num_) - 1,
+                 .kv_last = kv_last(last),
                  .rank = plan_.q_dst[shard(first)]};
     for (std::int32_t p = first; p <= last; ++p) run.q_rows += plan_.shard_len[shard(p)];
     for (std::int32_t p = run.kv_first; p <= run.kv_last; ++p)
@@ -65,10 +69,9 @@ class RunFinder {
   void keep_in_place(std::vector<QueryRun>& staying) {
     find_blocks();
     candidates_.clear();
-    const bool whole = num_ > 0 && block_[num_ - 1] == 0;
     const auto can_stay = [&](std::int32_t p) {
       if (plan_.q_dst[shard(p)] != homes_.rank[shard(p)]) return false;
-      return plan_.mask == MaskKind::full ? whole : kv_first(p) >= block_[p];
+      return kv_first(p) >= block_[p] && block_[kv_last(p)] == block_[p];
     };
     for (std::int32_t p = 0; p < num_; ++p) {
       if (!can_stay(p)) continue;

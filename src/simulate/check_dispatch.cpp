@@ -201,8 +201,8 @@ void place_contexts(const QkvPlan& plan, ExpectedLayout& layout) {
     const std::int64_t last = plan.doc_shard_offsets[doc + 1];
     for (std::int64_t p = first; p < last; ++p) {
       const std::int32_t shard = plan.doc_shards[p];
-      const std::int64_t begin = first + (plan.kv_begin.empty() ? 0 : plan.kv_begin[shard]);
-      const std::int64_t end = plan.mask == MaskKind::full ? last : p + 1;
+      const std::int64_t begin = first + plan.first_needed(shard);
+      const std::int64_t end = first + plan.end_needed(shard, static_cast<std::int32_t>(p - first));
       layout.first_kv[shard] = begin;
       layout.end_kv[shard] = end;
       // per_rank: what an earlier query of the rank brought is there already.
@@ -416,7 +416,7 @@ class DispatchChecker {
   /// Whether the contexts in the attention layout can be followed.
   [[nodiscard]] bool is_readable(const SparseAttnLayout& attention) const {
     return attention.rank_offsets == expected_.rank_offsets &&
-           std::ssize(attention.kv_begin) == plan_.num_shards() &&
+           std::ssize(attention.kv_row) == plan_.num_shards() &&
            std::ssize(attention.kv_len) == plan_.num_shards();
   }
 
@@ -453,11 +453,11 @@ class DispatchChecker {
                                                    expected_.kv_rows[r]);
       for (std::int64_t i = expected_.rank_offsets[r]; i < expected_.rank_offsets[r + 1]; ++i) {
         const std::int32_t shard = expected_.received[i];
-        const std::int64_t begin = routing_.attention.kv_begin[i];
+        const std::int64_t begin = routing_.attention.kv_row[i];
         const std::int64_t rows = routing_.attention.kv_len[i];
         const std::int64_t limit = std::ssize(rank_ids);
         if (begin < 0 || rows < 0 || rows > limit || begin > limit - rows) {
-          findings.add({FindingKind::bounds, "attention", "kv_begin", r, shard, -1,
+          findings.add({FindingKind::bounds, "attention", "kv_row", r, shard, -1,
                         concat("rows from ", begin, ", ", rows, " of them"),
                         concat("rows within 0..", limit)});
           continue;
@@ -495,7 +495,7 @@ class DispatchChecker {
       readers += differences[row];
       if (readers >= 1 && (readers == 1 || plan_.kv_layout == KvLayout::per_rank)) continue;
       findings.add({readers == 0 ? FindingKind::coverage : FindingKind::overlap, "attention",
-                    "kv_begin", rank, -1, -1,
+                    "kv_row", rank, -1, -1,
                     concat("row ", row, " is in the context of ", readers, " queries"),
                     plan_.kv_layout == KvLayout::per_rank ? "at least 1" : "1"});
       return;

@@ -49,7 +49,7 @@ inline QkvPlan draw_plan(Input& input) {
     if (input.empty()) plan.doc_shard_offsets.back() = num_shards;
   }
   if (input.below(2) == 0) {
-    if (input.below(3) == 1) plan.mask = MaskKind::full;
+    if (input.below(3) == 1) plan.need_whole_documents();
     return plan;
   }
   plan.kv_begin.assign(plan.shard_len.size(), 0);
@@ -109,8 +109,8 @@ inline void damage(Input& input, QkvPlan& plan) {
     case 6:
       damage(input, plan.kv_begin);
       break;
-    default:  // a full mask beside kv_begin is refused
-      plan.mask = plan.mask == MaskKind::full ? MaskKind::causal : MaskKind::full;
+    default:
+      damage(input, plan.kv_end);
       break;
   }
 }
@@ -194,7 +194,7 @@ inline void damage(Input& input, AttnLayout& layout) {
       damage(input, layout.num_local_seqs_recv);
       break;
     case 5:
-      damage(input, layout.kv_begin);
+      damage(input, layout.kv_row);
       break;
     default:
       damage(input, layout.kv_len);
@@ -246,7 +246,7 @@ inline void damage(Input& input, SparseAttnLayout& layout) {
       damage(input, layout.q_begin);
       break;
     case 3:
-      damage(input, layout.kv_begin);
+      damage(input, layout.kv_row);
       break;
     case 4:
       damage(input, layout.kv_len);

@@ -173,7 +173,7 @@ inline void expect_equal(const AttnLayout& got, const Json& expected) {
   EXPECT_EQ(got.cu_seqlens_kv, arrays(expected.at("cu_seqlens_kv"))) << text_of(got.cu_seqlens_kv);
   expect_equal("max_seqlen_q", got.max_seqlen_q, array(expected.at("max_seqlen_q")));
   expect_equal("max_seqlen_kv", got.max_seqlen_kv, array(expected.at("max_seqlen_kv")));
-  EXPECT_TRUE(got.kv_begin.empty());
+  EXPECT_TRUE(got.kv_row.empty());
   EXPECT_TRUE(got.kv_len.empty());
   if (expected.contains("num_local_seqs_recv")) {
     expect_equal("num_local_seqs_recv", got.num_local_seqs_recv,

@@ -47,8 +47,11 @@ TEST(plan_json, reads_back_equal) {
   EXPECT_EQ(plan_from_json(to_json(plan)), plan);
   EXPECT_EQ(to_json(plan).find("mask"), std::string::npos);  // as before there was one
   plan.kv_begin.clear();
-  plan.mask = MaskKind::full;
+  plan.kv_end = {2, 2, 3, 1, 2};
   EXPECT_EQ(plan_from_json(to_json(plan)), plan);
+  plan.need_whole_documents();
+  EXPECT_EQ(plan_from_json(to_json(plan)), plan);
+  EXPECT_EQ(to_json(plan).find("kv_end"), std::string::npos);  // the mask stands for it
   EXPECT_NE(error_of([&] {
               return plan_from_json(replaced(to_json(plan), "\"full\"", "\"fuller\""));
             }).find("/mask"),

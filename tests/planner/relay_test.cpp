@@ -45,10 +45,8 @@ class RowWorld {
       const auto first = plan_.doc_shard_offsets[static_cast<std::size_t>(d)];
       for (auto q = first; q < plan_.doc_shard_offsets[static_cast<std::size_t>(d) + 1]; ++q) {
         const auto shard = plan_.doc_shards[static_cast<std::size_t>(q)];
-        const auto begin =
-            plan_.kv_begin.empty() ? 0 : plan_.kv_begin[static_cast<std::size_t>(shard)];
-        const auto doc_end = plan_.doc_shard_offsets[static_cast<std::size_t>(d) + 1];
-        const auto end = plan_.mask == MaskKind::full ? doc_end : q + 1;
+        const auto begin = plan_.first_needed(shard);
+        const auto end = first + plan_.end_needed(shard, static_cast<std::int32_t>(q - first));
         for (auto k = first + begin; k < end; ++k)
           needed[static_cast<std::size_t>(plan_.doc_shards[static_cast<std::size_t>(k)])].insert(
               plan_.q_dst[static_cast<std::size_t>(shard)]);

@@ -40,8 +40,8 @@ def dot_product(q, k, v, visible):
 def attend(step, q, k, v):
     """Of what this rank received; without rows it computes nothing, and autograd sees nothing."""
     outputs = []
-    for _, q_begin, q_len, kv_begin, kv_len in zip(*(t.tolist() for t in step.attention)):
-        rows, keys = slice(q_begin, q_begin + q_len), slice(kv_begin, kv_begin + kv_len)
+    for _, q_begin, q_len, kv_row, kv_len in zip(*(t.tolist() for t in step.attention)):
+        rows, keys = slice(q_begin, q_begin + q_len), slice(kv_row, kv_row + kv_len)
         last = torch.arange(q_len, device=q.device)[:, None] + (kv_len - q_len)
         visible = torch.arange(kv_len, device=q.device)[None] <= last
         outputs.append(dot_product(q[rows], k[keys], v[keys], visible))

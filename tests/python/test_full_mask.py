@@ -37,12 +37,20 @@ def documents_of(plan):
     return result
 
 
+def ends_of(sparse):
+    """By shard: how many its document has."""
+    counts = np.diff(sparse.doc_shard_offsets)
+    ends = np.empty(sparse.num_shards, int)
+    ends[sparse.doc_shards] = np.repeat(counts, counts)
+    return ends.tolist()
+
+
 @settings(max_examples=60, deadline=None)
 @given(plans())
 def test_plans_against_brute_force(drawn):
     lengths, plan = drawn
     sparse, documents = plan.to_qkv_plan(), documents_of(plan)
-    assert sparse.mask == "full" and waybill.validate(plan) == []
+    assert sparse.kv_end.tolist() == ends_of(sparse) and waybill.validate(plan) == []
     assert [documents[int(s)][1] for s in sparse.doc_shards[sparse.doc_shard_offsets[:-1]]] == (
         lengths
     )
@@ -145,16 +153,17 @@ def test_plans_keep_their_mask():
         pickle.loads(pickle.dumps(sparse)),
         waybill.QkvPlan.from_json(sparse.to_json()),
     ):
-        assert same == sparse and same.mask == "full"
+        assert same == sparse and same.kv_end.tolist() == ends_of(sparse)
     tables = ("rank_shard_offsets", "shard_len", "q_dst", "doc_shard_offsets", "doc_shards")
     given = {name: getattr(sparse, name) for name in tables}
     assert waybill.QkvPlan(2, **given, mask="full") == sparse
-    assert waybill.QkvPlan(2, **given).mask == "causal"
+    assert waybill.QkvPlan(2, **given, kv_end=ends_of(sparse)) == sparse
+    assert waybill.QkvPlan(2, **given).kv_end.tolist() == []
     with pytest.raises(waybill.InvalidArgument, match="expected none: the mask is full"):
         waybill.QkvPlan(2, **given, kv_begin=[0] * sparse.num_shards, mask="full")
     with pytest.raises(waybill.InvalidArgument, match='mask = "half", expected "causal" or "full"'):
         waybill.QkvPlan(2, **given, mask="half")
-    with pytest.raises(waybill.InvalidArgument, match="mask = full, expected a causal plan"):
+    with pytest.raises(waybill.InvalidArgument, match=r"kv_end has .* values, expected none"):
         sparse.to_raw_dispatch()
 
 
@@ -165,9 +174,11 @@ def test_static_plans_and_comparisons():
         waybill.zigzag_plan(lengths, 4, 96, mask="full"),
         waybill.per_document_plan(lengths, 4, 96, mask="full"),
     ):
-        assert plan.mask == "full" and plan.work.sum() == sum(n * n for n in lengths)
+        assert plan.kv_end.tolist() == ends_of(plan) and plan.work.sum() == sum(
+            n * n for n in lengths
+        )
         assert waybill.validate(plan) == []
     steps = waybill.compare(lengths, 4, 96, mask="full")
     assert {int(step.work.sum()) for step in steps.values()} == {sum(n * n for n in lengths)}
-    with pytest.raises(waybill.InvalidArgument, match="the plan's mask is full"):
+    with pytest.raises(waybill.InvalidArgument, match="the plan needs whole documents"):
         waybill.predict_step(plan, window=8)

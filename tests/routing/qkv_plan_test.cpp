@@ -127,6 +127,28 @@ TEST(QkvPlanCheck, Windows) {
   EXPECT_TRUE(rejected([](QkvPlan& p) { p.kv_begin[3] = -1; }, {"kv_begin", "shard 3", "got -1"}));
 }
 
+// good_plan's documents hold shards at positions 0..2 and 0..1.
+TEST(QkvPlanCheck, RangesEndAfterTheirShardAndDoNotMoveBack) {
+  QkvPlan plan = good_plan();
+  plan.need_whole_documents();
+  EXPECT_NO_THROW(plan.check("here"));
+  EXPECT_TRUE(plan.needs_whole_documents());
+  const auto fails = [&](std::int64_t place, std::int32_t end) {
+    QkvPlan changed = plan;
+    const std::int32_t shard = plan.doc_shards[place];
+    changed.kv_end[shard] = end;
+    EXPECT_FALSE(changed.needs_whole_documents());
+    return rejects([&] { changed.check("here"); },
+                   {"kv_end", concat("shard ", shard), concat("got ", end)});
+  };
+  const std::int64_t last = plan.doc_shard_offsets[1] - 1;
+  EXPECT_TRUE(fails(0, static_cast<std::int32_t>(last + 2)));
+  EXPECT_TRUE(fails(last, static_cast<std::int32_t>(last)));
+  EXPECT_TRUE(fails(0, 0));
+  plan.kv_end.pop_back();
+  EXPECT_TRUE(rejects([&] { plan.check("here"); }, {"kv_end"}));
+}
+
 TEST(QkvPlanCheck, TheCallersOfAPlanCheckIt) {
   QkvPlan plan = good_plan();
   plan.q_dst[1] = 3;
@@ -218,10 +240,11 @@ std::int64_t count_pairs(const QkvPlan& plan, const std::vector<test::ShardPlace
   std::int64_t before = 0;
   const std::int64_t from = plan.kv_begin.empty() ? 0 : plan.kv_begin[shard];
   std::int64_t all = 0;
-  for (std::int64_t p = 0; p < test::document_shards(plan, places[shard].doc); ++p) {
+  const auto end = plan.kv_end.empty() ? 0 : plan.kv_end[shard];
+  for (std::int64_t p = from; p < end; ++p) {
     all += plan.shard_len[test::shard_at(plan, places[shard].doc, p)];
   }
-  if (plan.mask == MaskKind::full) return plan.shard_len[shard] * all;
+  if (!plan.kv_end.empty()) return plan.shard_len[shard] * all;
   for (std::int64_t p = from; p < places[shard].pos; ++p) {
     before += plan.shard_len[test::shard_at(plan, places[shard].doc, p)];
   }

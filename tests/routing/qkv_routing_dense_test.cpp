@@ -91,9 +91,9 @@ TEST(QkvRoutingDenseProperty, QIsTheSameInBothLayouts) {
     EXPECT_EQ(layout.max_seqlen_kv, per_query.attention.max_seqlen_kv);
     EXPECT_EQ(layout.num_local_seqs_recv, per_query.attention.num_local_seqs_recv);
     EXPECT_TRUE(layout.cu_seqlens_kv.empty());
-    EXPECT_EQ(std::ssize(layout.kv_begin), plan.world_size);
+    EXPECT_EQ(std::ssize(layout.kv_row), plan.world_size);
     EXPECT_EQ(std::ssize(layout.kv_len), plan.world_size);
-    EXPECT_TRUE(per_query.attention.kv_begin.empty());
+    EXPECT_TRUE(per_query.attention.kv_row.empty());
   });
 }
 

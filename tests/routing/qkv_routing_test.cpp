@@ -158,7 +158,7 @@ void check_attention(const QkvPlan& plan, const QkvRouting& got,
   EXPECT_EQ(plain(layout.shard), shard);
   EXPECT_EQ(plain(layout.q_begin), q_begin);
   EXPECT_EQ(plain(layout.q_len), q_len);
-  EXPECT_EQ(plain(layout.kv_begin), kv_begin);
+  EXPECT_EQ(plain(layout.kv_row), kv_begin);
   EXPECT_EQ(plain(layout.kv_len), kv_len);
   EXPECT_EQ(layout.max_seqlen_q, max_q);
   EXPECT_EQ(layout.max_seqlen_kv, max_kv);
@@ -211,7 +211,7 @@ TEST(QkvRoutingByHand, WindowsMayLeaveGapsInAGroup) {
   EXPECT_EQ(plain(got.fwd_kv.dst_offset), (Values{0, 0, 0, 1, 1, 2, 2, 1, 3, 2}));
   EXPECT_EQ(got.fwd_kv.recv.total, (Values{3, 3, 4}));
   EXPECT_EQ(plain(got.attention.shard), (Values{0, 5, 2, 1, 3, 4}));
-  EXPECT_EQ(plain(got.attention.kv_begin), (Values{0, 1, 0, 0, 2, 3}));
+  EXPECT_EQ(plain(got.attention.kv_row), (Values{0, 1, 0, 0, 2, 3}));
   EXPECT_EQ(plain(got.attention.kv_len), (Values{1, 2, 3, 2, 1, 1}));
   // Rows go back to copy * 6 + shard.
   EXPECT_EQ(plain(got.rev_kv.dst_offset), (Values{0, 4, 5, 12, 7, 2, 6, 1, 3, 10}));
@@ -245,6 +245,16 @@ TEST(QkvRoutingProperty, PerQueryWithWindowsEqualsTheSlowModel) {
   });
 }
 
+TEST(QkvRoutingProperty, RangesEqualTheSlowModel) {
+  for_seeds([](Dice& dice) {
+    const std::uint64_t seed = dice.bits();
+    const KvLayout layout = dice.coin() ? KvLayout::per_rank : KvLayout::per_query;
+    test::RandomPlanOptions options = random_options(dice, layout, dice.coin());
+    options.ends = true;
+    check_against_model(test::random_plan(seed, options));
+  });
+}
+
 TEST(QkvRoutingProperty, FullMasksEqualTheSlowModel) {
   for_seeds([](Dice& dice) {
     const std::uint64_t seed = dice.bits();
@@ -259,22 +269,22 @@ TEST(QkvRoutingProperty, FullMasksEqualTheSlowModel) {
 TEST(QkvRoutingByHand, AFullMaskBringsWholeDocuments) {
   QkvPlan plan;
   plan.world_size = 2;
-  plan.mask = MaskKind::full;
   plan.rank_shard_offsets = {0, 3, 4};
   plan.shard_len = {2, 3, 4, 5};
   plan.q_dst = {1, 0, 1, 0};
   plan.doc_shard_offsets = {0, 4};
   plan.doc_shards = {0, 1, 2, 3};
+  plan.need_whole_documents();
   const QkvRouting got = compute_qkv_routing(plan);
   using Values = std::vector<std::int64_t>;
   EXPECT_EQ(plain(got.fwd_kv.dst_rank), (Values{0, 1, 0, 1, 0, 1, 0, 1}));
   EXPECT_EQ(plain(got.fwd_kv.dst_offset), (Values{0, 0, 2, 2, 5, 5, 9, 9}));
-  EXPECT_EQ(plain(got.attention.kv_begin), (Values{0, 0, 0, 0}));
+  EXPECT_EQ(plain(got.attention.kv_row), (Values{0, 0, 0, 0}));
   EXPECT_EQ(plain(got.attention.kv_len), (Values{14, 14, 14, 14}));
   plan.kv_layout = KvLayout::per_query;
   const QkvRouting each = compute_qkv_routing(plan);
   EXPECT_EQ(each.fwd_kv.recv.total, (Values{28, 28}));
-  EXPECT_EQ(plain(each.attention.kv_begin), (Values{0, 14, 0, 14}));
+  EXPECT_EQ(plain(each.attention.kv_row), (Values{0, 14, 0, 14}));
   EXPECT_EQ(plain(each.attention.kv_len), (Values{14, 14, 14, 14}));
 }
 

@@ -272,7 +272,7 @@ std::vector<Damage> dense_damages() {
   list.push_back({"dense_mask_for_queries", Form::dense, mask_for_queries});
   list.push_back(list_changes("cu_seqlens_q", &AttnLayout::cu_seqlens_q));
   list.push_back(list_changes("cu_seqlens_kv", &AttnLayout::cu_seqlens_kv));
-  list.push_back(list_changes("kv_begin", &AttnLayout::kv_begin));
+  list.push_back(list_changes("kv_row", &AttnLayout::kv_row));
   list.push_back(list_changes("kv_len", &AttnLayout::kv_len));
   list.push_back(list_too_short("cu_seqlens_q", &AttnLayout::cu_seqlens_q));
   list.push_back(list_too_short("kv_len", &AttnLayout::kv_len));

@@ -89,11 +89,22 @@ Result window_beyond_query(Patient& patient, Random& random) {
   const std::int64_t place = pick_shard(patient, random);
   if (place < 0) return {};
   plan.kv_begin.resize(plan.shard_len.size());
-  if (plan.mask == MaskKind::full) return Symptom{{causality}, "plan", "kv_begin"};
   const std::int32_t shard = plan.doc_shards[place];
   const auto [document, position] = locate(plan.doc_shard_offsets, place);
   plan.kv_begin[shard] = static_cast<std::int32_t>(position + 1);
   return Symptom{{causality}, "plan", "kv_begin", -1, shard};
+}
+
+/// A range that ends before its own query.
+Result range_ends_before_query(Patient& patient, Random& random) {
+  QkvPlan& plan = patient.plan;
+  const std::int64_t place = pick_shard(patient, random);
+  if (place < 0) return {};
+  if (plan.kv_end.empty()) plan.need_whole_documents();
+  const std::int32_t shard = plan.doc_shards[place];
+  const auto [document, position] = locate(plan.doc_shard_offsets, place);
+  plan.kv_end[shard] = static_cast<std::int32_t>(position);
+  return Symptom{{causality}, "plan", "kv_end", -1, shard};
 }
 
 Result window_moves_back(Patient& patient, Random& random) {
@@ -147,6 +158,7 @@ std::vector<Damage> plan_damages() {
       {"plan_shard_in_no_document", Form::plan, shard_in_no_document},
       {"plan_shard_unknown", Form::plan, shard_unknown},
       {"plan_window_beyond_query", Form::plan, window_beyond_query},
+      {"plan_range_ends_before_query", Form::plan, range_ends_before_query},
       {"plan_window_moves_back", Form::plan, window_moves_back},
       {"plan_q_buffer_too_small", Form::plan, q_buffer_too_small},
       {"plan_kv_buffer_too_small", Form::plan, kv_buffer_too_small},

@@ -340,7 +340,7 @@ std::vector<Damage> sparse_damages() {
     list.push_back(attention_changes(
         "q_len", false, by, [](Layout & a) -> auto& { return a.q_len; }));
     list.push_back(attention_changes(
-        "kv_begin", false, by, [](Layout & a) -> auto& { return a.kv_begin; }));
+        "kv_row", false, by, [](Layout & a) -> auto& { return a.kv_row; }));
     list.push_back(attention_changes(
         "kv_len", false, by, [](Layout & a) -> auto& { return a.kv_len; }));
     list.push_back(attention_changes(

@@ -31,7 +31,7 @@ void for_each_array(QkvRouting& routing, const Visit& visit) {
   visit("attention.shard", attention.shard);
   visit("attention.q_begin", attention.q_begin);
   visit("attention.q_len", attention.q_len);
-  visit("attention.kv_begin", attention.kv_begin);
+  visit("attention.kv_row", attention.kv_row);
   visit("attention.kv_len", attention.kv_len);
   visit("attention.max_seqlen_q", attention.max_seqlen_q);
   visit("attention.max_seqlen_kv", attention.max_seqlen_kv);
@@ -188,7 +188,7 @@ TEST(ValidateHostile, ReturnsForAnyDenseMetadata) {
       for (std::int64_t n = random.below(3); n > 0; --n) ravage(*table, random);
     }
     AttnLayout& attention = dense.attention;
-    for (auto* arrays : {&attention.cu_seqlens_q, &attention.cu_seqlens_kv, &attention.kv_begin,
+    for (auto* arrays : {&attention.cu_seqlens_q, &attention.cu_seqlens_kv, &attention.kv_row,
                          &attention.kv_len}) {
       if (!arrays->empty() && random.below(2) == 0) arrays->back() = any_array(random);
     }

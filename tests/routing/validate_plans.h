@@ -62,7 +62,21 @@ inline void draw_windows(QkvPlan& plan, Random& random) {
   }
 }
 
-/// Documents across ranks, empty ranks and shards, windows or a full mask or neither, both layouts.
+inline void draw_ends(QkvPlan& plan, Random& random) {
+  plan.kv_end.assign(plan.num_shards(), 0);
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+    const std::int64_t first = plan.doc_shard_offsets[d];
+    const std::int64_t num = plan.doc_shard_offsets[d + 1] - first;
+    std::int64_t end = 0;
+    for (std::int64_t p = 0; p < num; ++p) {
+      end = std::max(end, p + 1);
+      end += random.below(num - end + 1) * random.below(2);
+      plan.kv_end[plan.doc_shards[first + p]] = static_cast<std::int32_t>(end);
+    }
+  }
+}
+
+/// Documents across ranks, empty ranks and shards, ranges of any kind or none, both layouts.
 [[nodiscard]] inline QkvPlan draw_plan(Random& random, const DrawnPlanOptions& options = {}) {
   QkvPlan plan;
   plan.world_size = static_cast<std::int32_t>(
@@ -72,7 +86,9 @@ inline void draw_windows(QkvPlan& plan, Random& random) {
   draw_shards(plan, options, random);
   draw_documents(plan, random);
   if (random.below(2) == 0) draw_windows(plan, random);
-  if (plan.kv_begin.empty() && random.below(2) == 0) plan.mask = MaskKind::full;
+  const std::int64_t ends = random.below(4);
+  if (ends == 0) draw_ends(plan, random);
+  if (ends == 1 && plan.kv_begin.empty()) plan.need_whole_documents();
   return plan;
 }
 

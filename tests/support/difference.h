@@ -56,7 +56,7 @@ inline std::string difference(const AttnLayout& got, const AttnLayout& expected)
          difference("max_seqlen_q", got.max_seqlen_q, expected.max_seqlen_q) +
          difference("max_seqlen_kv", got.max_seqlen_kv, expected.max_seqlen_kv) +
          difference("num_local_seqs_recv", got.num_local_seqs_recv, expected.num_local_seqs_recv) +
-         difference("kv_begin", got.kv_begin, expected.kv_begin) +
+         difference("kv_row", got.kv_row, expected.kv_row) +
          difference("kv_len", got.kv_len, expected.kv_len);
 }
 

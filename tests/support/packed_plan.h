@@ -18,7 +18,6 @@ struct PackedPlanOptions {
   std::int64_t tokens_per_rank = 65536;
   std::int64_t shard_tokens = 4096;  ///< longest query shard
   KvLayout kv_layout = KvLayout::per_rank;
-  MaskKind mask = MaskKind::causal;
 };
 
 /// Gives the shards to ranks, most work first: a shard stays at home if home stays within the mean
@@ -51,7 +50,6 @@ inline QkvPlan packed_plan(std::span<const std::int64_t> doc_lengths,
   QkvPlan plan;
   plan.world_size = options.world_size;
   plan.kv_layout = options.kv_layout;
-  plan.mask = options.mask;
   plan.rank_shard_offsets = {0};
   plan.doc_shard_offsets = {0};
   std::int64_t room = options.tokens_per_rank;

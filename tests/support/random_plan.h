@@ -35,6 +35,7 @@ struct RandomPlanOptions {
   /// Shards of a document are consecutive ones of one rank; else they lie anywhere, in any order.
   bool documents_stay_on_rank = false;
   bool windows = false;           ///< fill kv_begin
+  bool ends = false;              ///< fill kv_end
   bool full = false;              ///< a full mask; without windows
   std::int32_t destinations = 0;  ///< q_dst is one of 0..this-1; 0: any rank
   KvLayout kv_layout = KvLayout::per_rank;
@@ -159,6 +160,21 @@ inline void random_windows(Random& random, QkvPlan& plan) {
   }
 }
 
+inline void random_ends(Random& random, QkvPlan& plan) {
+  plan.kv_end.resize(plan.shard_len.size());
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+    const std::int64_t first = plan.doc_shard_offsets[static_cast<std::size_t>(d)];
+    const std::int64_t num = plan.doc_shard_offsets[static_cast<std::size_t>(d) + 1] - first;
+    std::int64_t end = 0;
+    for (std::int64_t p = 0; p < num; ++p) {
+      end = std::max(end, p + 1);
+      if (chance(random, 0.4)) end += random.below(num - end + 1);
+      const std::int32_t shard = plan.doc_shards[static_cast<std::size_t>(first + p)];
+      plan.kv_end[static_cast<std::size_t>(shard)] = static_cast<std::int32_t>(end);
+    }
+  }
+}
+
 }  // namespace plan_parts
 
 /// A plan that passes QkvPlan::check, the same for the same arguments. With the default options
@@ -172,8 +188,9 @@ inline QkvPlan random_plan(std::uint64_t seed, const RandomPlanOptions& options 
   const PlanEdge edge = plan_parts::random_edge(random, options);
   plan_parts::random_shards(random, options, edge, plan);
   plan_parts::random_documents(random, options, edge, plan);
-  if (options.full) plan.mask = MaskKind::full;
+  if (options.full) plan.need_whole_documents();
   if (options.windows && !options.full) plan_parts::random_windows(random, plan);
+  if (options.ends && !options.full) plan_parts::random_ends(random, plan);
   return plan;
 }
 

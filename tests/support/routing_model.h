@@ -39,9 +39,8 @@ inline std::int64_t window_begin(const QkvPlan& plan, std::size_t shard) {
 
 /// The last position that the query shard needs.
 inline std::int64_t last_needed(const QkvPlan& plan, const ShardPlace& place) {
-  if (plan.mask == MaskKind::causal) return place.pos;
-  const auto doc = static_cast<std::size_t>(place.doc);
-  return plan.doc_shard_offsets[doc + 1] - plan.doc_shard_offsets[doc] - 1;
+  if (plan.kv_end.empty()) return place.pos;
+  return plan.kv_end[shard_at(plan, place.doc, place.pos)] - 1;
 }
 
 /// Shards that query shard `query` needs, in document order.
@@ -152,8 +151,8 @@ inline void number_copies_per_rank(const QkvPlan& plan, std::vector<RankModel>& 
 }
 
 /// Numbers the copies of per_query: the query at position q of the document reads copy q - p of
-/// the shard at position p, less the queries between whose windows begin after p; with a full mask
-/// copy q.
+/// the shard at position p, less the queries between whose windows begin after p, and one more for
+/// each query before p whose range holds p.
 inline void number_copies_per_query(const QkvPlan& plan, std::vector<RankModel>& ranks) {
   const std::vector<ShardPlace> places = shard_places(plan);
   for (RankModel& rank : ranks) {
@@ -161,10 +160,11 @@ inline void number_copies_per_query(const QkvPlan& plan, std::vector<RankModel>&
     for (const QueryRead& read : rank.queries) {
       const auto query = static_cast<std::size_t>(read.shard);
       for (const std::size_t kv : needed_by(plan, places, query)) {
-        const std::int64_t first = plan.mask == MaskKind::full ? 0 : places[kv].pos;
-        for (std::int64_t q = first; q < places[query].pos; ++q) {
+        for (std::int64_t q = 0; q < places[query].pos; ++q) {
           const std::size_t earlier = shard_at(plan, places[query].doc, q);
-          if (window_begin(plan, earlier) <= places[kv].pos) ++held->copy;
+          if (window_begin(plan, earlier) <= places[kv].pos &&
+              places[kv].pos <= last_needed(plan, places[earlier]))
+            ++held->copy;
         }
         ++held;
       }

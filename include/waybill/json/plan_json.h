@@ -16,7 +16,7 @@ namespace waybill {
 /// "waybill.plan", version 1: the fields of QkvPlan under their names. Read back it compares equal.
 [[nodiscard]] std::string to_json(const QkvPlan& plan, JsonStyle style = JsonStyle::readable);
 
-/// The inverse. "kv_begin" may be absent: all 0; "mask" too: causal.
+/// The inverse. "kv_begin" may be absent: all 0; "kv_end" too: empty, or as "mask" says.
 /// @param origin what errors call the text, usually the file
 /// @throws IoError `ORIGIN: /shard_len/3 = "abc", expected an integer`, or with line and column for
 ///   text that is not JSON. With ReadCheck::values also for what plan.check() refuses.

@@ -17,6 +17,17 @@
 
 namespace waybill {
 
+/// Which keys of its document a query attends to.
+enum class MaskKind : std::uint8_t {
+  causal,  ///< itself and those before it
+  full,    ///< all of them (bidirectional)
+};
+
+[[nodiscard]] std::string_view to_string(MaskKind mask);
+
+/// The inverse. @throws InvalidArgument "who: mask = ..., expected ..."
+[[nodiscard]] MaskKind mask_from_name(const char* who, std::string_view name);
+
 /// Which keys a query of its document meets: those before it and itself, or only the latest
 /// `window` of these, or all. Positions are tokens from the beginning of the document.
 struct AttentionMask {

@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "waybill/planner/planner.h"
 #include "waybill/routing/qkv_plan.h"
 
 namespace waybill {
@@ -30,7 +31,7 @@ struct StaticPlanOptions {
   std::int32_t world_size = 8;
   std::int64_t tokens_per_rank = 65536;
   std::int32_t degree = 8;           ///< ranks of a context-parallel group; a divisor of world_size
-  MaskKind mask = MaskKind::causal;  ///< the plan's; cuts are the same
+  MaskKind mask = MaskKind::causal;  ///< its ranges are the plan's; cuts are the same
 
   /// The default degree of a world: its largest divisor of at most `ranks_per_node`.
   [[nodiscard]] static std::int32_t degree_of(std::int32_t world_size, std::int32_t ranks_per_node);

@@ -22,8 +22,8 @@ struct AttnLayout {
   IndexArray max_seqlen_kv;        ///< [W]
   IndexArray num_local_seqs_recv;  ///< [W]: n_r
   /// KvLayout::per_rank only, W arrays [n_r]: the rows of the rank's KV buffer that each query
-  /// shard reads, kv_begin .. kv_begin + kv_len. Else empty.
-  std::vector<IndexArray> kv_begin;
+  /// shard reads, kv_row .. kv_row + kv_len. Else empty.
+  std::vector<IndexArray> kv_row;
   std::vector<IndexArray> kv_len;
 
   friend bool operator==(const AttnLayout&, const AttnLayout&) = default;

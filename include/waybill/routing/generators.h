@@ -48,7 +48,8 @@ struct RawQkvDispatch {
 
 /// The dense form of a causal plan (its kv_layout is not looked at: this form is per query).
 /// C = most queries that a KV shard serves, or `max_cp_degree` when that is larger.
-/// @throws InvalidArgument when plan.check() does, or for a plan with windows (kv_begin).
+/// @throws InvalidArgument when plan.check() does, or for a plan with other ranges (kv_begin,
+/// kv_end).
 [[nodiscard]] RawQkvDispatch to_raw_dispatch(const QkvPlan& plan, std::int64_t max_cp_degree = 1);
 
 /// Random sequence lengths: [W, n] int32, every row sums to total_len exactly.

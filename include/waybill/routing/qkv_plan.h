@@ -19,24 +19,14 @@ enum class KvLayout : std::uint8_t {
 /// The inverse. @throws InvalidArgument "who: kv_layout = ..., expected ..."
 [[nodiscard]] KvLayout kv_layout_from_name(const char* who, std::string_view name);
 
-/// Which keys of its document a query attends to.
-enum class MaskKind : std::uint8_t {
-  causal,  ///< itself and those before it
-  full,    ///< all of them (bidirectional)
-};
-
-[[nodiscard]] std::string_view to_string(MaskKind mask);
-
-/// The inverse. @throws InvalidArgument "who: mask = ..., expected ..."
-[[nodiscard]] MaskKind mask_from_name(const char* who, std::string_view name);
-
 /// A dispatch plan: which shard of which document lives where, and which rank attends to it. The
 /// library's own sparse form; everything else is computed from it. N = shards, D = documents.
 ///
 /// Shards are numbered in the global order: rank by rank, and on a rank in the order of their rows
 /// in the MLP layout. A document is a list of shards in the order of its tokens; they may lie on
-/// different ranks. Under a causal mask the query shard at position q of its document needs the KV
-/// shards at positions kv_begin..q, itself included; under a full mask all of its document.
+/// different ranks. A query shard needs the KV shards at positions [kv_begin, kv_end) of its
+/// document, itself among them. Which keys a query meets of these is the mask's affair: routing
+/// knows ranges alone.
 struct QkvPlan {
   std::int32_t world_size = 0;
   KvLayout kv_layout = KvLayout::per_rank;
@@ -48,15 +38,23 @@ struct QkvPlan {
   /// [N] by shard number, or empty for all 0: first needed KV shard, a position in the document.
   /// Along a document it must not decrease (a sliding window never moves back).
   std::vector<std::int32_t> kv_begin;
-  MaskKind mask = MaskKind::causal;  ///< full: without kv_begin
+  /// [N] by shard number: the position after the last needed KV shard. Along a document it must not
+  /// decrease. Empty: a shard needs none after itself, and its queries none after themselves.
+  std::vector<std::int32_t> kv_end = {};
 
   /// The first position in its document that a query shard needs, and the one after the last.
+  /// @param position of the shard
   [[nodiscard]] std::int32_t first_needed(std::int32_t shard) const {
     return kv_begin.empty() ? 0 : kv_begin[shard];
   }
-  [[nodiscard]] std::int32_t end_needed(std::int32_t position, std::int32_t num_doc_shards) const {
-    return mask == MaskKind::full ? num_doc_shards : position + 1;
+  [[nodiscard]] std::int32_t end_needed(std::int32_t shard, std::int32_t position) const {
+    return kv_end.empty() ? position + 1 : kv_end[shard];
   }
+
+  /// Sets the ranges: every query shard needs all of its document.
+  void need_whole_documents();
+  /// Whether kv_end says so for every shard, and there is no kv_begin.
+  [[nodiscard]] bool needs_whole_documents() const;
 
   [[nodiscard]] std::int64_t num_shards() const {
     return static_cast<std::int64_t>(shard_len.size());
@@ -73,9 +71,9 @@ struct QkvPlan {
   friend bool operator==(const QkvPlan&, const QkvPlan&) = default;
 };
 
-/// (query, key) pairs of each shard's queries under the plan's mask. [N]
+/// (query, key) pairs of each shard's queries with all keys of its range. [N]
 /// `q_len * kv_len - q_len * (q_len - 1) / 2` for a context of kv_len rows that ends with the
-/// shard; `q_len * kv_len` for a full mask.
+/// shard; `q_len * kv_len` with kv_end. Exact for causal and full masks; of others whole blocks.
 /// @throws InvalidArgument when plan.check() does, or for a document of over 2^31 tokens.
 [[nodiscard]] std::vector<std::int64_t> shard_work(const QkvPlan& plan);
 

@@ -13,14 +13,14 @@ namespace waybill {
 /// The attention layout of all ranks in flat form. Rank r received query shards
 /// [rank_offsets[r], rank_offsets[r + 1]), in the global order. Tokens.
 struct SparseAttnLayout {
-  std::vector<std::int64_t> rank_offsets;      ///< [W + 1]
-  UninitializedVector<std::int32_t> shard;     ///< [N]: shard of the plan
-  UninitializedVector<std::int64_t> q_begin;   ///< [N]: first row of the shard's queries
-  UninitializedVector<std::int64_t> q_len;     ///< [N]
-  UninitializedVector<std::int64_t> kv_begin;  ///< [N]: first row of its context in the KV buffer
-  UninitializedVector<std::int64_t> kv_len;    ///< [N]: rows of its context, itself included
-  std::vector<std::int64_t> max_seqlen_q;      ///< [W]
-  std::vector<std::int64_t> max_seqlen_kv;     ///< [W]
+  std::vector<std::int64_t> rank_offsets;     ///< [W + 1]
+  UninitializedVector<std::int32_t> shard;    ///< [N]: shard of the plan
+  UninitializedVector<std::int64_t> q_begin;  ///< [N]: first row of the shard's queries
+  UninitializedVector<std::int64_t> q_len;    ///< [N]
+  UninitializedVector<std::int64_t> kv_row;   ///< [N]: first row of its context in the KV buffer
+  UninitializedVector<std::int64_t> kv_len;   ///< [N]: rows of its context, itself included
+  std::vector<std::int64_t> max_seqlen_q;     ///< [W]
+  std::vector<std::int64_t> max_seqlen_kv;    ///< [W]
 
   friend bool operator==(const SparseAttnLayout&, const SparseAttnLayout&) = default;
 };
@@ -78,7 +78,7 @@ class QkvRouter {
 
 /// The four dense metadata and the ragged attention layout. For the per_query layout they equal
 /// what compute_e2e_metadata gives for to_raw_dispatch(plan). For per_rank the attention layout has
-/// kv_begin and kv_len in place of cu_seqlens_kv.
+/// kv_row and kv_len in place of cu_seqlens_kv.
 [[nodiscard]] E2eMetadata to_dense(const QkvRouting& routing);
 
 /// The inverse of to_dense: entries that move nothing are dropped, wherever they stand. One copy a

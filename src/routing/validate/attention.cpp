@@ -17,7 +17,7 @@ SparseAttnLayout expect(const PlanIndex& index) {
                           .shard = UninitializedVector<std::int32_t>(n),
                           .q_begin = Flat(n),
                           .q_len = Flat(n),
-                          .kv_begin = Flat(n),
+                          .kv_row = Flat(n),
                           .kv_len = Flat(n),
                           .max_seqlen_q = std::vector<std::int64_t>(plan.world_size),
                           .max_seqlen_kv = std::vector<std::int64_t>(plan.world_size)};
@@ -37,7 +37,7 @@ SparseAttnLayout expect(const PlanIndex& index) {
   for (std::int32_t r = 0; r < plan.world_size; ++r) {
     walk_kv(index, r, [&](const KvStep& step) {
       const std::int32_t entry = entry_of[index.shard(step.query)];
-      result.kv_begin[entry] = step.kv_row;
+      result.kv_row[entry] = step.kv_row;
       result.kv_len[entry] = step.kv_len;
       result.max_seqlen_kv[r] = std::max(result.max_seqlen_kv[r], step.kv_len);
     });
@@ -86,7 +86,7 @@ bool check_sizes(const SparseAttnLayout& attention, std::int64_t world, std::int
   ok &= check("shard", attention.shard, num_shards);
   ok &= check("q_begin", attention.q_begin, num_shards);
   ok &= check("q_len", attention.q_len, num_shards);
-  ok &= check("kv_begin", attention.kv_begin, num_shards);
+  ok &= check("kv_row", attention.kv_row, num_shards);
   ok &= check("kv_len", attention.kv_len, num_shards);
   ok &= check("max_seqlen_q", attention.max_seqlen_q, world);
   return check("max_seqlen_kv", attention.max_seqlen_kv, world) && ok;
@@ -149,7 +149,7 @@ void check_attention(const SparseAttnLayout& attention, const PlanIndex& index,
   }
   check("q_begin", attention.q_begin, expected.q_begin);
   check("q_len", attention.q_len, expected.q_len);
-  check("kv_begin", attention.kv_begin, expected.kv_begin);
+  check("kv_row", attention.kv_row, expected.kv_row);
   check("kv_len", attention.kv_len, expected.kv_len);
   compare_ranks("max_seqlen_q", attention.max_seqlen_q, expected.max_seqlen_q, findings);
   compare_ranks("max_seqlen_kv", attention.max_seqlen_kv, expected.max_seqlen_kv, findings);
@@ -176,7 +176,7 @@ void check_attention(const AttnLayout& attention, const PlanIndex& index, Findin
   };
   check("cu_seqlens_q", attention.cu_seqlens_q, true, expected.q_len, true);
   check("cu_seqlens_kv", attention.cu_seqlens_kv, per_query, expected.kv_len, true);
-  check("kv_begin", attention.kv_begin, !per_query, expected.kv_begin, false);
+  check("kv_row", attention.kv_row, !per_query, expected.kv_row, false);
   check("kv_len", attention.kv_len, !per_query, expected.kv_len, false);
 }
 

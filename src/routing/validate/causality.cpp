@@ -59,8 +59,7 @@ class KvBuffer {
   /// per_query: the number of the query's copy of the KV shard at a place, among those that need
   /// it.
   [[nodiscard]] std::int64_t slot_of(const KvStep& step, std::int64_t place) const {
-    if (index_.plan->mask == MaskKind::causal) return step.query - place;
-    return step.query - index_.kv_first[step.query];
+    return step.query - index_.first_query[place];
   }
 
   [[nodiscard]] std::int64_t entry_of(std::int64_t place) const {

@@ -189,6 +189,7 @@ struct PlanIndex {
   UninitializedVector<std::int32_t> home;      ///< [N] by shard: rank that holds it
   UninitializedVector<std::int32_t> kv_first;  ///< [N] by place: place of the first needed KV shard
   UninitializedVector<std::int32_t> kv_last;   ///< [N] by place: place of the last needed KV shard
+  UninitializedVector<std::int32_t> first_query;  ///< [N] by place: place of the first to need it
   UninitializedVector<std::int64_t> rows_before;  ///< [N + 1] by place: rows of all places before
   std::vector<std::int64_t> rank_offsets;         ///< [W + 1]: queries by attending rank
   /// [N]: places of the queries of each rank, in the order of the groups of its KV buffer.
@@ -229,7 +230,7 @@ std::int64_t walk_kv(const PlanIndex& index, std::int32_t rank, Step&& step) {
   for (const std::int32_t query : index.queries_of(rank)) {
     const std::int64_t first = index.kv_first[query];
     const std::int64_t last = index.kv_last[query];
-    // Along a document windows never move back, so a run is continued or left for good.
+    // Along a document ranges never move back, so a run is continued or left for good.
     if (!share || index.document[query] != document || first > next) {
       document = index.document[query];
       interval = first;
@@ -261,7 +262,7 @@ void check_plan_capacity(const PlanIndex& index, const ValidateOptions& options,
 void check_queries(const SendTable& table, const Arrivals& arrivals, const PlanIndex& index,
                    Findings& findings);
 
-/// Every query meets exactly the KV shards that its mask asks for, in document order, and no
+/// Every query meets exactly the KV shards of its range, in document order, and no
 /// buffer holds others. After check_lines.
 void check_causality(const SendTable& table, const Arrivals& arrivals, const PlanIndex& index,
                      Findings& findings);

@@ -33,6 +33,9 @@ bool check_sizes(const QkvPlan& plan, Findings& findings) {
   if (!plan.kv_begin.empty()) {
     ok &= check_shard_values("kv_begin", std::ssize(plan.kv_begin), num_shards, findings);
   }
+  if (!plan.kv_end.empty()) {
+    ok &= check_shard_values("kv_end", std::ssize(plan.kv_end), num_shards, findings);
+  }
   return check_offsets(plan_table, "doc_shard_offsets", plan.doc_shard_offsets,
                        plan.num_documents(), num_shards, findings) &&
          ok;
@@ -95,30 +98,42 @@ bool check_documents(const QkvPlan& plan, Findings& findings) {
   return ok;
 }
 
-bool check_windows(const QkvPlan& plan, Findings& findings) {
-  if (plan.kv_begin.empty()) return true;
-  if (plan.mask == MaskKind::full) {
-    findings.add(FindingKind::causality, plan_table, "kv_begin", {},
-                 concat(plan.kv_begin.size(), " values"), "none: the mask is full");
-    return false;
-  }
+/// One bound of the ranges: in [least(p, n), most(p, n)] for position p of n, and never less than
+/// at the position before.
+template <class Least, class Most>
+bool check_bound(const QkvPlan& plan, const char* field, const std::vector<std::int32_t>& bound,
+                 const Least& least, const Most& most, Findings& findings) {
+  if (bound.empty()) return true;
   bool ok = true;
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     const std::int64_t first = plan.doc_shard_offsets[d];
+    const std::int64_t num = plan.doc_shard_offsets[d + 1] - first;
     std::int64_t before = 0;
-    for (std::int64_t p = 0; p < plan.doc_shard_offsets[d + 1] - first; ++p) {
+    for (std::int64_t p = 0; p < num; ++p) {
       const std::int32_t shard = plan.doc_shards[first + p];
-      const std::int64_t begin = plan.kv_begin[shard];
-      if (before <= begin && begin <= p) [[likely]] {
-        before = begin;
+      const std::int64_t value = bound[shard];
+      const std::int64_t low = std::max(before, least(p, num));
+      if (low <= value && value <= most(p, num)) [[likely]] {
+        before = value;
         continue;
       }
-      findings.add(FindingKind::causality, plan_table, "kv_begin", {.shard = shard}, begin,
-                   concat(before, "..", p, " at position ", p, " of document ", d));
+      findings.add(FindingKind::causality, plan_table, field, {.shard = shard}, value,
+                   concat(low, "..", most(p, num), " at position ", p, " of document ", d));
       ok = false;
     }
   }
   return ok;
+}
+
+bool check_ranges(const QkvPlan& plan, Findings& findings) {
+  using Position = std::int64_t;
+  const bool begins = check_bound(
+      plan, "kv_begin", plan.kv_begin, [](Position, Position) { return Position{0}; },
+      [](Position p, Position) { return p; }, findings);
+  const bool ends = check_bound(
+      plan, "kv_end", plan.kv_end, [](Position p, Position) { return p + 1; },
+      [](Position, Position num) { return num; }, findings);
+  return begins && ends;
 }
 
 }  // namespace
@@ -126,7 +141,7 @@ bool check_windows(const QkvPlan& plan, Findings& findings) {
 bool check_plan(const QkvPlan& plan, Findings& findings) {
   if (!check_sizes(plan, findings)) return false;
   const bool shards_ok = check_shards(plan, findings);
-  return check_documents(plan, findings) && check_windows(plan, findings) && shards_ok;
+  return check_documents(plan, findings) && check_ranges(plan, findings) && shards_ok;
 }
 
 PlanIndex index_plan(const QkvPlan& plan) {
@@ -137,18 +152,24 @@ PlanIndex index_plan(const QkvPlan& plan) {
   index.home.resize(num_shards);
   index.kv_first.resize(num_shards);
   index.kv_last.resize(num_shards);
+  index.first_query.resize(num_shards);
   index.rows_before.resize(num_shards + 1);
   index.queries.resize(num_shards);
   index.rows_before[0] = 0;
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     const auto first = static_cast<std::int32_t>(plan.doc_shard_offsets[d]);
     for (std::int64_t place = first; place < plan.doc_shard_offsets[d + 1]; ++place) {
-      const std::size_t shard = plan.doc_shards[place];
+      const std::int32_t shard = plan.doc_shards[place];
       index.document[place] = static_cast<std::int32_t>(d);
-      index.kv_first[place] = first + (plan.kv_begin.empty() ? 0 : plan.kv_begin[shard]);
-      const std::int64_t last = plan.doc_shard_offsets[d + 1] - 1;
-      index.kv_last[place] = static_cast<std::int32_t>(plan.mask == MaskKind::full ? last : place);
+      index.kv_first[place] = first + plan.first_needed(shard);
+      const std::int32_t end = plan.end_needed(shard, static_cast<std::int32_t>(place - first));
+      index.kv_last[place] = first + end - 1;
       index.rows_before[place + 1] = index.rows_before[place] + plan.shard_len[shard];
+    }
+    std::int32_t query = first;
+    for (std::int32_t place = first; place < plan.doc_shard_offsets[d + 1]; ++place) {
+      while (index.kv_last[query] < place) ++query;
+      index.first_query[place] = query;
     }
   }
   for (std::int32_t r = 0; r < plan.world_size; ++r) {
