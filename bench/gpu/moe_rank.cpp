@@ -59,10 +59,10 @@ MoeRank::MoeRank(World& world, const MoeWorkload& workload, const EPDispatchOpti
   use_slabs(false);
   const auto& ids = workload.ids[config_.rank];
   const std::int64_t tokens = std::ssize(ids) / config_.topk;
-  const bool quantized = options_.payload == EPPayload::quantized;
-  const DType dtype = quantized ? config_.token_dtype : payload_dtype(config_, options_);
-  const TensorView rows_in(memory(tokens * config_.hidden * dtype_bytes(dtype)), dtype,
-                           {tokens, config_.hidden});
+  const bool quantized = options_.payload.is_quantized();
+  const DType dtype = input_dtype(config_, options_);
+  const std::int64_t columns = input_columns(config_, options_);
+  const TensorView rows_in(memory(tokens * columns * dtype_bytes(dtype)), dtype, {tokens, columns});
   fill_rows(rows_in, config_.rank, 0);
   input_.tokens = rows_in;
   void* const device_ids = memory(std::ssize(ids) * 4);
@@ -71,7 +71,8 @@ MoeRank::MoeRank(World& world, const MoeWorkload& workload, const EPDispatchOpti
   input_.weights =
       ConstTensorView(memory(std::ssize(ids) * 4), DType::float32, {tokens, config_.topk});
   if (const std::int64_t scales = num_scales(config_, options_); scales > 0 && !quantized) {
-    input_.scales = ConstTensorView(memory(tokens * scales * 4), DType::float32, {tokens, scales});
+    input_.scales = ConstTensorView(memory(tokens * scale_row_bytes(config_, options_)),
+                                    options_.payload.scale_dtype(), {tokens, scales});
   }
   outputs_ = {memory(capacity_rows * sum_bytes), config_.token_dtype,
               Shape{capacity_rows, config_.hidden}};

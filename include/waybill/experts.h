@@ -14,7 +14,7 @@
 #include "waybill/moe/ep_config.h"
 #include "waybill/moe/expert_routing.h"
 #include "waybill/moe/expert_transfers.h"
-#include "waybill/moe/quantize.h"
+#include "waybill/moe/payload_format.h"
 #include "waybill/moe/simulate.h"
 #include "waybill/planner/expert_balance.h"
 #include "waybill/report/expert_copies.h"

@@ -24,7 +24,7 @@
 #include "waybill/cost_model/predict_experts.h"
 #include "waybill/moe/expert_routing.h"
 #include "waybill/moe/expert_transfers.h"
-#include "waybill/moe/quantize.h"
+#include "waybill/moe/payload_format.h"
 #include "waybill/moe/simulate.h"
 #include "waybill/planner/expert_balance.h"
 #include "waybill/report/expert_copies.h"
@@ -62,8 +62,7 @@ EPDispatchOptions dispatch_options_py(const EPConfig& config,
       .dropped_id = dropped_id,
       .rows = detail::option_of<EPRows>(detail::row_names, rows, "EPDispatchOptions: rows"),
       .expert_alignment = expert_alignment,
-      .payload = detail::option_of<EPPayload>(detail::payload_names, payload,
-                                              "EPDispatchOptions: payload"),
+      .payload = EPPayload::from_name(payload, "EPDispatchOptions: payload"),
       .spare_experts = spare_experts,
       .limit = limit,
       .min_rows = min_rows};
@@ -135,7 +134,7 @@ nb::tuple simulate_dispatch_py(const EPConfig& config, const EPDispatchOptions& 
   const auto token_views = views_of(tokens, token_dtype);
   const auto id_views = views_of(ids, "int64");
   const auto weight_views = views_of(weights, dtype_name(config.weight_dtype));
-  const auto scale_views = views_of(scales, "float32");
+  const auto scale_views = views_of(scales, dtype_name(options.payload.scale_dtype()));
   ExpertInputs inputs{token_views, id_views, weight_views, scale_views, std::nullopt, present};
   if (positions) inputs.full_scatter_indices = tensor_view(*positions, "int64");
   auto dispatch = std::make_shared<ExpertDispatch>(
@@ -166,20 +165,46 @@ nb::list simulate_combine_py(const ExpertDispatch& dispatch, const std::vector<P
   }));
 }
 
-nb::tuple quantize_py(const PayloadArg& rows, std::string_view dtype) {
+std::span<std::uint8_t> bytes_of(HostTensor& tensor) {
+  return {reinterpret_cast<std::uint8_t*>(tensor.bytes().data()), tensor.bytes().size()};
+}
+
+/// What Python has to know of a payload whose rows have `hidden` elements.
+nb::dict payload_py(std::string_view name, const std::string& argument, std::int64_t hidden) {
+  const EPPayload payload = EPPayload::from_name(name, argument.c_str());
+  const PayloadFormat& format = payload.format();
+  nb::dict result;
+  result["name"] = payload.name();
+  result["is_plain"] = payload.is_plain();
+  result["is_given"] = payload.is_given();
+  result["is_bytes"] = payload.is_bytes();
+  result["element_name"] = format.element_name;
+  result["dtype"] = dtype_name(payload.row_dtype(DType::uint8));
+  result["columns"] = payload.row_items(hidden);
+  result["scale_name"] = format.scale_name;
+  result["scale_dtype"] = dtype_name(payload.scale_dtype());
+  result["scale_columns"] = payload.scale_items(hidden);
+  result["num_groups"] = payload.num_groups(hidden);
+  result["has_row_scale"] = format.has_row_scale;
+  return result;
+}
+
+nb::tuple quantize_py(const PayloadArg& rows, std::string_view dtype, std::string_view format) {
   const ConstTensorView from = tensor_view(rows, dtype);
-  require(from.ndim() == 2 && from.shape[1] % scale_group == 0 &&
-              (from.shape[0] == 0 || from.strides[1] == 1),
-          "quantize_fp8: rows have shape ", to_string(from.shape),
-          ", expected [rows, a multiple of ", scale_group, "] with adjacent elements");
-  const std::int64_t hidden = from.shape[1];
-  const std::int64_t groups = hidden / scale_group;
-  HostTensor elements(DType::float8_e4m3fn, from.shape);
-  HostTensor scales(DType::float32, {from.shape[0], groups});
+  require(from.ndim() == 2 && (from.shape[0] == 0 || from.strides[1] == 1),
+          "quantize_rows: rows have shape ", to_string(from.shape),
+          ", expected [rows, hidden] with adjacent elements");
+  const PayloadFormat& how = payload_format(format, "quantize_rows: format");
+  const EPPayload payload(how, true);
+  payload.check(from.dtype, from.shape[1], "quantize_rows: rows");
+  const std::int64_t columns = payload.row_items(from.shape[1]);
+  const std::int64_t scale_bytes = payload.scale_bytes(from.shape[1]);
+  HostTensor elements(payload.row_dtype(from.dtype), {from.shape[0], columns});
+  HostTensor scales(payload.scale_dtype(), {from.shape[0], payload.scale_items(from.shape[1])});
   for (std::int64_t row = 0; row < from.shape[0]; ++row) {
-    quantize_row(from.data + row * from.strides[0] * dtype_bytes(from.dtype), from.dtype,
-                 elements.as<std::uint8_t>().subspan(row * hidden, hidden),
-                 scales.as<float>().subspan(row * groups, groups));
+    quantize_row(how, from.data + row * from.strides[0] * dtype_bytes(from.dtype), from.dtype,
+                 bytes_of(elements).subspan(row * columns, columns),
+                 bytes_of(scales).subspan(row * scale_bytes, scale_bytes));
   }
   return nb::make_tuple(numpy_array(std::move(elements)), numpy_array(std::move(scales)));
 }
@@ -499,7 +524,7 @@ void bind_moe(nb::module_& m) {
       .def("combine", simulate_combine_py, "outputs"_a, "biases"_a, "local_combine"_a,
            "weighted"_a);
   m.attr("ep_row_names") = tuple_of(detail::row_names);
-  m.attr("ep_payload_names") = tuple_of(detail::payload_names);
+  m.def("ep_payload", payload_py, "name"_a, "argument"_a, "hidden"_a);
   m.def("ep_config", config_py, "max_tokens"_a, "hidden"_a, "topk"_a, "num_experts"_a, "rank"_a,
         "world_size"_a, "local_world_size"_a, "token_dtype"_a, "weight_dtype"_a);
   m.def("ep_dispatch_options", dispatch_options_py, "config"_a, "dropped_id"_a.none(), "rows"_a,
@@ -508,7 +533,7 @@ void bind_moe(nb::module_& m) {
   m.def("simulate_expert_dispatch", simulate_dispatch_py, "config"_a, "options"_a, "tokens"_a,
         "token_dtype"_a, "ids"_a, "weights"_a, "scales"_a, "positions"_a.none(), "present"_a);
   m.def("grown_output_rows", grown_output_rows, "rows"_a, "largest"_a);
-  m.def("quantize_rows", quantize_py, "rows"_a, "dtype"_a);
+  m.def("quantize_rows", quantize_py, "rows"_a, "dtype"_a, "format"_a);
   bind_expert_calls(m);
   bind_expert_summary(m);
   bind_expert_balance(m);

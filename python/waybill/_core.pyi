@@ -621,8 +621,7 @@ class ExpertDispatch:
 
 ep_row_names: tuple[Any, ...]
 
-ep_payload_names: tuple[Any, ...]
-
+def ep_payload(name: str, argument: str, hidden: int) -> dict[str, Any]: ...
 def ep_config(
     max_tokens: int,
     hidden: int,
@@ -656,7 +655,7 @@ def simulate_expert_dispatch(
     present: Sequence[int],
 ) -> tuple[Any, ...]: ...
 def grown_output_rows(rows: int, largest: int) -> int: ...
-def quantize_rows(rows: NDArray[Any], dtype: str) -> tuple[Any, ...]: ...
+def quantize_rows(rows: NDArray[Any], dtype: str, format: str) -> tuple[Any, ...]: ...
 
 class ExpertCostOptions:
     pass

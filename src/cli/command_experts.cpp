@@ -368,7 +368,7 @@ int run_experts(ExpertsOptions o, const Command& command, Program& program) {
   std::vector<std::int64_t> counts;
   if (!o.counts_path.empty()) counts = read_counts(o, command);
   EPConfig config = config_of(o);
-  if (o.payload == "float8") o.dispatch.payload = EPPayload::quantized;
+  o.dispatch.payload = EPPayload::from_name(o.payload, "--payload");
   const EPDispatchOptions options{.payload = o.dispatch.payload};
   std::vector<std::vector<std::int32_t>> ids;
   if (!counts.empty()) {
@@ -388,6 +388,24 @@ int run_experts(ExpertsOptions o, const Command& command, Program& program) {
   return exit_good;
 }
 
+/// The formats, for --help.
+std::string payload_words() {
+  std::string words;
+  for (const PayloadFormat& format : payload_formats()) {
+    if (format.name != "bytes") words += concat(format.name, "|");
+  }
+  return words + "bytes(ROW,SCALES)";
+}
+
+std::string payload_complaint(const std::string& name) {
+  try {
+    (void)EPPayload::from_name(name, "got");
+    return "";
+  } catch (const InvalidArgument&) {
+    return concat("got ", name, ", expected ", payload_words());
+  }
+}
+
 void add_layer_options(Command command, ExpertsOptions& o) {
   command.number("--ranks,--world-size", o.world_size, 1, max_world_size, "Number of ranks");
   add_ranks_per_node(command, o);
@@ -395,9 +413,13 @@ void add_layer_options(Command command, ExpertsOptions& o) {
                  "Number of experts, a multiple of --ranks");
   command.number("--hidden", o.hidden, 1, std::int64_t{1} << 24, "Elements of a token");
   command.choice("--dtype", o.dtype, {"bfloat16", "float16", "float32"}, "Type of the elements");
-  command.choice(
-      "--payload", o.payload, {"plain", "float8"},
-      "plain: tokens travel as they are; float8: as e4m3 with one scale per 128 elements");
+  command
+      .option("--payload", o.payload,
+              "plain: tokens travel as they are. Else in this format, or as bytes(ROW,SCALES), so "
+              "many of a row and of its scales")
+      .value_name(payload_words())
+      .check(payload_complaint)
+      .show_default();
 }
 
 void add_id_options(Command command, ExpertsOptions& o) {

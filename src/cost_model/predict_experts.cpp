@@ -81,7 +81,7 @@ class LoadCount {
   LoadCount(const EPConfig& config, const EPDispatchOptions& dispatch)
       : config_(config),
         loads_(config.world_size),
-        parts_(num_scales(config, dispatch) > 0 ? 2 : 1),
+        parts_(scale_row_bytes(config, dispatch) > 0 ? 2 : 1),
         row_bytes_(payload_row_bytes(config, dispatch)),
         sum_bytes_(config.hidden * dtype_bytes(config.token_dtype)),
         routes_(config, 0),

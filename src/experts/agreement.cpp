@@ -37,7 +37,7 @@ void visit_fields(const EPConfig& config, const EPLayerOptions& options, Visit&&
   visit("dropped_id", concat(dispatch.dropped(config)), option);
   visit("rows", std::string(name_of(dispatch.rows)), option);
   visit("expert_alignment", concat(dispatch.expert_alignment), option);
-  visit("payload", std::string(name_of(dispatch.payload)), format);
+  visit("payload", dispatch.payload.name(), format);
   visit("spare_experts", concat(dispatch.spare_experts), option);
   visit("limit", exactly(dispatch.limit), option);
   visit("min_rows", concat(dispatch.min_rows), option);

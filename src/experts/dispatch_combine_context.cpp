@@ -18,9 +18,17 @@ constexpr const char* context_name = "DispatchCombineContext";
 constexpr std::int64_t int_bytes = sizeof(std::int32_t);
 constexpr std::int64_t max_rows = std::numeric_limits<std::int32_t>::max();
 
-/// Refuses sums in float64 on GPUs, which have none. @throws Unsupported
-void check_dtypes(const World& world, const EPConfig& config, const char* who) {
+/// Refuses sums in float64 on GPUs, which have none, and formats that no kernel quantises to.
+/// @throws Unsupported
+void check_dtypes(const World& world, const EPConfig& config, const EPPayload& payload,
+                  const char* who) {
   if (dynamic_cast<ExpertExecutorFactory*>(&world.executor()) == nullptr) return;
+  if (payload.is_quantized() && !payload.format().has_kernel) {
+    throw Unsupported(concat(who, ": payload = \"", payload.name(), "\" on GPUs, expected \"",
+                             EPPayload(payload.format(), true).name(),
+                             "\" with rows and scales that are given: ranks in host memory alone "
+                             "quantise to it"));
+  }
   for (const auto& [name, dtype] :
        {std::pair{"token_dtype", config.token_dtype}, {"weight_dtype", config.weight_dtype}}) {
     if (dtype != DType::float64) continue;
@@ -119,7 +127,7 @@ DispatchCombineContext DispatchCombineContext::make(const World& world, const EP
             world.topology().ranks_per_node, ", as the world has");
     require(config.rank == to_int(world.rank()), who, ": rank = ", config.rank, ", expected ",
             world.rank(), ", as in the world");
-    check_dtypes(world, config, who);
+    check_dtypes(world, config, layer.dispatch.payload, who);
     if (!given_rows) check_options(layer, who);
     rows = given_rows             ? *given_rows
            : layer.fixed_rows > 0 ? layer.fixed_rows
@@ -246,7 +254,7 @@ DispatchOutputBuffers DispatchCombineContext::buffers(std::uint32_t parity,
   const bool compact = options_.rows == EPRows::compact;
   return {.rows = {base + memory_->window.rows,
                    payload_dtype(config_, options_),
-                   {rows, config_.hidden}},
+                   {rows, payload_columns(config_, options_)}},
           .weights = {base + memory_->window.weights, config_.weight_dtype,
                       compact ? Shape{rows, config_.topk} : Shape{rows}}};
 }
@@ -255,7 +263,7 @@ TensorView DispatchCombineContext::scales(std::uint32_t parity, std::int64_t row
   const std::int64_t count = num_scales(config_, options_);
   if (count == 0) return {};
   return {memory_->dispatch_windows[parity].local + memory_->window.scales,
-          DType::float32,
+          options_.payload.scale_dtype(),
           {rows, count}};
 }
 

@@ -15,7 +15,7 @@ namespace waybill {
 struct ExpertWindowLayout {
   std::int64_t rows = 0;     ///< [capacity_rows, row_bytes]
   std::int64_t tags = 0;     ///< [capacity_rows] RowTag
-  std::int64_t scales = 0;   ///< [capacity_rows, num_scales] float32
+  std::int64_t scales = 0;   ///< [capacity_rows, num_scales]
   std::int64_t weights = 0;  ///< [capacity_rows, weights_per_row] weight_dtype
   std::int64_t topk = 0;  ///< compact rows: [capacity_rows, topk] int32 local expert, -1: not here
   std::int64_t total = 0;
@@ -36,7 +36,7 @@ struct ExpertWorkspaceLayout {
   std::int64_t slot_counts[2] = {};  ///< with spare experts: the same of slot_config
   // Several nodes only:
   std::int64_t forward_rows = 0;     ///< [N, M, row_bytes]: tokens to forward in this node
-  std::int64_t forward_scales = 0;   ///< [N, M, num_scales] float32
+  std::int64_t forward_scales = 0;   ///< [N, M, num_scales]
   std::int64_t forward_weights = 0;  ///< [N, M, topk] weight_dtype
   std::int64_t forward_ids = 0;      ///< [N, M, topk] int32, a dropped topk slot num_experts
   std::int64_t partial_sums = 0;     ///< [N, M, hidden] token_dtype: sums of node n, by token

@@ -12,7 +12,7 @@
 #include "moe/input_checks.h"
 #include "waybill/core/error.h"
 #include "waybill/core/table_allocator.h"
-#include "waybill/moe/quantize.h"
+#include "waybill/moe/payload_format.h"
 
 namespace waybill::detail {
 namespace {
@@ -187,7 +187,7 @@ void place_forwarded(const HostExpertCall& at, std::int32_t node, HostExpertRout
 /// The tokens of one source on their way: contiguous, in the form in which they travel.
 struct TokenBlock {
   const std::byte* rows = nullptr;    ///< [T, row_bytes]
-  const std::byte* scales = nullptr;  ///< [T, num_scales] float32
+  const std::byte* scales = nullptr;  ///< [T, scale_bytes]
 };
 
 void write_payload(const ExpertWindowLayout& layout, std::byte* window, const TokenBlock& from,
@@ -437,17 +437,18 @@ void host_dispatch(const HostExpertCall& at, const ExpertDispatchInput& input,
   }
   TokenBlock payload{input.tokens.data, input.scales.data};
   UninitializedVector<std::uint8_t> elements;
-  UninitializedVector<float> scales;
-  if (at.options.payload == EPPayload::quantized) {
+  UninitializedVector<std::uint8_t> scales;
+  if (at.options.payload.is_quantized()) {
     const std::int64_t tokens = input.tokens.shape[0];
-    const std::int64_t groups = num_scales(at.config, at.options);
-    elements.resize(tokens * at.config.hidden);
-    scales.resize(tokens * groups);
+    const std::int64_t row_bytes = payload_row_bytes(at.config, at.options);
+    const std::int64_t scale_bytes = scale_row_bytes(at.config, at.options);
+    elements.resize(tokens * row_bytes);
+    scales.resize(tokens * scale_bytes);
     const std::int64_t bytes = at.config.hidden * dtype_bytes(input.tokens.dtype);
     for (std::int64_t t = 0; t < tokens; ++t) {
-      quantize_row(input.tokens.data + t * bytes, input.tokens.dtype,
-                   std::span(elements).subspan(t * at.config.hidden, at.config.hidden),
-                   std::span(scales).subspan(t * groups, groups));
+      quantize_row(at.options.payload.format(), input.tokens.data + t * bytes, input.tokens.dtype,
+                   std::span(elements).subspan(t * row_bytes, row_bytes),
+                   std::span(scales).subspan(t * scale_bytes, scale_bytes));
     }
     payload = {reinterpret_cast<const std::byte*>(elements.data()),
                reinterpret_cast<const std::byte*>(scales.data())};

@@ -61,12 +61,11 @@ void check_positions(const EPConfig& config, const EPDispatchOptions& options,
 void check_dispatch_input(const EPConfig& config, const EPDispatchOptions& options,
                           const ExpertDispatchInput& input, bool ids_matter) {
   constexpr const char* who = "dispatch";
-  const bool scaled = options.payload == EPPayload::scaled;
+  const std::int64_t columns = input_columns(config, options);
   require(input.tokens.ndim() == 2, who, ": input has shape ", to_string(input.tokens.shape),
-          ", expected [num_tokens, ", config.hidden, "]");
+          ", expected [num_tokens, ", columns, "]");
   const std::int64_t tokens = input.tokens.shape[0];
-  check_view(who, "input", input.tokens, scaled ? DType::float8_e4m3fn : config.token_dtype,
-             {tokens, config.hidden});
+  check_view(who, "input", input.tokens, input_dtype(config, options), {tokens, columns});
   require(tokens <= config.max_tokens, who, ": input has ", tokens,
           " tokens, expected at most max_tokens = ", config.max_tokens);
   if (ids_matter) {
@@ -80,11 +79,12 @@ void check_dispatch_input(const EPConfig& config, const EPDispatchOptions& optio
   if (is_given(input.weights)) {
     check_view(who, "weight", input.weights, config.weight_dtype, {tokens, config.topk});
   }
-  if (scaled) {
-    check_view(who, "scales", input.scales, DType::float32, {tokens, num_scales(config, options)});
+  const std::int64_t scales = num_scales(config, options);
+  if (options.payload.is_given() && scales > 0) {
+    check_view(who, "scales", input.scales, options.payload.scale_dtype(), {tokens, scales});
   } else {
-    require(!is_given(input.scales), who,
-            ": scales are given, expected none: the payload has none");
+    require(!is_given(input.scales), who, ": scales are given, expected none: payload = \"",
+            options.payload.name(), "\"");
   }
 }
 
@@ -395,6 +395,7 @@ void EPAll2AllLayer::combine(const ExpertCombineInput& input, const EPLayout& la
   state.abort_state.check("combine");
   require(layout.layer_ == state.id || (input.of_companion && state.goes_alike(layout)),
           "combine: the layout belongs to another layer");
+  state.options.dispatch.payload.check_combine("combine");
   state.check_rows(input, layout);
   state.check_place(input.rows);
   require(!input.options.weighted || layout.has_weights(),

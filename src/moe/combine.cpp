@@ -32,6 +32,7 @@ void check_arguments(const ExpertDispatch& dispatch,
     }
   };
   check_list(expert_outputs, "expert_outputs", dispatch.rows.num_recv_rows);
+  dispatch.options.payload.check_combine(in_combine);
   require(biases.size() <= 2, in_combine, ": ", biases.size(), " biases, expected at most 2");
   for (const auto& bias : biases) check_list(bias, "bias", dispatch.rows.num_input_tokens);
   require(!options.weighted || !dispatch.source_weights.empty(), in_combine,

@@ -49,11 +49,7 @@ void EPDispatchOptions::check(const EPConfig& config, const char* who) const {
           ", expected -1 or num_experts = ", config.num_experts);
   require(1 <= expert_alignment && expert_alignment <= max_int32, who,
           ": expert_alignment = ", expert_alignment, ", expected 1..", max_int32);
-  require(payload == EPPayload::plain || config.hidden % scale_group == 0, who,
-          ": hidden = ", config.hidden, ", expected a multiple of ", scale_group,
-          " for a payload with scales");
-  require(payload != EPPayload::quantized || config.token_dtype != DType::float64, who,
-          ": token_dtype = float64, expected bfloat16, float16 or float32 for a quantized payload");
+  payload.check(config.token_dtype, config.hidden, who);
   require(0 <= spare_experts && spare_experts <= config.num_experts, who,
           ": spare_experts = ", spare_experts, ", expected 0..num_experts = ", config.num_experts);
   require(1 <= limit && limit < max_limit, who, ": limit = ", limit, ", expected >= 1");

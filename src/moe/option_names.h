@@ -14,13 +14,9 @@ namespace waybill::detail {
 
 // Names of the options of a dispatch, in Python and in errors.
 inline constexpr std::array<std::string_view, 2> row_names{"grouped", "compact"};
-inline constexpr std::array<std::string_view, 3> payload_names{"plain", "quantized", "scaled"};
 
 [[nodiscard]] inline std::string_view name_of(EPRows rows) {
   return row_names.at(static_cast<std::size_t>(rows));
-}
-[[nodiscard]] inline std::string_view name_of(EPPayload payload) {
-  return payload_names.at(static_cast<std::size_t>(payload));
 }
 
 /// @throws InvalidArgument naming the argument, unless it is one of the names

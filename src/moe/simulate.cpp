@@ -9,7 +9,7 @@
 #include "input_checks.h"
 #include "moe/token_routes.h"
 #include "waybill/core/error.h"
-#include "waybill/moe/quantize.h"
+#include "waybill/moe/payload_format.h"
 
 namespace waybill {
 namespace {
@@ -57,20 +57,20 @@ std::vector<std::int64_t> take_inputs(const ExpertInputs& inputs, ExpertDispatch
   check_entries(std::ssize(inputs.tokens), config, "tokens");
   check_entries(std::ssize(inputs.exp_indices), config, "exp_indices");
   if (!inputs.weights.empty()) check_entries(std::ssize(inputs.weights), config, "weights");
-  const bool scaled = options.payload == EPPayload::scaled;
+  const bool scaled = options.payload.is_given() && num_scales(config, options) > 0;
   if (scaled) check_entries(std::ssize(inputs.scales), config, "scales");
   require(scaled || inputs.scales.empty(), in_dispatch,
-          ": scales are given, expected none: the payload is not float8_e4m3fn with scales");
+          ": scales are given, expected none: payload = \"", options.payload.name(), "\"");
+  const std::int64_t columns = input_columns(config, options);
 
   std::int64_t total_tokens = 0;
   for (std::int32_t r = 0; r < config.world_size; ++r) {
     const ConstTensorView& tokens = inputs.tokens[r];
     require(tokens.ndim() == 2, in_dispatch, ": tokens[", r, "] has shape ",
-            to_string(tokens.shape), ", expected [num_tokens, ", config.hidden, "]");
+            to_string(tokens.shape), ", expected [num_tokens, ", columns, "]");
     const std::int64_t count = tokens.shape[0];
-    detail::check_matrix(tokens, count, config.hidden,
-                         scaled ? DType::float8_e4m3fn : config.token_dtype, in_dispatch, "tokens",
-                         r);
+    detail::check_matrix(tokens, count, columns, input_dtype(config, options), in_dispatch,
+                         "tokens", r);
     require(count <= config.max_tokens, in_dispatch, ": tokens[", r, "] has ", count,
             " tokens, expected at most max_tokens = ", config.max_tokens);
     require(inputs.exp_indices[r].shape == Shape{count, config.topk}, in_dispatch, ": exp_indices[",
@@ -84,8 +84,8 @@ std::vector<std::int64_t> take_inputs(const ExpertInputs& inputs, ExpertDispatch
       dispatch.source_weights.push_back(copy_rows(inputs.weights[r]));
     }
     if (scaled) {
-      detail::check_matrix(inputs.scales[r], count, num_scales(config, options), DType::float32,
-                           in_dispatch, "scales", r);
+      detail::check_matrix(inputs.scales[r], count, num_scales(config, options),
+                           options.payload.scale_dtype(), in_dispatch, "scales", r);
     }
     total_tokens += count;
   }
@@ -120,9 +120,10 @@ void allocate_outputs(ExpertDispatch& dispatch) {
   for (std::int32_t r = 0; r < config.world_size; ++r) {
     const std::int64_t rows = dispatch.rows.num_recv_rows[r];
     dispatch.recv_tokens.emplace_back(payload_dtype(config, dispatch.options),
-                                      Shape{rows, config.hidden});
+                                      Shape{rows, payload_columns(config, dispatch.options)});
     if (const std::int64_t scales = num_scales(config, dispatch.options); scales > 0) {
-      dispatch.recv_scales.emplace_back(DType::float32, Shape{rows, scales});
+      dispatch.recv_scales.emplace_back(dispatch.options.payload.scale_dtype(),
+                                        Shape{rows, scales});
     }
     if (!dispatch.source_weights.empty()) {
       dispatch.recv_weights.emplace_back(config.weight_dtype,
@@ -134,24 +135,24 @@ void allocate_outputs(ExpertDispatch& dispatch) {
 
 /// Loads a token as it travels.
 void load_payload(const ExpertDispatch& dispatch, const ExpertInputs& inputs, std::size_t src,
-                  std::int64_t token, std::span<std::byte> payload, std::span<float> scales) {
+                  std::int64_t token, std::span<std::uint8_t> payload,
+                  std::span<std::uint8_t> scales) {
   const ConstTensorView& tokens = inputs.tokens[src];
   const std::byte* const row = tokens.data + token * tokens.strides[0] * dtype_bytes(tokens.dtype);
-  if (dispatch.options.payload == EPPayload::quantized) {
-    auto* const elements = reinterpret_cast<std::uint8_t*>(payload.data());
-    quantize_row(row, tokens.dtype, {elements, payload.size()}, scales);
+  if (dispatch.options.payload.is_quantized()) {
+    quantize_row(dispatch.options.payload.format(), row, tokens.dtype, payload, scales);
     return;
   }
   std::memcpy(payload.data(), row, payload.size());
-  if (dispatch.options.payload != EPPayload::scaled) return;
+  if (scales.empty()) return;
   const ConstTensorView& given = inputs.scales[src];
-  std::memcpy(scales.data(), given.data + token * given.strides[0] * dtype_bytes(DType::float32),
-              scales.size_bytes());
+  std::memcpy(scales.data(), given.data + token * given.strides[0] * dtype_bytes(given.dtype),
+              scales.size());
 }
 
 /// Writes one topk slot of a token where it goes. @return false when another row is there already
 bool deliver(ExpertDispatch& dispatch, std::int32_t src, std::int64_t token, std::int64_t topk_slot,
-             std::span<const std::byte> payload, std::span<const float> scales) {
+             std::span<const std::uint8_t> payload, std::span<const std::uint8_t> scales) {
   const EPConfig& config = dispatch.config;
   const std::size_t entry = token * config.topk + topk_slot;
   const std::int32_t row = dispatch.dst_row[src][entry];
@@ -173,8 +174,8 @@ bool deliver(ExpertDispatch& dispatch, std::int32_t src, std::int64_t token, std
   std::memcpy(dispatch.recv_tokens[dst].bytes().data() + row * payload.size(), payload.data(),
               payload.size());
   if (scales.empty()) return true;
-  std::ranges::copy(scales,
-                    dispatch.recv_scales[dst].as<float>().begin() + row * std::ssize(scales));
+  std::memcpy(dispatch.recv_scales[dst].bytes().data() + row * scales.size(), scales.data(),
+              scales.size());
   return true;
 }
 
@@ -358,8 +359,8 @@ ExpertDispatch simulate_expert_dispatch(const EPConfig& config, const ExpertInpu
   place_all(dispatch, positions);
   allocate_outputs(dispatch);
 
-  std::vector<std::byte> payload(payload_row_bytes(config, options));
-  std::vector<float> scales(num_scales(config, options));
+  std::vector<std::uint8_t> payload(payload_row_bytes(config, options));
+  std::vector<std::uint8_t> scales(scale_row_bytes(config, options));
   for (std::int32_t src = 0; src < config.world_size; ++src) {
     for (std::int64_t token = 0; token < inputs.tokens[src].shape[0]; ++token) {
       load_payload(dispatch, inputs, src, token, payload, scales);

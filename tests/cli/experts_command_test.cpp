@@ -19,6 +19,11 @@ TEST_F(ExpertsCommandTest, DrawsChoicesAndSaysTheLimit) {
   const ProgramResult skewed = run("experts --tokens 512 --skew 1 --payload float8");
   EXPECT_TRUE(holds(unwrapped(skewed.out), {"skew 1", "7.22 KiB", "uneven", "placed by load",
                                             "no dispatch can be faster"}));
+  for (const auto& [payload, bytes] :
+       {std::pair{"nvfp4", "3.95 KiB"}, {"mxfp8", "7.22 KiB"}, {"'bytes(100, 28)'", "128 B"}}) {
+    const ProgramResult run_of = run(concat("experts --tokens 64 --payload ", payload));
+    EXPECT_TRUE(holds(unwrapped(run_of.out), {bytes})) << payload;
+  }
   const ProgramResult nodes = run("experts --tokens 64 --ranks 16 --network 1GB/s");
   EXPECT_TRUE(
       holds(unwrapped(nodes.out), {"16 on 2 nodes", "over the network", "1.00 GB/s each way",
@@ -109,6 +114,7 @@ TEST_F(ExpertsCommandTest, NamesWhatIsWrong) {
   EXPECT_TRUE(misused("--path fast", {"--path", "waiting"}));
   EXPECT_TRUE(misused("--sms 0", {"--sms"}));
   EXPECT_TRUE(misused("--ids a --topk 2", {"--topk", "excludes"}));
+  EXPECT_TRUE(misused("--payload fp4", {"--payload: got fp4", "mxfp8|", "bytes(ROW,SCALES)"}));
   const ProgramResult scales = run("experts --payload float8 --hidden 100 --tokens 4");
   EXPECT_EQ(scales.exit_code, 1);
   EXPECT_TRUE(holds(scales.err, {"hidden = 100", "128"}));

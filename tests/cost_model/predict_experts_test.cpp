@@ -224,8 +224,8 @@ constexpr auto unsummed = ExpertCallKind::grouped_combine;
 constexpr auto compact = ExpertCallKind::compact_combine;
 constexpr auto summed = ExpertCallKind::summed_combine;
 constexpr auto low = ExpertCallKind::low_latency_dispatch;
-constexpr auto plain = EPPayload::plain;
-constexpr auto float8 = EPPayload::scaled;
+const auto plain = EPPayload::plain;
+const auto float8 = EPPayload::scaled;
 
 TEST(PredictExperts, OneNodeAsMeasured) {
   const Measured runs[] = {

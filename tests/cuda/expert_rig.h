@@ -245,8 +245,9 @@ struct DeviceInput {
 inline std::vector<HostTensor> random_outputs(const ExpertDispatch& dispatch, Random& random) {
   std::vector<HostTensor> outputs;
   for (const HostTensor& rows : dispatch.recv_tokens) {
-    HostTensor output(dispatch.config.token_dtype, rows.shape());
-    for (std::int64_t i = 0; i < rows.shape()[0] * rows.shape()[1]; ++i) {
+    const std::int64_t count = rows.shape()[0];
+    HostTensor output(dispatch.config.token_dtype, {count, dispatch.config.hidden});
+    for (std::int64_t i = 0; i < count * dispatch.config.hidden; ++i) {
       set_float(output, i, random.uniform_float() * 4 - 2);
     }
     outputs.push_back(std::move(output));

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "cuda/gpu_expert_rounds.h"
+#include "waybill/experts/ep_all2all_layer.h"
 
 namespace waybill {
 namespace {
@@ -85,10 +86,12 @@ TEST(GpuExpert, quantized_payload) {
   check_rounds(config, options, rounds, {4});
 }
 
-TEST(GpuExpert, payload_with_scales) {
+/// Rows and scales of a format that are given: with bulk copies where scales are a multiple of 16
+/// bytes, without where they are not.
+void check_given(const EPPayload& payload) {
   const EPConfig config = config_of(2, 16, 4, 180, 512);
   EPDispatchOptions options;
-  options.payload = EPPayload::scaled;
+  options.payload = payload;
   for (const EPRows form : {EPRows::grouped, EPRows::compact}) {
     options.rows = form;
     Random random(25);
@@ -96,11 +99,33 @@ TEST(GpuExpert, payload_with_scales) {
     for (const std::int64_t tokens : {5, 128, 180, 0, 60, 129}) {
       rounds.push_back(
           make_round(concat(tokens, " tokens"),
-                     test::quantized_case(test::random_case(config, random, {.tokens = tokens})),
+                     test::quantized_case(test::random_case(config, random, {.tokens = tokens}),
+                                          payload.format()),
                      options, random));
     }
     check_rounds(config, options, rounds, {8, 2});
   }
+}
+
+TEST(GpuExpert, payload_with_scales) { check_given(EPPayload::scaled); }
+
+TEST(GpuExpert, payloads_of_other_formats) {
+  for (const PayloadFormat& format : payload_formats()) {
+    if (format.quantize != nullptr) check_given({format, true});
+  }
+}
+
+TEST(GpuExpert, refuses_formats_that_no_kernel_quantises_to) {
+  run_gpu_thread_world(
+      2,
+      [](World& world) {
+        EPConfig config = config_of(2, 16, 4, 180, 512);
+        config.rank = to_int(world.rank());
+        EPLayerOptions options;
+        options.dispatch.payload = EPPayload::from_name("mxfp8", "payload");
+        EXPECT_THROW((void)EPAll2AllLayer(world, config, options), Unsupported);
+      },
+      test::world_options());
 }
 
 TEST(GpuExpert, an_order_that_the_caller_chose) {

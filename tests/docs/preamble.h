@@ -39,7 +39,7 @@
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/moe/expert_routing.h"
-#include "waybill/moe/quantize.h"
+#include "waybill/moe/payload_format.h"
 #include "waybill/moe/simulate.h"
 #include "waybill/planner/planner.h"
 #include "waybill/planner/static_plans.h"

@@ -34,7 +34,7 @@ std::vector<SettingCase> setting_cases() {
       {"dropped_id = -1", [](auto&, auto& options) { options.dispatch.dropped_id = -1; }},
       {"rows = compact", [](auto&, auto& options) { options.dispatch.rows = EPRows::compact; }},
       {"expert_alignment = 4", [](auto&, auto& options) { options.dispatch.expert_alignment = 4; }},
-      {"payload = quantized",
+      {"payload = float8",
        [](auto&, auto& options) { options.dispatch.payload = EPPayload::quantized; }},
       {"spare_experts = 1", [](auto&, auto& options) { options.dispatch.spare_experts = 1; }},
       {"limit = 1.0000000000000002",

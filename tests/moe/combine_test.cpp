@@ -6,7 +6,6 @@
 #include "core/to_size.h"
 #include "moe/expert_case.h"
 #include "support/expect_error.h"
-#include "waybill/moe/quantize.h"
 
 namespace waybill::test {
 namespace {

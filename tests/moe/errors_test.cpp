@@ -65,12 +65,12 @@ TEST(EPDispatchOptions, NamesTheWrongOption) {
   EXPECT_TRUE(refuses({.rows = EPRows::compact, .expert_alignment = std::int64_t{1} << 30},
                       {"a rank could have compact rows for", "expert_alignment"}));
   EPConfig wide = good();
-  wide.hidden = scale_group;
+  wide.hidden = 128;
   wide.token_dtype = DType::float64;
   EXPECT_NO_THROW((EPDispatchOptions{.payload = EPPayload::scaled}.check(wide, "layer")));
   EXPECT_TRUE(
       rejects([&] { EPDispatchOptions{.payload = EPPayload::quantized}.check(wide, "layer"); },
-              {"token_dtype = float64", "quantized"}));
+              {"token_dtype = float64", "quantised on the way"}));
   EPConfig huge = good();
   huge.max_tokens = std::int64_t{1} << 29;
   EXPECT_TRUE(rejects([&] { EPDispatchOptions{}.check(huge, "layer"); }, {"rows", "max_tokens"}));

@@ -10,7 +10,7 @@
 #include "core/number.h"
 #include "core/to_size.h"
 #include "waybill/core/random.h"
-#include "waybill/moe/quantize.h"
+#include "waybill/moe/payload_format.h"
 #include "waybill/moe/simulate.h"
 
 namespace waybill::test {
@@ -80,20 +80,25 @@ inline std::vector<std::int32_t> copies_in(const ExpertDispatch& dispatch) {
   return copies;
 }
 
-/// The same with tokens as float8 elements and scales.
-inline ExpertCase quantized_case(ExpertCase sample) {
+/// The same with tokens as elements and scales of a format.
+inline ExpertCase quantized_case(ExpertCase sample,
+                                 const PayloadFormat& format = EPPayload::scaled.format()) {
   using detail::to_size;
   const std::int64_t hidden = sample.config.hidden;
-  const std::int64_t groups = hidden / scale_group;
+  const EPPayload payload(format, true);
+  const std::int64_t columns = payload.row_items(hidden);
+  const std::int64_t scale_bytes = payload.scale_bytes(hidden);
   for (HostTensor& tokens : sample.tokens) {
     const std::int64_t count = tokens.shape()[0];
-    HostTensor elements(DType::float8_e4m3fn, {count, hidden});
-    HostTensor scales(DType::float32, {count, groups});
+    HostTensor elements(payload.row_dtype(tokens.dtype()), {count, columns});
+    HostTensor scales(payload.scale_dtype(), {count, payload.scale_items(hidden)});
     for (std::int64_t t = 0; t < count; ++t) {
       const std::size_t row_bytes = hidden * dtype_bytes(tokens.dtype());
-      quantize_row(tokens.bytes().data() + to_size(t) * row_bytes, tokens.dtype(),
-                   elements.as<std::uint8_t>().subspan(t * hidden, hidden),
-                   scales.as<float>().subspan(t * groups, groups));
+      quantize_row(format, tokens.bytes().data() + to_size(t) * row_bytes, tokens.dtype(),
+                   {reinterpret_cast<std::uint8_t*>(elements.bytes().data()) + t * columns,
+                    to_size(columns)},
+                   {reinterpret_cast<std::uint8_t*>(scales.bytes().data()) + t * scale_bytes,
+                    to_size(scale_bytes)});
     }
     tokens = std::move(elements);
     sample.scales.push_back(std::move(scales));

@@ -9,7 +9,6 @@
 
 #include "core/to_size.h"
 #include "moe/expert_case.h"
-#include "waybill/moe/quantize.h"
 
 namespace waybill::test {
 namespace {

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-DTYPES = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float32: torch.int32}
+DTYPES = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 
 
 def settle(device: Any) -> None:
@@ -41,7 +41,8 @@ def tensor_of(
 
 def to_host(tensor: torch.Tensor) -> np.ndarray:
     """Integers of the tensor's bits; whole numbers as they are."""
-    kind = DTYPES.get(tensor.dtype)
+    one_byte = tensor.is_floating_point() and tensor.element_size() == 1
+    kind = torch.uint8 if one_byte else DTYPES.get(tensor.dtype)
     tensor = tensor.detach().contiguous()
     return (tensor if kind is None else tensor.view(kind)).cpu().numpy().copy()
 

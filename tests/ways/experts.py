@@ -55,9 +55,11 @@ class LayerWay(ExpertWay):
     present: bool = False  #: copies of the round before are used again
 
     def excluded(self, edge: str, device: str) -> str | None:
-        """Float8 rows have no odd sizes."""
+        """Rows with scales have no odd sizes."""
         if edge == "odd_rows" and self.payload != "plain":
-            return "float8 rows are multiples of 128 bytes"
+            if self.payload in ("scaled", "quantized"):
+                return "float8 rows are multiples of 128 bytes"
+            return "the sizes of such rows are those of their format"
         return super().excluded(edge, device)
 
     def cases(self, edge: str) -> Iterator[ExpertCase]:
@@ -180,11 +182,16 @@ class Given:
     def __init__(self, call: ExpertCall, world: Any) -> None:
         how: ExpertRound = call.case.rounds[call.number]
         rank, device, bfloat16 = world.rank, world.device, torch.bfloat16
-        scaled = call.payload == "scaled"
         self.call = call
-        dtype = torch.float8_e4m3fn if scaled else bfloat16
+        kinds = {"scaled": torch.float8_e4m3fn}
+        dtype = kinds.get(call.payload) if call.is_given else bfloat16
         self.x = tensor_of(call.tokens(rank), device, dtype, how)
-        self.scales = tensor_of(call.scales(rank), device) if scaled else None
+        self.scales: Any = None
+        if call.is_given:
+            scales = call.scales(rank)
+            parts = scales if isinstance(scales, tuple) else (scales,)
+            made = tuple(tensor_of(part, device) for part in parts)
+            self.scales = made if isinstance(scales, tuple) else made[0]
         self.ids = tensor_of(call.ids[rank], device, None, how)
         self.weights = tensor_of(call.weights(rank), device) if call.has_weights else None
         biases = (call.bias(rank, b) for b in range(call.num_biases))
@@ -196,8 +203,9 @@ class Given:
         """The numbers of another call by the same routing, in the same memory."""
         for name in ("x", "weights", "scales", "outputs"):
             mine, new = getattr(self, name), getattr(other, name)
-            if mine is not None:
-                mine.copy_(new)
+            for to, of in zip(*(v if isinstance(v, tuple) else (v,) for v in (mine, new))):
+                if to is not None:
+                    to.copy_(of)
         for mine, new in zip(self.biases, other.biases):
             mine.copy_(new)
 
@@ -226,12 +234,14 @@ def _call(
     fits = min(len(outputs), len(given.outputs))
     outputs[:fits] = given.outputs[:fits]
     weighted = given.call.weighted and weights is not None
-    sums = layer.combine(outputs, layout, weighted=weighted, biases=given.biases)
-    scales = layout.recv_scales
-    return {
-        "rows": rows, "weights": weights, "layout": layout, "sums": sums,
-        "scales": scales.clone() if views and scales is not None else scales,
-    }  # fmt: skip
+    sums = None
+    if given.call.has_sums:
+        sums = layer.combine(outputs, layout, weighted=weighted, biases=given.biases)
+    scales = layout.recv_scales if isinstance(layout.recv_scales, tuple) else (layout.recv_scales,)
+    if views:
+        scales = tuple(None if part is None else part.clone() for part in scales)
+    named = zip(("scales", "row_scales"), scales)
+    return {"rows": rows, "weights": weights, "layout": layout, "sums": sums, **dict(named)}
 
 
 def on_host(found: dict[str, Any], num_rows: int | None) -> Arrays:
@@ -241,7 +251,7 @@ def on_host(found: dict[str, Any], num_rows: int | None) -> Arrays:
     if "layout" in found:
         found = {**found, **{name: getattr(found["layout"], of) for name, of in TABLES.items()}}
     arrays = {n: to_host(value) for n, value in found.items() if isinstance(value, torch.Tensor)}
-    for name in ("rows", "weights", "scales"):
+    for name in ("rows", "weights", "scales", "row_scales"):
         if name in arrays and num_rows is not None:
             arrays[name] = arrays[name][:num_rows]
     return arrays
@@ -354,6 +364,31 @@ def _layer_ways() -> Iterator[Way]:
         yield LayerWay(f"nodes_few_{name}", title, topologies=((4, 2),), **few, **options)
 
 
+def _format_ways() -> Iterator[Way]:
+    """Formats of rows."""
+    kinds = {
+        "mxfp8": ("MXFP8 quantised", "mxfp8"),
+        "mxfp8_e5m2_given": ("MXFP8 of e5m2 given", "scaled_mxfp8_e5m2"),
+        "float8_ue8m0": ("float8 of UE8M0 scales quantised", "float8_ue8m0"),
+        "nvfp4": ("NVFP4 quantised", "nvfp4"),
+        "nvfp4_given": ("NVFP4 given", "scaled_nvfp4"),
+        "bytes": ("bytes", "bytes(208, 24)"),
+    }
+    for name, (title, payload) in kinds.items():
+        yield LayerWay(f"format_{name}", f"one node, {title}", payload=payload)
+    yield LayerWay(
+        "format_few_nvfp4_given", "one node, few tokens, NVFP4 given, `fixed_rows`", max_tokens=FEW,
+        payload="scaled_nvfp4", fixed=True,
+    )  # fmt: skip
+    yield LayerWay(
+        "format_bytes_compact", "one node, bytes, compact", payload="bytes(208, 24)", rows="compact"
+    )
+    for name in ("mxfp8", "nvfp4_given", "bytes"):
+        title, payload = kinds[name]
+        title = f"several nodes, mapped, {title}"
+        yield LayerWay(f"format_nodes_{name}", title, topologies=((4, 2),), payload=payload)
+
+
 def _spare_ways() -> Iterator[Way]:
     """Dispatches that plan copies of experts."""
     spare: dict[str, Any] = {"spare": 2}
@@ -423,4 +458,6 @@ def _process_ways() -> Iterator[Way]:
         )  # fmt: skip
 
 
-WAYS = {way.name: way for way in (*_layer_ways(), *_process_ways(), *_spare_ways())}
+WAYS = {
+    way.name: way for way in (*_layer_ways(), *_format_ways(), *_process_ways(), *_spare_ways())
+}

@@ -93,17 +93,28 @@ class ExpertCall:
         return self.case.rounds[self.number].ids
 
     def tokens(self, rank: int) -> np.ndarray:
-        """[T, hidden] float32; codes of float8 if they are scaled already."""
-        shape = self.counts[rank], self.case.sizes.hidden
-        draws = self._draws(rank, 0)
-        if self.payload != "scaled":
-            return bfloat16_numbers(draws, shape)
-        signs = draws.integers(0, 2, shape).astype(np.uint8) << 7
-        return signs | draws.integers(0, 0x7F, shape).astype(np.uint8)
+        """[T, hidden] float32; codes, or bytes, of rows that are given in their format."""
+        count, hidden, draws = self.counts[rank], self.case.sizes.hidden, self._draws(rank, 0)
+        if not self.is_given:
+            return bfloat16_numbers(draws, (count, hidden))
+        columns = {"scaled_nvfp4": hidden // 2, "bytes(208, 24)": 208}.get(self.payload, hidden)
+        return draws.integers(0, 256, (count, columns)).astype(np.uint8)
 
-    def scales(self, rank: int) -> np.ndarray:
-        """[T, hidden / 128] float32."""
-        return self._draws(rank, 1).random((self.counts[rank], self.case.sizes.hidden // 128), "f4")
+    @property
+    def is_given(self) -> bool:
+        """Whether rows come with their scales."""
+        return self.payload.startswith(("scaled", "bytes"))
+
+    def scales(self, rank: int) -> Any:
+        """[T, hidden / 128] float32; codes of other formats, with a float32 each for nvfp4."""
+        count, hidden, draws = self.counts[rank], self.case.sizes.hidden, self._draws(rank, 1)
+        if self.payload == "scaled":
+            return draws.random((count, hidden // 128), "f4")
+        columns = {"scaled_nvfp4": hidden // 16, "bytes(208, 24)": 24}.get(
+            self.payload, hidden // 32
+        )
+        codes = draws.integers(0, 256, (count, columns)).astype(np.uint8)
+        return (codes, draws.random(count, "f4")) if self.payload == "scaled_nvfp4" else codes
 
     def weights(self, rank: int) -> np.ndarray:
         """[T, topk] float32."""
@@ -148,6 +159,11 @@ class ExpertCall:
         before = replace(self, number=self.number - 1).plan
         return before.slots[:, self.case.sizes.local :]
 
+    @property
+    def has_sums(self) -> bool:
+        """Whether the payload has a combine."""
+        return not self.payload.startswith("bytes")
+
     def counted(self) -> np.ndarray:
         """[W, P] topk slots of each local expert, or slot: counted, not simulated."""
         sizes = self.case.sizes
@@ -170,6 +186,16 @@ class ExpertCall:
         return int(sum(slots.any(1).sum() for slots in here))
 
 
+def arrays_of_scales(scales: Any) -> Arrays:
+    """Scales by name, each as whole numbers of its bits."""
+    parts = scales if isinstance(scales, tuple) else (scales,)
+    kinds = {1: np.uint8, 4: np.int32}
+    return {
+        name: np.ascontiguousarray(part).view(kinds[part.dtype.itemsize])
+        for name, part in zip(("scales", "row_scales"), parts)
+    }
+
+
 class ExpertJudge:
     """What the simulation says of one call."""
 
@@ -189,7 +215,7 @@ class ExpertJudge:
             self.config, [call.tokens(r) for r in ranks], list(call.ids),
             [call.weights(r) for r in ranks] if call.has_weights else None,
             call.positions() if call.own_order else None,
-            scales=[call.scales(r) for r in ranks] if call.payload == "scaled" else None,
+            scales=[call.scales(r) for r in ranks] if call.is_given else None,
             dropped_id=-1, rows=call.rows, expert_alignment=call.alignment, payload=call.payload,
             spare_experts=call.spare, limit=call.limits[0], min_rows=call.limits[1],
             present=call.copies(),
@@ -213,8 +239,9 @@ class ExpertJudge:
             "num_tokens": np.array(call.counts),
             "expert_counts": counts,
             "rows": self._rows(rank),
-            "sums": bfloat16_bits(self.sums[rank]),
         }
+        if call.has_sums:
+            arrays["sums"] = bfloat16_bits(self.sums[rank])
         if call.rows == "grouped":
             padded = -(-counts // call.alignment) * call.alignment
             arrays["expert_offsets"] = np.concatenate([[0], np.cumsum(padded)])
@@ -223,7 +250,7 @@ class ExpertJudge:
         if there.recv_weights is not None:
             arrays["weights"] = there.recv_weights[rank].view(np.int32)
         if there.recv_scales is not None:
-            arrays["scales"] = there.recv_scales[rank].view(np.int32)
+            arrays.update(arrays_of_scales(there.recv_scales[rank]))
         return arrays
 
     def _rows(self, rank: int) -> np.ndarray:

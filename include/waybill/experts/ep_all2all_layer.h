@@ -78,7 +78,7 @@ class EPLayout {
 struct EPDispatched {
   TensorView rows;     ///< [R, hidden]; with fixed_rows [fixed_rows, hidden]
   TensorView weights;  ///< [R], of compact rows [R, topk]; not given without weights
-  TensorView scales;   ///< [R, hidden / 128] float32; not given without scales
+  TensorView scales;   ///< [R, num_scales]; not given without scales
   std::shared_ptr<EPLayout> layout;
 };
 

@@ -20,10 +20,10 @@ class EPLayout;
 /// weights, or none. Ranks compare whether weights and full_scatter_indices are given, and the last
 /// five fields.
 struct ExpertDispatchInput {
-  ConstTensorView tokens{};   ///< [T, hidden]
+  ConstTensorView tokens{};   ///< [T, input_columns]
   ConstTensorView ids{};      ///< [T, K], int32 or int64, unchecked where the host cannot read them
   ConstTensorView weights{};  ///< [T, K], or not given
-  ConstTensorView scales{};   ///< [T, num_scales] float32, or not given
+  ConstTensorView scales{};   ///< [T, num_scales], or not given
   ConstTensorView full_scatter_indices{};  ///< [sum of T, K], int32 or int64, or not given
   /// The caller will run the call's backward, a combine, if it runs that of the others of the step.
   bool needs_gradients = false;

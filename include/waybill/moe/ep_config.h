@@ -5,14 +5,12 @@
 
 #include "waybill/core/dtype.h"
 #include "waybill/core/topology.h"
+#include "waybill/moe/payload_format.h"
 
 namespace waybill {
 
 /// The most topk slots a token may have.
 inline constexpr std::int32_t max_topk = 32;
-
-/// Elements that share a scale in 8-bit payloads.
-inline constexpr std::int64_t scale_group = 128;
 
 /// The sizes and dtypes of an expert-parallel layer, the same on all ranks, and the number of this
 /// rank. Names as in Triton-distributed. Tables of rows and counts are int32.
@@ -52,13 +50,6 @@ enum class EPRows : std::uint8_t {
   compact,  ///< one per token, however many of its topk slots are here: by source rank, then token
 };
 
-/// In what form tokens travel.
-enum class EPPayload : std::uint8_t {
-  plain,      ///< token_dtype
-  quantized,  ///< given in token_dtype, sent as float8_e4m3fn with a float32 scale per scale_group
-  scaled,     ///< given as float8_e4m3fn with such scales
-};
-
 /// How rows are laid out. All ranks of a layer say the same.
 struct EPDispatchOptions {
   /// The id of a topk slot that goes nowhere: num_experts unless set, as in Triton-distributed, or
@@ -84,9 +75,9 @@ struct EPDispatchOptions {
     return dropped_id.value_or(config.num_experts);
   }
 
-  /// @throws InvalidArgument for a dropped_id that is neither, an alignment < 1, a payload with
-  ///   scales unless scale_group divides hidden, when a rank could get 2^31 rows or more, or for
-  ///   spare_experts outside 0..num_experts, a limit < 1 and min_rows < 0; `who` begins the text.
+  /// @throws InvalidArgument for a dropped_id that is neither, an alignment < 1, a payload that
+  ///   rows of the config cannot be, when a rank could get 2^31 rows or more, or for spare_experts
+  ///   outside 0..num_experts, a limit < 1 and min_rows < 0; `who` begins the text.
   void check(const EPConfig& config, const char* who) const;
 
   friend bool operator==(const EPDispatchOptions&, const EPDispatchOptions&) = default;
@@ -102,24 +93,40 @@ struct EPDispatchOptions {
 
 /// The dtype of the rows that travel.
 [[nodiscard]] inline DType payload_dtype(const EPConfig& config, const EPDispatchOptions& options) {
-  return options.payload == EPPayload::plain ? config.token_dtype : DType::float8_e4m3fn;
+  return options.payload.row_dtype(config.token_dtype);
+}
+
+/// Items of that dtype in a row: hidden, where an item is an element.
+[[nodiscard]] inline std::int64_t payload_columns(const EPConfig& config,
+                                                  const EPDispatchOptions& options) {
+  return options.payload.row_items(config.hidden);
 }
 
 /// Bytes of such a row, without scales.
 [[nodiscard]] inline std::int64_t payload_row_bytes(const EPConfig& config,
                                                     const EPDispatchOptions& options) {
-  return config.hidden * dtype_bytes(payload_dtype(config, options));
+  return options.payload.row_bytes(config.token_dtype, config.hidden);
 }
 
-/// Scales of a row: 0 without.
+/// Columns of the scales of rows, of payload.scale_dtype(): 0 without.
 [[nodiscard]] inline std::int64_t num_scales(const EPConfig& config,
                                              const EPDispatchOptions& options) {
-  return options.payload == EPPayload::plain ? 0 : config.hidden / scale_group;
+  return options.payload.scale_items(config.hidden);
 }
 
 [[nodiscard]] inline std::int64_t scale_row_bytes(const EPConfig& config,
                                                   const EPDispatchOptions& options) {
-  return num_scales(config, options) * dtype_bytes(DType::float32);
+  return options.payload.scale_bytes(config.hidden);
+}
+
+/// Dtype and columns of rows as the caller gives them: rows that are quantised on the way come in
+/// token_dtype.
+[[nodiscard]] inline DType input_dtype(const EPConfig& config, const EPDispatchOptions& options) {
+  return options.payload.is_given() ? payload_dtype(config, options) : config.token_dtype;
+}
+[[nodiscard]] inline std::int64_t input_columns(const EPConfig& config,
+                                                const EPDispatchOptions& options) {
+  return options.payload.is_given() ? payload_columns(config, options) : config.hidden;
 }
 
 /// The most rows that a rank can get, padding among them.

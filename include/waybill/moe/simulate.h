@@ -62,10 +62,10 @@ using EPAllToAllLayoutDesc = EPAll2AllLayoutDesc;
 
 /// The input of a dispatch of all ranks: one entry per rank.
 struct ExpertInputs {
-  std::span<const ConstTensorView> tokens;       ///< [T, hidden]: token_dtype, or float8_e4m3fn
+  std::span<const ConstTensorView> tokens;       ///< [T, input_columns] of input_dtype
   std::span<const ConstTensorView> exp_indices;  ///< [T, topk], int32 or int64
   std::span<const ConstTensorView> weights;      ///< none, or [T, topk] of weight_dtype each
-  std::span<const ConstTensorView> scales;       ///< scaled payload: [T, hidden / 128] float32
+  std::span<const ConstTensorView> scales;       ///< given scales: [T, num_scales]
   /// The caller's choice of each row: [sum of T, topk], int32 or int64; positions in the outputs of
   /// all ranks, one after another. Only with grouped rows, without padding and spare experts.
   std::optional<ConstTensorView> full_scatter_indices;
@@ -96,8 +96,8 @@ struct ExpertDispatch {
   std::vector<std::vector<std::int32_t>> ids;  ///< [T, topk]; a dropped topk slot is num_experts
   std::vector<std::vector<std::int32_t>> dst_row;  ///< [T, topk]: row on the expert's rank; -1
   std::vector<HostTensor> source_weights;  ///< [T, topk] of the sources; empty without weights
-  std::vector<HostTensor> recv_tokens;     ///< [R, hidden]
-  std::vector<HostTensor> recv_scales;     ///< [R, hidden / 128]; empty without scales
+  std::vector<HostTensor> recv_tokens;     ///< [R, payload_columns]
+  std::vector<HostTensor> recv_scales;     ///< [R, num_scales]; empty without scales
   std::vector<HostTensor> recv_weights;  ///< [R]; of compact rows [R, topk]; empty without weights
   std::vector<IndexArray> recv_origin;  ///< [R, 3] int32: source rank, token, (first) topk slot; -1
   std::vector<EPAll2AllLayoutDesc> layout;

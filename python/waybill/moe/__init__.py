@@ -15,9 +15,10 @@ from .even_experts import (
     slot_ids,
 )
 from .layer import EPAll2AllLayer
+from .payloads import quantize_fp8, quantize_rows
 from .predict import ExpertCallPrediction, ExpertSummary, predict, summarize
 from .prices import ExpertCopyPrices, ExpertStepSeconds, break_even_rows, price_copies
-from .simulate import EPAllToAllLayoutDesc, ExpertDispatch, quantize_fp8, simulate_dispatch
+from .simulate import EPAllToAllLayoutDesc, ExpertDispatch, simulate_dispatch
 
 __all__ = [
     "EPAll2AllLayer",
@@ -36,6 +37,7 @@ __all__ = [
     "predict",
     "price_copies",
     "quantize_fp8",
+    "quantize_rows",
     "simulate_dispatch",
     "simulate_expert_copies",
     "simulate_expert_copy_gradients",

@@ -19,14 +19,8 @@ from ..errors import InvalidArgument, Unsupported, WrongType
 from ..world import World, agreed_world
 from .config import EPConfig, named_dtype
 from .even_experts import spare_options
-from .simulate import (
-    EPAllToAllLayoutDesc,
-    as_float,
-    as_float8,
-    float8_bits,
-    id_array,
-    payload_bits,
-)
+from .payloads import Payload, as_items, own_scales, payload_of, row_bits, scale_bits, shown_scales
+from .simulate import EPAllToAllLayoutDesc, as_float, id_array, payload_bits
 
 _L = TypeVar("_L", bound="RankLayout")
 _ONE_NODE = ("skipped_token_mapping_indices", "skipped_token_topk_mapping_indices")
@@ -202,7 +196,7 @@ class ExpertLayer(OfThisProcess):
                 **spare_options(spare_experts, limit, min_rows, who),
             }  # those that the layer of the weights' gradients has, too
             self._take_sizes(self.ep_config)
-            choice(payload, f"{who}: payload", *_core.ep_payload_names)
+            self._payload: Payload = payload_of(payload, f"{who}: payload", self.hidden)
             with said_by(who, words=called):
                 options = _core.ep_dispatch_options(compiled, **self._options, payload=payload)
             fixed = number_of_rows(
@@ -494,9 +488,8 @@ class EPAll2AllLayer(ExpertLayer):
                 present=present,
             )  # fmt: skip
             if copies:
-                received, weights, recv_scales = (
-                    None if one is None else one.copy() for one in (received, weights, recv_scales)
-                )
+                received, weights = (None if v is None else v.copy() for v in (received, weights))
+                recv_scales = own_scales(recv_scales)
         layout.recv_scales = recv_scales
         return received, weights if weight is not None else None, layout
 
@@ -556,13 +549,15 @@ class EPAll2AllLayer(ExpertLayer):
         config = self.ep_config
         if kind in ("ids", "positions"):
             dtype, bits = "int64", id_array(value, config.topk, name)
-        elif kind == "tokens" and self.payload == "scaled":
-            dtype, bits = "float8_e4m3fn", float8_bits(value, config.hidden, name)
+        elif kind == "tokens" and self._payload.is_given:
+            dtype, bits = self._payload.dtype, row_bits(self._payload, value, name)
+        elif kind == "scales":
+            dtype, bits = self._payload.scale_dtype, scale_bits(self._payload, value, name)
         else:
-            columns = {"weights": config.topk, "scales": config.hidden // 128}
-            dtypes = {"weights": self.weight_dtype, "scales": "float32"}
-            dtype = dtypes.get(kind, self.dtype)
-            bits, native = payload_bits(value, dtype, columns.get(kind, config.hidden), name)
+            of_weights = kind == "weights"
+            dtype = self.weight_dtype if of_weights else self.dtype
+            columns = config.topk if of_weights else config.hidden
+            bits, native = payload_bits(value, dtype, columns, name)
             self._native["weights" if kind == "weights" else "rows"] = native
         if bits.ndim == 0:  # which the compiled part would take for none
             raise InvalidArgument(f"{name} has no axes, expected a row for each token")
@@ -570,9 +565,9 @@ class EPAll2AllLayer(ExpertLayer):
 
     def _shown(self, bits: Any, kind: str) -> Any:
         if bits is None or kind == "scales":
-            return None if bits is None else bits.view(np.float32)
-        if kind == "rows" and self.payload != "plain":
-            return as_float8(bits)
+            return None if bits is None else shown_scales(self._payload, bits)
+        if kind == "rows" and not self._payload.is_plain:
+            return as_items(bits, self._payload.element_name)
         if kind == "outputs":  # what is written there must be in the window
             return as_float(bits, self.dtype, True)
         dtype = self.weight_dtype if kind == "weights" else self.dtype

@@ -24,6 +24,7 @@ from .._lifetime import Made, OfThisProcess
 from ..errors import InvalidArgument
 from .config import EPConfig
 from .even_experts import present_copies, spare_options
+from .payloads import Payload, as_items, payload_of, row_bits, scale_bits, shown_scales
 
 _NUMPY = {"float32": np.float32, "float16": np.float16, "float64": np.float64}
 
@@ -118,44 +119,6 @@ def as_float(bits: AnyArray, dtype: str, native: bool) -> AnyArray:
     return result
 
 
-def as_float8(bits: AnyArray) -> AnyArray:
-    """e4m3 elements: ml_dtypes.float8_e4m3fn where it is installed, else their codes as uint8."""
-    try:
-        import ml_dtypes
-    except ImportError:
-        return bits.view(np.uint8)
-    return bits.view(ml_dtypes.float8_e4m3fn)
-
-
-def float8_bits(value: Any, columns: int, name: str) -> AnyArray:
-    """The codes of e4m3 elements, from float8_e4m3fn or uint8."""
-    array = as_numpy(value, name)
-    if array.ndim == 1 and array.size == 0:
-        array = np.zeros((0, columns), np.uint8)
-    if array.dtype.name not in ("float8_e4m3fn", "uint8"):
-        raise InvalidArgument(f"{name} has dtype {array.dtype}, expected float8_e4m3fn or uint8")
-    return np.ascontiguousarray(array).view(np.int8)
-
-
-def quantize_fp8(rows: Any) -> Tuple[AnyArray, AnyArray]:
-    """Elements and scales of rows: scale = max|x| * (1/448), element = x / scale, both in float32.
-
-    A group of zeros has scale 0 and zeros. A NaN makes its group NaN.
-
-    :param rows: [rows, a multiple of 128] of float32, float16 or bfloat16
-    :returns: elements [rows, hidden] (ml_dtypes.float8_e4m3fn where it is installed, else uint8
-        codes), scales [rows, hidden / 128] float32
-    """
-    array = np.ascontiguousarray(as_numpy(rows, "quantize_fp8: rows"))
-    if array.dtype.name not in ("float32", "float16", "bfloat16"):
-        raise InvalidArgument(
-            f"quantize_fp8: rows has dtype {array.dtype}, expected float32, float16 or bfloat16"
-        )
-    bits = array.view(np.int32 if array.dtype.itemsize == 4 else np.int16)
-    elements, scales = _core.quantize_rows(bits, array.dtype.name)
-    return as_float8(elements), scales.view(np.float32)
-
-
 @dataclass
 class EPAllToAllLayoutDesc:
     """A rank combines by this table of a dispatch: int32 but for the two maps, which are int64.
@@ -181,7 +144,7 @@ class EPAllToAllLayoutDesc:
     #: layers only: [R, 4] source rank, token, topk slot and first row of the token; -1 for padding
     recv_tags: Optional[Any] = None
     num_recv_tokens_per_rank: Optional[Any] = None  #: layers only: [W] rows that each rank received
-    recv_scales: Optional[Any] = None  #: layers with a float8 payload: [R, hidden / 128]
+    recv_scales: Optional[Any] = None  #: layers whose payload has scales: those of R rows
     #: With spare experts alone. Experts in the other tables are then slots: P counts this rank's,
     #: and slot s of rank r is r * P + s where ids of all ranks stand.
     slot_experts: Optional[Any] = None  #: [P] the expert of each slot; -1: it is empty
@@ -194,9 +157,9 @@ class ExpertDispatch(OfThisProcess, Made):
 
     _why_not_copied = "compiled tables: simulate_dispatch makes it again; its arrays can be"
     config: EPConfig
-    recv_tokens: List[AnyArray]  #: [R, hidden]
+    recv_tokens: List[AnyArray]  #: [R, hidden], or as the payload's rows are
     recv_weights: Optional[List[AnyArray]]  #: [R]; of compact rows [R, topk]
-    recv_scales: Optional[List[AnyArray]]  #: [R, hidden / 128] float32, of a float8 payload
+    recv_scales: Optional[List[Any]]  #: of R rows, as the payload's scales are
     recv_origin: List[IntArray]  #: [R, 3]: source rank, token, topk slot; -1 for padding
     layout: List[EPAllToAllLayoutDesc]
     splits: IntArray  #: [W, E + 1] topk slots of each expert by source; the last column is dropped
@@ -264,11 +227,12 @@ def simulate_dispatch(
     :param weights: [T, topk] a rank; each travels with its topk slot
     :param full_scatter_indices: [sum of T, topk] positions in the outputs of all ranks, one after
         the other; without it the order is local expert, source rank, token, topk slot
-    :param scales: with "scaled": [T, hidden / 128] float32 a rank
+    :param scales: of a payload that is given, a rank: "scaled": [T, hidden / 128] float32
     :param dropped_id: the id of a topk slot that goes nowhere: num_experts, or -1
     :param rows: "grouped", a row per topk slot; "compact", a row per token and rank
     :param expert_alignment: rows of each local expert padded to a multiple, with zeros
-    :param payload: "plain"; "quantized": sent as float8 e4m3 with scales; "scaled": given so
+    :param payload: "plain"; "quantized": sent as float8 e4m3 with scales; "scaled": given so; or
+        another format of docs/moe.md#payloads
     :param spare_experts: slots per rank for copies of other ranks' experts, which ``even_experts``
         plans from the rows of all ranks; rows then lie in slots, see ``layout[r].slot_experts``
     :param limit, min_rows: as in ``even_experts``; its alignment is ``expert_alignment``
@@ -284,13 +248,13 @@ def simulate_dispatch(
         options = _core.ep_dispatch_options(
             compiled, dropped_id, rows, expert_alignment, payload, **spare
         )
-    scaled = payload == "scaled"
-    token_dtype = "float8_e4m3fn" if scaled else config.token_dtype_name
-    if scaled:
+    form = payload_of(payload, f"{who}: payload", hidden)
+    if form.is_given:
         entries = per_rank(tokens, f"{who}: tokens", world)
-        bits = [float8_bits(v, hidden, f"{who}: tokens[{r}]") for r, v in enumerate(entries)]
-        native = False
+        bits = [row_bits(form, v, f"{who}: tokens[{r}]") for r, v in enumerate(entries)]
+        token_dtype, native = form.dtype, False
     else:
+        token_dtype = config.token_dtype_name
         bits, native = payloads(tokens, token_dtype, hidden, f"{who}: tokens", world)
     id_arrays = ids_of_ranks(exp_indices, topk, f"{who}: exp_indices", world)
     weight_bits, weights_native = (
@@ -298,8 +262,8 @@ def simulate_dispatch(
         if weights is None
         else payloads(weights, config.weight_dtype_name, topk, f"{who}: weights", world)
     )
-    scale_bits = [
-        payload_bits(v, "float32", hidden // 128, f"{who}: scales[{r}]")[0]
+    given_scales = [
+        scale_bits(form, v, f"{who}: scales[{r}]")
         for r, v in enumerate([] if scales is None else per_rank(scales, f"{who}: scales", world))
     ]
     positions = None
@@ -307,23 +271,35 @@ def simulate_dispatch(
         positions = id_array(full_scatter_indices, topk, f"{who}: full_scatter_indices")
     copies = present_copies(present, world, spare["spare_experts"], f"{who}: present")
     made = _core.simulate_expert_dispatch(
-        compiled, options, bits, token_dtype, id_arrays, weight_bits, scale_bits, positions, copies
+        compiled,
+        options,
+        bits,
+        token_dtype,
+        id_arrays,
+        weight_bits,
+        given_scales,
+        positions,
+        copies,
     )
-    return _result(config, made, native, weights_native, weights is not None)
+    return _result(config, form, made, native, weights_native, weights is not None)
 
 
 def _result(
-    config: EPConfig, made: Any, native: bool, weights_native: bool, has_weights: bool
-) -> ExpertDispatch:
+    config: EPConfig, form: Payload, made: Any, native: bool, weights_native: bool,
+    has_weights: bool,
+) -> ExpertDispatch:  # fmt: skip
     compiled, tokens, scales, weights, origins, layouts, tables = made
     dtype, weight_dtype = config.token_dtype_name, config.weight_dtype_name
-    floats = [as_float8(t) if scales else as_float(t, dtype, native) for t in tokens]
+    floats = [
+        as_float(t, dtype, native) if form.is_plain else as_items(t, form.element_name)
+        for t in tokens
+    ]
     recv_weights = [as_float(w, weight_dtype, weights_native) for w in weights]
     return ExpertDispatch._with(
         _compiled=compiled,
         config=config,
         recv_tokens=floats,
-        recv_scales=[bits.view(np.float32) for bits in scales] if scales else None,
+        recv_scales=[shown_scales(form, bits) for bits in scales] if scales else None,
         recv_weights=recv_weights if has_weights else None,
         recv_origin=list(origins),
         layout=[EPAllToAllLayoutDesc(**layout) for layout in layouts],

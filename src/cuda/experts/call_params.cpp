@@ -56,7 +56,7 @@ RecordWorkspace::RecordWorkspace(const EPConfig& config, const EPConfig& experts
   slot_row_bytes = payload_row_bytes(config, options);
   const std::int64_t scale_bytes = scale_row_bytes(config, options);
   // Quantisation is a kernel between the route and the rows.
-  const bool uses_slots = options.payload != EPPayload::quantized;
+  const bool uses_slots = !options.payload.is_quantized();
   slot_tokens = uses_slots ? num_slot_tokens(config, slot_row_bytes, scale_bytes) : 0;
   for (std::int64_t& part : receive_slots) {
     part = parts.take(config.world_size * slot_tokens * (slot_row_bytes + scale_bytes));
@@ -81,8 +81,8 @@ ExpertParams::ExpertParams(const GpuExpertLayer& layer)
   cuda_check(cudaStreamSynchronize(stream), "making a row of NaN");
   overflow_ = pinned_memory(sizeof(HostOverflow));
   *overflow() = 0;
-  if (options.payload == EPPayload::quantized && config.is_intra_node()) {
-    elements_ = device_memory(config.max_tokens * config.hidden, stream);
+  if (options.payload.is_quantized() && config.is_intra_node()) {
+    elements_ = device_memory(config.max_tokens * payload_row_bytes(config, options), stream);
     scales_ = device_memory(config.max_tokens * scale_row_bytes(config, options), stream);
   }
   const std::int64_t world = config.world_size;

@@ -24,6 +24,7 @@ from .._tensors import (
 )
 from ..world import group_of_layer, world_of
 from .autograd import Combine, Dispatch
+from .payloads import given_rows, given_scales, of_each, shown_scales, torch_name
 from .presets import suggested_sms
 
 
@@ -83,7 +84,8 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
     :param dropped_id: the id of a topk slot that goes nowhere: num_tot_experts, or -1
     :param rows: "grouped", a row per topk slot; "compact", a row per token and rank
     :param expert_alignment: rows of each local expert padded to a multiple, with zeros
-    :param payload: "plain"; "quantized": rows travel as float8 e4m3 with scales; "scaled": given so
+    :param payload: "plain"; "quantized": rows travel as float8 e4m3 with scales; "scaled": given
+        so; or another format of docs/moe.md#payloads
     :param capacity: the first buffers have max_tokens * topk * capacity rows, None: 2; without
         ``fixed_rows``, which says how many
     :param fixed_rows: rows of the buffers, for ever; a float is a share of the worst case, in which
@@ -188,8 +190,8 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
         :param weight: [T, topk]: each travels with its topk slot; of compact rows [R, topk] arrive
         :param full_scatter_indices: [sum of T over all ranks, topk], the same on all ranks, not
             those of this rank alone: positions in the outputs of all ranks, one after another
-        :param scales: of a "scaled" payload: [T, hidden / 128] float32; what arrives is
-            ``layout_desc.recv_scales``
+        :param scales: of a payload that is given, "scaled": [T, hidden / 128] float32; what arrives
+            is ``layout_desc.recv_scales``
         :param layout_desc: of an earlier dispatch of the same ``exp_indices``, on all ranks:
             nothing is counted
         :param present: with spare experts: the descriptor of an earlier dispatch, on all ranks,
@@ -202,11 +204,11 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
             require_moved(weight, "dispatch: weight")
         copy_out = None if copy_out is None else flag(copy_out, "dispatch: copy_out")
         weight = as_autocast(weight, self.ep_config.weight_dtype, self.device)
-        if self.payload == "plain":
+        if self._payload.is_plain:
             input = as_autocast(input, self.ep_config.token_dtype, self.device)
         else:
             _refuse_gradients("dispatch", self.payload, input, weight, scales)
-        differentiable = torch.is_grad_enabled() and self.payload == "plain"
+        differentiable = torch.is_grad_enabled() and self._payload.is_plain
         weight_needs = isinstance(weight, torch.Tensor) and weight.requires_grad
         if differentiable and (input.requires_grad or weight_needs):
             holder: list[Any] = []
@@ -261,7 +263,7 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
             for bias in biases
         ]
         recorded = torch.is_grad_enabled()
-        if self.payload != "plain":
+        if not self._payload.is_plain:
             _refuse_gradients("combine", self.payload, input, *biases)
             return self._combine(input, layout, weighted, biases)
         needs, token = self._will_have_backward(input, layout)
@@ -347,15 +349,20 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
         return stream_given(stream, self.device, name)
 
     def _given(self, value: Any, name: str, kind: str) -> Tuple[Any, Any]:
+        if kind == "tokens" and self._payload.is_given:
+            value = given_rows(self._payload, value, name)
+        elif kind == "scales" and self._payload.is_given:
+            value = given_scales(self._payload, value, name)
         return given(value, name, self.device)
 
     def _shown(self, bits: Any, kind: str) -> Any:
         if kind == "weights":
             return view_of(bits, self.weight_dtype)
         if kind == "scales":
-            return view_of(bits, torch.float32)
-        is_float8 = kind == "rows" and self.payload != "plain"
-        return view_of(bits, torch.float8_e4m3fn if is_float8 else self.dtype)
+            return shown_scales(self._payload, bits)
+        in_format = kind == "rows" and not self._payload.is_plain
+        dtype = torch_name(self._payload.element_name) if in_format else self.dtype
+        return view_of(bits, dtype)
 
     def _layout_of(self, *of_rank: Any) -> LayerLayout:
         return LayerLayout(self.device, *of_rank)
@@ -380,7 +387,8 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
             elif keeps:
                 self._views.append((made._handle.number, rows.detach(), False))
             if copies or self.copy_out:  # they are small: a layer that copies does so in any call
-                weights, scales = (None if v is None else v.clone() for v in (weights, scales))
+                weights = None if weights is None else weights.clone()
+                scales = of_each(scales, torch.Tensor.clone)
             elif keeps and weights is not None:
                 self._views.append((made._handle.number, weights.detach(), True))
         made.recv_scales = scales
@@ -400,7 +408,7 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
 
     def _copied(self, view: torch.Tensor, layout: LayerLayout) -> torch.Tensor:
         """A copy that the caller owns. Rows after those that have come are not copied."""
-        if self.fixed_rows is None or self.payload != "plain":
+        if self.fixed_rows is None or not self._payload.is_plain:
             return view.clone()
         copy = torch.empty_like(view)
         (from_given, _), (to_given, _) = (given(one, "rows", self.device) for one in (view, copy))
@@ -458,7 +466,7 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
 
 
 def _refuse_gradients(who: str, payload: str, *values: Any) -> None:
-    """A float8 payload has none; who asks for them shall not train without noticing."""
+    """Only a plain payload has them; who asks for them shall not train without noticing."""
     if wants_gradients(*values):
         raise InvalidArgument(
             f"{who}: got a tensor that requires gradients, and a layer of payload = {payload!r} has"

@@ -149,7 +149,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     const int blocks = kernel_sms(call);
     if (nodes_ != nullptr) {
       nodes_->start_rows(call, input, made_tables.routing(), num_sms(call), params);
-    } else if (layer_.options.payload == EPPayload::quantized) {
+    } else if (layer_.options.payload.is_quantized()) {
       quantize(call, input, params_.elements(), params_.scales());
       params.tokens = params_.elements();
       params.scales = params_.scales();
@@ -165,8 +165,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
     params.num_senders =
         num_sending_blocks(links_, layer_.config, layer_.options, blocks, params.shape.num_tokens);
     if (made != nullptr && is_given(input.full_scatter_indices)) claim_rows(call, *made, params);
-    const bool early =
-        is_alone() && layer_.options.payload != EPPayload::quantized && !params.claims_rows;
+    const bool early = is_alone() && !layer_.options.payload.is_quantized() && !params.claims_rows;
     if (bulk && early) params.early_work = early_work_of(made_tables, params);
     if (params.early_work == EarlyWork::to_slots) {
       // A block that found no free SM could begin only after the route has ended.
@@ -506,7 +505,7 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   void begin_on_nodes(const ExpertCall& call, const ExpertDispatchInput& input,
                       const GpuExpertRouting& routing, bool counts) {
-    if (layer_.options.payload == EPPayload::quantized)
+    if (layer_.options.payload.is_quantized())
       quantize(call, input, nodes_->own_rows(), nodes_->own_scales());
     nodes_->begin_dispatch(call, input, routing, counts, num_sms(call));
   }

@@ -312,7 +312,7 @@ void ExpertNodes::add_weights(const ExpertCall& call, const ExpertDispatchInput&
 std::int64_t ExpertNodes::row_offset(const ExpertCall& call, const ConstTensorView& from,
                                      std::byte* in_workspace, std::int64_t row_bytes) const {
   const std::int64_t workspace = address_of(layer_.memory.workspace.local);
-  if (layer_.options.payload == EPPayload::quantized) return address_of(in_workspace) - workspace;
+  if (layer_.options.payload.is_quantized()) return address_of(in_workspace) - workspace;
   if (path_.maps_peers() && from.data != nullptr) return address_of(from.data) - workspace;
   copy(in_workspace, from, row_bytes, call);
   return address_of(in_workspace) - workspace;
@@ -442,7 +442,7 @@ void ExpertNodes::start_rows(const ExpertCall& call, const ExpertDispatchInput& 
     const auto begin = address_of(own.data) - own_slice() * bytes;
     return reinterpret_cast<const std::byte*>(begin);  // NOLINT(performance-no-int-to-ptr)
   };
-  const bool is_copied = layer_.options.payload == EPPayload::quantized || !path_.maps_peers();
+  const bool is_copied = layer_.options.payload.is_quantized() || !path_.maps_peers();
   if (!is_copied && input.tokens.data != nullptr)
     rows.own_tokens = at_slice(input.tokens, token_bytes_);
   if (!is_copied && scale_bytes_ > 0 && input.scales.data != nullptr)

@@ -1,0 +1,162 @@
+"""Payloads of rows on their way to experts, as arrays of numpy: formats of elements and scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Tuple
+
+import numpy as np
+
+from .. import _core
+from .._arrays import AnyArray, as_numpy, instance
+from .._errors import said_by
+from ..errors import InvalidArgument
+
+_NUMPY = {"float32": np.float32, "uint8": np.uint8}
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What a payload's rows and scales look like in a layer of some hidden size."""
+
+    name: str
+    is_plain: bool
+    is_given: bool  #: rows come in the format, with their scales
+    is_bytes: bool  #: nobody looks at the rows
+    element_name: str  #: dtype of the items of a row, as torch names it
+    dtype: str  #: the same for the compiled part
+    columns: int  #: items of a row
+    scale_name: str  #: dtype of the scales of groups, as torch names it
+    scale_dtype: str  #: dtype of scales as they travel, for the compiled part
+    scale_columns: int  #: items of the scales of a row, as they travel
+    num_groups: int
+    has_row_scale: bool  #: scales are (those of groups, one float32 per row)
+
+
+def payload_of(name: Any, argument: str, hidden: int) -> Payload:
+    """The payload with a name.
+
+    :raises InvalidArgument: that begins with ``argument``
+    """
+    instance(name, str, argument, 'a text, such as "plain"')
+    with said_by(argument.partition(":")[0]):
+        return Payload(**_core.ep_payload(name, argument, hidden))
+
+
+def as_items(bits: AnyArray, dtype: str) -> AnyArray:
+    """Items under their dtype: that of ml_dtypes where it has it, else their codes as uint8."""
+    if dtype not in _NUMPY:
+        try:
+            import ml_dtypes
+        except ImportError:
+            return bits.view(np.uint8)
+        return bits.view(getattr(ml_dtypes, dtype, np.uint8))
+    return bits.view(_NUMPY[dtype])
+
+
+def item_bits(value: Any, dtype: str, columns: int, name: str) -> AnyArray:
+    """Integers of the items' size, from items of the dtype; those of a byte also from uint8."""
+    array = as_numpy(value, name)
+    if array.ndim == 1 and array.size == 0:
+        array = np.zeros((0, columns), array.dtype)
+    if dtype == "float32":
+        if array.dtype.kind not in "fiu":
+            raise InvalidArgument(f"{name} has dtype {array.dtype}, expected float32")
+        return np.ascontiguousarray(array.astype(np.float32)).view(np.int32)
+    if array.dtype.name not in (dtype, "uint8"):
+        raise InvalidArgument(f"{name} has dtype {array.dtype}, expected {dtype} or uint8")
+    return np.ascontiguousarray(array).view(np.int8)
+
+
+def raw_bytes(value: Any, columns: int, name: str) -> AnyArray:
+    """The bytes of rows of any dtype."""
+    array = np.ascontiguousarray(as_numpy(value, name))
+    if array.size == 0:
+        return np.zeros((len(array) if array.ndim > 1 else 0, columns), np.int8)
+    return array.view(np.int8)
+
+
+def row_bits(payload: Payload, value: Any, name: str) -> AnyArray:
+    """Rows that are given in the format."""
+    if payload.is_bytes:
+        return raw_bytes(value, payload.columns, name)
+    return item_bits(value, payload.element_name, payload.columns, name)
+
+
+def scale_bits(payload: Payload, value: Any, name: str) -> AnyArray:
+    """Scales as they travel, from scales as a caller has them."""
+    if payload.is_bytes:
+        return raw_bytes(value, payload.scale_columns, name)
+    if not payload.has_row_scale:
+        return item_bits(value, payload.scale_name, payload.scale_columns, name)
+    of_groups, of_rows = two_scales(value, name)
+    groups = item_bits(of_groups, payload.scale_name, payload.num_groups, f"{name}[0]")
+    packed = np.zeros((len(groups), payload.scale_columns), np.int8)
+    if groups.shape[1:] != (payload.num_groups,):
+        raise InvalidArgument(
+            f"{name}[0] has shape {list(groups.shape)}, expected [num_tokens, {payload.num_groups}]"
+        )
+    packed[:, : payload.num_groups] = groups
+    rows = as_numpy(of_rows, f"{name}[1]")
+    if rows.dtype != np.float32 or rows.size not in (1, len(groups)):
+        raise InvalidArgument(
+            f"{name}[1] has dtype {rows.dtype} and {rows.size} numbers, expected float32, one for"
+            f" each of {len(groups)} tokens, or one for all"
+        )
+    packed[:, -4:].view(np.float32)[:] = rows.reshape(-1, 1)
+    return packed
+
+
+def two_scales(value: Any, name: str) -> Tuple[Any, Any]:
+    """(scales of groups, scales of rows)."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise InvalidArgument(
+            f"{name} is a {type(value).__name__}, expected (scales of groups, scales of rows)"
+        )
+    return value[0], value[1]
+
+
+def shown_scales(payload: Payload, bits: AnyArray) -> Any:
+    """Scales as a caller has them, views of scales as they travel."""
+    if not payload.has_row_scale:
+        return as_items(bits, payload.scale_name)
+    groups = as_items(bits[:, : payload.num_groups], payload.scale_name)
+    return groups, bits[:, -4:].view(np.float32)[:, 0]
+
+
+def own_scales(scales: Any) -> Any:
+    """A copy of scales that a layer has shown."""
+    if isinstance(scales, tuple):
+        return tuple(part.copy() for part in scales)
+    return None if scales is None else scales.copy()
+
+
+def quantize_fp8(rows: Any) -> Tuple[AnyArray, AnyArray]:
+    """``quantize_rows`` to float8: scale = max|x| * (1/448), element = x / scale, both in float32.
+
+    A group of zeros has scale 0 and zeros. A NaN makes its group NaN.
+
+    :param rows: [rows, a multiple of 128] of float32, float16 or bfloat16
+    :returns: elements [rows, hidden] (ml_dtypes.float8_e4m3fn where it is installed, else uint8
+        codes), scales [rows, hidden / 128] float32
+    """
+    return quantize_rows(rows, "float8", _who="quantize_fp8")
+
+
+def quantize_rows(rows: Any, payload: str, *, _who: str = "quantize_rows") -> Tuple[AnyArray, Any]:
+    """Elements and scales of rows, as a layer with this payload sends them.
+
+    :param rows: [rows, hidden] of float32, float16 or bfloat16
+    :param payload: a format that Waybill can quantise to, such as "float8"
+    :returns: elements and scales, as a dispatch takes them from who gives them
+    """
+    array = np.ascontiguousarray(as_numpy(rows, f"{_who}: rows"))
+    if array.dtype.name not in ("float32", "float16", "bfloat16"):
+        raise InvalidArgument(
+            f"{_who}: rows has dtype {array.dtype}, expected float32, float16 or bfloat16"
+        )
+    bits = array.view(np.int32 if array.dtype.itemsize == 4 else np.int16)
+    found = payload_of(payload, f"{_who}: payload", array.shape[-1] if array.ndim else 0)
+    with said_by(_who, words={"quantize_rows": _who}):
+        elements, scales = _core.quantize_rows(bits, array.dtype.name, found.name)
+    return as_items(elements, found.element_name), shown_scales(found, scales)

@@ -1,0 +1,338 @@
+"""Formats of rows against an independent model: numpy, and the casts of torch and of ml_dtypes."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import waybill
+import waybill.torch
+from waybill.moe import EPConfig, predict, quantize_rows, simulate_dispatch, summarize
+from waybill.torch.moe import EPAll2AllLayer
+
+HIDDEN, TOPK, EXPERTS, MOST, WORLD = 256, 2, 4, 6, 2
+FORMATS = ("float8", "float8_ue8m0", "mxfp8", "mxfp8_e5m2", "nvfp4")
+SOURCES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+GROUPS = {"float8": 128, "float8_ue8m0": 128, "mxfp8": 32, "mxfp8_e5m2": 32, "nvfp4": 16}
+
+
+def cast(values, dtype):
+    """The codes of torch's cast of float32 numbers."""
+    return torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(dtype).view(torch.uint8)
+
+
+def model_of_powers(rows, group, element, emax, largest, fits):
+    """Scales that are powers of two, in float64: the OCP rule, or the least that fits."""
+    x = rows.astype(np.float64).reshape(len(rows), -1, group)
+    most = np.abs(x).max(-1)
+    good = np.isfinite(most)
+    top = np.where(good & (most > 0), most, 1.0)
+    if fits:
+        exponent = np.ceil(np.log2(top / largest))
+        exponent += (top / largest > 2.0**exponent) - 1.0 * (top / largest <= 2.0 ** (exponent - 1))
+    else:
+        exponent = np.frexp(top)[1] - 1 - emax
+    exponent = np.where(most == 0, -127, np.clip(exponent, -127, 127)).astype(np.int64)
+    codes = np.where(good, exponent + 127, 255).astype(np.uint8)
+    with np.errstate(invalid="ignore", over="ignore"):
+        scaled = np.clip(x / 2.0 ** exponent[..., None], -largest, largest)
+    elements = cast(np.where(good[..., None], scaled, 0), element).numpy()
+    elements = np.where(good[..., None], elements, 0x7F).astype(np.uint8)
+    return elements.reshape(len(rows), -1), codes
+
+
+def model_of_float8(rows):
+    x = rows.astype(np.float32).reshape(len(rows), -1, 128)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        scales = np.abs(x).max(-1) * np.float32(1 / 448)
+        scaled = np.where(scales[..., None] == 0, np.float32(0), x / scales[..., None])
+        clipped = np.clip(scaled, -448, 448)
+    elements = cast(clipped, torch.float8_e4m3fn).numpy()
+    elements = np.where(np.isnan(scaled), 0x7F, elements).astype(np.uint8)
+    return elements.reshape(len(rows), -1), scales
+
+
+def model_of_nvfp4(rows):
+    x = rows.astype(np.float32).reshape(len(rows), -1, 16)
+    most = np.abs(x).max(-1)
+    good = np.isfinite(most)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        row_scales = np.where(good, most, np.float32(0)).max(1) / np.float32(2688)
+        ratio = most / np.float32(6) / row_scales[:, None]
+        ratio = np.where(row_scales[:, None] == 0, np.float32(0), np.minimum(ratio, 448))
+        groups = cast(np.where(good, ratio, 0), torch.float8_e4m3fn)
+        unit = groups.view(torch.float8_e4m3fn).float().numpy() * row_scales[:, None]
+        scaled = np.clip(x / unit[..., None], -6, 6)
+    live = (unit > 0) & good
+    # ml_dtypes rounds to nearest, ties to even.
+    fours = np.where(live[..., None], scaled, 0).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    fours = np.where(live[..., None], fours & 0xF, 0).astype(np.uint8).reshape(len(rows), -1)
+    codes = np.where(good, groups.numpy(), 0x7F).astype(np.uint8)
+    return fours[:, ::2] | fours[:, 1::2] << 4, (codes, row_scales)
+
+
+MODELS = {
+    "float8": model_of_float8,
+    "float8_ue8m0": lambda r: model_of_powers(r, 128, torch.float8_e4m3fn, 8, 448.0, True),
+    "mxfp8": lambda r: model_of_powers(r, 32, torch.float8_e4m3fn, 8, 448.0, False),
+    "mxfp8_e5m2": lambda r: model_of_powers(r, 32, torch.float8_e5m2, 15, 57344.0, False),
+    "nvfp4": model_of_nvfp4,
+}
+
+
+def odd_rows(dtype):
+    """Rows with everything that a float can be."""
+    random = np.random.default_rng(7)
+    rows = random.standard_normal((40, HIDDEN)).astype(np.float32)
+    rows[1] *= 2.0 ** random.integers(-140, 120, HIDDEN).astype(np.float32)
+    rows[2, 5], rows[2, 70] = np.nan, np.inf
+    rows[3, 200] = -np.inf
+    rows[4] = 0
+    rows[5, ::2] = -0.0
+    rows[6] = np.float32(1e-45)  # subnormals alone
+    rows[7] = np.float32(1e-39) * random.integers(-9, 10, HIDDEN)
+    rows[8] = 3e38 * np.sign(rows[8])
+    rows[9], rows[9, 0] = 0, 448
+    rows[10], rows[10, 0] = 0, np.nextafter(np.float32(448), np.float32(449))
+    rows[11], rows[11, 0] = 0, 1.999
+    rows[12] = np.nan
+    rows[13, 16:32] *= np.float32(1e-9)  # a group that is nothing next to the others
+    steps = np.linspace(-6, 6, HIDDEN // 2, dtype=np.float32)
+    rows[14:20, ::2] = steps * 2.0 ** random.integers(-3, 3, (6, 1))
+    rows[20] = random.integers(-12, 13, HIDDEN) / np.float32(2)  # ties
+    rows[21] = np.where(np.arange(HIDDEN) % 16 == 0, 6, rows[20] / 2)
+    rows[22] = np.where(np.arange(HIDDEN) % 32 == 0, 448, random.integers(0, 449, HIDDEN) / 8)
+    with np.errstate(over="ignore"):
+        return rows.astype(SOURCES[dtype])
+
+
+def codes(array):
+    return np.ascontiguousarray(array).view(np.uint8).reshape(len(array), -1)
+
+
+def same(got, wanted):
+    """Bits, and all NaN alike."""
+    if isinstance(wanted, tuple):
+        return all(same(g, w) for g, w in zip(got, wanted))
+    got = np.asarray(got)
+    if wanted.dtype == np.float32:
+        return np.array_equal(got, wanted, equal_nan=True)
+    return np.array_equal(codes(got), codes(wanted))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantises_as_the_model(name, source):
+    rows = odd_rows(source)
+    elements, scales = quantize_rows(rows, name)
+    wanted, wanted_scales = MODELS[name](rows)
+    for row in range(len(rows)):
+        assert np.array_equal(codes(elements)[row], wanted[row]), row
+    assert same(scales, wanted_scales)
+
+
+def test_dtypes_and_shapes_of_what_arrives():
+    rows = np.ones((3, HIDDEN), np.float32)
+    elements, scales = quantize_rows(rows, "mxfp8_e5m2")
+    assert elements.dtype == ml_dtypes.float8_e5m2 and elements.shape == (3, HIDDEN)
+    assert scales.dtype == ml_dtypes.float8_e8m0fnu and scales.shape == (3, HIDDEN // 32)
+    elements, (groups, of_rows) = quantize_rows(rows, "nvfp4")
+    assert elements.dtype == np.uint8 and elements.shape == (3, HIDDEN // 2)
+    assert groups.dtype == ml_dtypes.float8_e4m3fn and groups.shape == (3, HIDDEN // 16)
+    assert of_rows.dtype == np.float32 and of_rows.shape == (3,)
+
+
+def inputs(seed=0):
+    random = np.random.default_rng(seed)
+    tokens = [random.standard_normal((n, HIDDEN)).astype(np.float32) for n in (5, 3)]
+    ids = [random.integers(0, EXPERTS + 1, (len(t), TOPK)) for t in tokens]
+    return tokens, ids
+
+
+def config(**options):
+    sizes = (MOST, HIDDEN, TOPK, EXPERTS, 0, WORLD, WORLD)
+    return EPConfig(*sizes, **{"token_dtype": "float32", **options})
+
+
+def on_ranks(body):
+    return waybill.torch.run_threads(WORLD, body)
+
+
+def layer_of(world, payload, face=EPAll2AllLayer, **options):
+    return face(
+        world, MOST, options.pop("hidden", HIDDEN), TOPK, world.rank, EXPERTS, WORLD, WORLD,
+        "float32", payload=payload, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("face", [EPAll2AllLayer, waybill.EPAll2AllLayer])
+@pytest.mark.parametrize("name", FORMATS)
+def test_given_is_quantised_on_the_way(name, face):
+    """What a layer sends is what the simulation sends, and what a caller quantised himself."""
+    tokens, ids = inputs()
+    there = simulate_dispatch(config(), tokens, ids, payload=name)
+    wrap = torch.from_numpy if face is EPAll2AllLayer else np.asarray
+
+    def body(world):
+        rank = world.rank
+        layer, given = layer_of(world, name, face), layer_of(world, f"scaled_{name}", face)
+        rows, _, layout = layer.dispatch(wrap(tokens[rank]), wrap(ids[rank]))
+        # What has arrived may be sent on as it is.
+        elements, scales = quantize_rows(tokens[rank], name)
+        if face is EPAll2AllLayer:
+            element_kind, scale_kind = rows.dtype, layout.recv_scales
+            kinds = scale_kind if isinstance(scale_kind, tuple) else (scale_kind,)
+            parts = scales if isinstance(scales, tuple) else (scales,)
+            parts = tuple(
+                torch.from_numpy(np.ascontiguousarray(part).view(np.int8)).view(kind.dtype)
+                .reshape(part.shape) for part, kind in zip(parts, kinds)
+            )  # fmt: skip
+            scales = parts if isinstance(scales, tuple) else parts[0]
+            elements = torch.from_numpy(np.asarray(elements).view(np.int8)).view(element_kind)
+        again, _, other = given.dispatch(elements, wrap(ids[rank]), scales=scales)
+        found = []
+        for of_rows, of_scales in ((rows, layout.recv_scales), (again, other.recv_scales)):
+            one = [of_rows, *(of_scales if isinstance(of_scales, tuple) else (of_scales,))]
+            if face is EPAll2AllLayer:
+                one = [part.contiguous().view(torch.int8).numpy() for part in one]
+            found.append([codes(part) for part in one])
+        sums = layer.combine(wrap(np.ones((len(rows), HIDDEN), np.float32)), layout)
+        assert sums.shape == tokens[rank].shape
+        for one in (layer, given):
+            one.finalize()
+        return found
+
+    for rank, found in enumerate(on_ranks(body)):
+        scales = there.recv_scales[rank]
+        parts = scales if isinstance(scales, tuple) else (scales,)
+        for one in found:
+            for have, want in zip(one, (there.recv_tokens[rank], *parts)):
+                assert have.tobytes() == codes(want).tobytes()
+
+
+def test_bytes_travel_as_they_are():
+    random = np.random.default_rng(3)
+    _, ids = inputs()
+    rows = [torch.from_numpy(random.integers(0, 99, (len(i), 26)).astype(np.int32)) for i in ids]
+    scales = [torch.from_numpy(random.integers(0, 99, (len(i), 6)).astype(np.int16)) for i in ids]
+    there = simulate_dispatch(
+        config(), [r.numpy() for r in rows], ids, payload="bytes(104, 12)",
+        scales=[s.numpy() for s in scales],
+    )  # fmt: skip
+
+    def body(world):
+        rank = world.rank
+        layer = layer_of(world, "bytes(104, 12)")
+        got, _, layout = layer.dispatch(
+            rows[rank], torch.from_numpy(ids[rank]), scales=scales[rank]
+        )
+        assert got.dtype == torch.uint8 and got.shape[1] == 104
+        assert np.array_equal(got.numpy(), there.recv_tokens[rank])
+        assert np.array_equal(layout.recv_scales.numpy(), there.recv_scales[rank])
+        for row, (source, token, _) in enumerate(there.recv_origin[rank]):
+            assert torch.equal(got.view(torch.int32)[row], rows[source][token])
+            assert torch.equal(layout.recv_scales.view(torch.int16)[row], scales[source][token])
+        with pytest.raises(waybill.InvalidArgument, match=r"bytes\(104, 12\).* has no combine"):
+            layer.combine(torch.ones(len(got), HIDDEN), layout)
+        layer.finalize()
+
+    on_ranks(body)
+    outputs = [np.ones((len(r), HIDDEN), np.float32) for r in there.recv_tokens]
+    with pytest.raises(waybill.InvalidArgument, match="has no combine"):
+        there.combine(outputs)
+
+
+def test_one_scale_for_all_tokens():
+    _, ids = inputs()
+
+    def body(world):
+        layer, rank = layer_of(world, "scaled_nvfp4"), world.rank
+        elements = torch.zeros(len(ids[rank]), HIDDEN // 2, dtype=torch.uint8)
+        groups = torch.ones(len(ids[rank]), HIDDEN // 16).to(torch.float8_e4m3fn)
+        scales = (groups, torch.tensor([2.5]))
+        rows, _, layout = layer.dispatch(elements, torch.from_numpy(ids[rank]), scales=scales)
+        of_groups, of_rows = layout.recv_scales
+        assert of_rows.eq(2.5).all() and of_groups.float().eq(1).all()
+        assert len(of_rows) == len(rows) == len(of_groups)
+        layer.finalize()
+
+    on_ranks(body)
+
+
+@pytest.mark.parametrize(
+    ("payload", "hidden", "text"),
+    [
+        ("mxfp8", 80, 'hidden = 80, expected a multiple of 32 for payload = "mxfp8"'),
+        ("scaled_nvfp4", 40, "hidden = 40, expected a multiple of 16"),
+        ("float8_ue8m0", 192, "hidden = 192, expected a multiple of 128"),
+        ("mxfp4", 256, 'payload = "mxfp4", expected "plain", "float8", '),
+        ("bytes(0, 4)", 256, "bytes of a row"),
+        ("scaled_plain", 256, "expected"),
+    ],
+)
+def test_refuses_by_name(payload, hidden, text):
+    tokens, ids = inputs()
+    wrong = EPConfig(MOST, hidden, TOPK, EXPERTS, 0, WORLD, WORLD)
+    with pytest.raises(waybill.InvalidArgument, match=text.replace("(", r"\(")):
+        simulate_dispatch(wrong, [t[:, :hidden] for t in tokens], ids, payload=payload)
+
+    def body(world):
+        with pytest.raises(waybill.InvalidArgument, match=text.replace("(", r"\(")):
+            layer_of(world, payload, hidden=hidden)
+
+    on_ranks(body)
+
+
+def test_layers_refuse_other_tensors():
+    tokens, ids = inputs()
+
+    def body(world):
+        layer, of_rank = layer_of(world, "scaled_mxfp8"), torch.from_numpy(ids[world.rank])
+        n = len(of_rank)
+        good = torch.zeros(n, HIDDEN, dtype=torch.float8_e4m3fn)
+        scales = torch.zeros(n, HIDDEN // 32, dtype=torch.uint8)
+        cases = (
+            (good.to(torch.bfloat16), scales, "dispatch: input is torch.bfloat16, expected"),
+            (good, scales[:, 1:], "dispatch: scales has shape"),
+            (good, scales.float(), "dispatch: scales is torch.float32, expected torch.float8_e8m0"),
+            (good, None, "dispatch: scales"),
+            (good[:, 1:], scales, "dispatch: input has shape"),
+        )
+        for rows, of_rows, text in cases:
+            with pytest.raises(waybill.InvalidArgument, match=text):
+                layer.dispatch(rows, of_rank, scales=of_rows)
+        other = layer_of(world, "mxfp8")
+        with pytest.raises(waybill.InvalidArgument, match="scales are given, expected none"):
+            other.dispatch(torch.from_numpy(tokens[world.rank]), of_rank, scales=scales)
+        learns = torch.from_numpy(tokens[world.rank]).requires_grad_()
+        with pytest.raises(waybill.InvalidArgument, match="payload = 'mxfp8' has none"):
+            other.dispatch(learns, of_rank)
+        layer.finalize()
+        other.finalize()
+
+    on_ranks(body)
+
+
+def test_ranks_agree_on_the_format():
+    def body(world):
+        with pytest.raises(waybill.InvalidArgument, match="payload"):
+            layer_of(world, ("mxfp8", "mxfp8_e5m2")[world.rank])
+
+    on_ranks(body)
+
+
+BYTES = {
+    "plain": 1024, "float8": 256 + 8, "float8_ue8m0": 256 + 2, "mxfp8": 256 + 8,
+    "scaled_mxfp8_e5m2": 256 + 8, "nvfp4": 128 + 32, "bytes(100, 12)": 112,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("payload", BYTES)
+def test_predictions_know_the_bytes(payload):
+    _, ids = inputs()
+    assert summarize(config(), ids, payload=payload).row_bytes == BYTES[payload]
+    bytes_out = {
+        call.call: int(call.nvlink_out.sum()) for call in predict(config(), ids, payload=payload)
+    }
+    plain = {call.call: int(call.nvlink_out.sum()) for call in predict(config(), ids)}
+    assert bytes_out["cached_dispatch"] * 1024 == plain["cached_dispatch"] * BYTES[payload]
