@@ -102,7 +102,7 @@ def test_a_layers_own_words():
             ({"rows": 3}, 'rows = 3, expected "grouped"'),
             (
                 {"payload": "quantized", "dtype": torch.float64, "hidden": 128},
-                "dtype = float64, expected bfloat16, float16 or float32 for a quantized payload",
+                'dtype = float64, expected bfloat16, float16 or float32 for payload = "float8"',
             ),
             ({"fixed_rows": True}, a_number("fixed_rows", True) + " of rows"),
         ):

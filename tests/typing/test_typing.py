@@ -108,7 +108,7 @@ WITH_TORCH = """
         q, kv = torch.zeros(rows, 4, 16), torch.zeros(rows, 2, 16)
         out: torch.Tensor = attention(plan, q, kv, kv)
         both: tuple[torch.Tensor, torch.Tensor] = attention(plan, q, kv, kv, return_lse=True)
-        again: torch.Tensor = attention.forward(plan, q, kv, kv, False)
+        again: torch.Tensor = attention(plan, q, kv, kv, False)
         made = SwiGLUExperts(4, hidden=64, inner=32)
         layer = ExpertParallel(
             made, num_experts=8, topk=2, hidden=64, max_tokens=64, group=world

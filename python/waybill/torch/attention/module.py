@@ -267,30 +267,6 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             raise Unsupported(f"{_WHO}.ticket: latent_dim is set, for which there is no operation")
         return ticket_of(self._step(plan), self._tickets)
 
-    @overload
-    def forward(
-        self, plan: _Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        return_lse: Literal[False] = False, token: None = None,
-    ) -> torch.Tensor: ...  # fmt: skip
-
-    @overload
-    def forward(
-        self, plan: _Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        return_lse: Literal[True], token: None = None,
-    ) -> Tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
-
-    @overload
-    def forward(
-        self, plan: PlanTicket, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        return_lse: bool = False, *, token: torch.Tensor,
-    ) -> Tuple[torch.Tensor, ...]: ...  # fmt: skip
-
-    @overload
-    def forward(
-        self, plan: _Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        return_lse: bool = False, token: Optional[torch.Tensor] = None,
-    ) -> Union[torch.Tensor, Tuple[torch.Tensor, ...]]: ...  # fmt: skip
-
     def forward(
         self,
         plan: _Plan,
@@ -326,7 +302,32 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         return self._outside_graphs(plan, q, k, v, return_lse)
 
     if TYPE_CHECKING:  # torch's would return Any
-        __call__ = forward
+
+        @overload
+        def __call__(
+            self, plan: _Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+            return_lse: Literal[False] = False, token: None = None,
+        ) -> torch.Tensor: ...  # fmt: skip
+
+        @overload
+        def __call__(
+            self, plan: _Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+            return_lse: Literal[True], token: None = None,
+        ) -> Tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+
+        @overload
+        def __call__(
+            self, plan: PlanTicket, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+            return_lse: bool = False, *, token: torch.Tensor,
+        ) -> Tuple[torch.Tensor, ...]: ...  # fmt: skip
+
+        @overload
+        def __call__(
+            self, plan: _Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+            return_lse: bool = False, token: Optional[torch.Tensor] = None,
+        ) -> Union[torch.Tensor, Tuple[torch.Tensor, ...]]: ...  # fmt: skip
+
+        def __call__(self, *given: Any, **options: Any) -> Any: ...
 
     def _one_operation(
         self, ticket: PlanTicket, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
