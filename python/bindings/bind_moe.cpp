@@ -524,7 +524,7 @@ void bind_moe(nb::module_& m) {
       .def("combine", simulate_combine_py, "outputs"_a, "biases"_a, "local_combine"_a,
            "weighted"_a);
   m.attr("ep_row_names") = tuple_of(detail::row_names);
-  m.def("ep_payload", payload_py, "name"_a, "argument"_a, "hidden"_a);
+  m.def("ep_payload", payload_py, "payload"_a, "argument"_a, "hidden"_a);
   m.def("ep_config", config_py, "max_tokens"_a, "hidden"_a, "topk"_a, "num_experts"_a, "rank"_a,
         "world_size"_a, "local_world_size"_a, "token_dtype"_a, "weight_dtype"_a);
   m.def("ep_dispatch_options", dispatch_options_py, "config"_a, "dropped_id"_a.none(), "rows"_a,

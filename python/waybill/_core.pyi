@@ -621,7 +621,7 @@ class ExpertDispatch:
 
 ep_row_names: tuple[Any, ...]
 
-def ep_payload(name: str, argument: str, hidden: int) -> dict[str, Any]: ...
+def ep_payload(payload: str, argument: str, hidden: int) -> dict[str, Any]: ...
 def ep_config(
     max_tokens: int,
     hidden: int,
