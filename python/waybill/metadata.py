@@ -18,7 +18,7 @@ from .errors import InvalidArgument, Unsupported
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from .torch import Metadata as TorchMetadata
+    from .torch.functions import Metadata as TorchMetadata
 
 Fields = Tuple[Any, ...]
 _TENSORS = (
