@@ -352,21 +352,21 @@ class QkvPlan(Unchanging, Made):
         return q.T, kv.T
 
     def summary(
-        self, q_row_bytes: int = 8192, kv_begin_bytes: int = 4096, gb_per_s: float = 0.0
+        self, q_row_bytes: int = 8192, kv_row_bytes: int = 4096, gb_per_s: float = 0.0
     ) -> str:
         """Figures and bars in text. Bytes are those of one row; kv counts K and V together."""
-        return self._plan.summary_text(q_row_bytes, kv_begin_bytes, gb_per_s, True)
+        return self._plan.summary_text(q_row_bytes, kv_row_bytes, gb_per_s, True)
 
     def to_html(
         self,
         path: Union[str, os.PathLike[str], None] = None,
         q_row_bytes: int = 8192,
-        kv_begin_bytes: int = 4096,
+        kv_row_bytes: int = 4096,
         gb_per_s: float = 0.0,
         title: str = "Waybill report",
     ) -> str:
         """A page that stands alone in one file; also written to ``path`` when one is given."""
-        return kept(self._plan.report_page(q_row_bytes, kv_begin_bytes, gb_per_s, title), path)
+        return kept(self._plan.report_page(q_row_bytes, kv_row_bytes, gb_per_s, title), path)
 
     def plot_traffic(self, ax: Optional[Axes] = None) -> Axes:
         """Draws the rows of Q and KV between ranks as a heat map; returns the axes."""

@@ -75,11 +75,11 @@ void quantize(std::span<const float> row, std::span<std::uint8_t> elements,
   }
 }
 
-template <class Element, std::size_t size>
+template <class Element, std::size_t Size>
 void dequantize(std::span<const std::uint8_t> elements, std::span<const std::uint8_t> scales,
                 std::span<float> row) {
   for (std::size_t i = 0; i < row.size(); ++i) {
-    row[i] = Element::load(elements[i]) * scale_value(scales[i / size]);
+    row[i] = Element::load(elements[i]) * scale_value(scales[i / Size]);
   }
 }
 
