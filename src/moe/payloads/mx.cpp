@@ -53,23 +53,23 @@ struct E5m2 {
   static float load(std::uint8_t code) { return float8_e5m2_to_float(code); }
 };
 
-/// @tparam fits the scale is as large as it must be for all elements to fit
-template <class Element, bool fits>
+/// @tparam Fits the scale is as large as it must be for all elements to fit
+template <class Element, bool Fits>
 std::uint8_t scale_of(float largest) {
   const auto bits = std::bit_cast<std::uint32_t>(largest);
   if (bits >= 0x7F800000U) return nan_scale;
   std::uint32_t exponent = bits >> 23;
-  if (fits && (bits & 0x7FFFFFU) > Element::largest_fraction) ++exponent;
+  if (Fits && (bits & 0x7FFFFFU) > Element::largest_fraction) ++exponent;
   return static_cast<std::uint8_t>(exponent - std::min(exponent, Element::largest_exponent));
 }
 
-template <class Element, std::size_t size, bool fits>
+template <class Element, std::size_t Size, bool Fits>
 void quantize(std::span<const float> row, std::span<std::uint8_t> elements,
               std::span<std::uint8_t> scales) {
-  for (std::size_t first = 0; first < row.size(); first += size) {
-    const std::uint8_t scale = scale_of<Element, fits>(largest_of(row.subspan(first, size)));
-    scales[first / size] = scale;
-    for (std::size_t i = first; i < first + size; ++i) {
+  for (std::size_t first = 0; first < row.size(); first += Size) {
+    const std::uint8_t scale = scale_of<Element, Fits>(largest_of(row.subspan(first, Size)));
+    scales[first / Size] = scale;
+    for (std::size_t i = first; i < first + Size; ++i) {
       elements[i] = scale == nan_scale ? nan_element : Element::round(divided(row[i], scale));
     }
   }
