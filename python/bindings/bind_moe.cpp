@@ -211,11 +211,10 @@ nb::tuple quantize_py(const PayloadArg& rows, std::string_view dtype, std::strin
 
 constexpr std::array<std::string_view, 2> path_names{"waiting", "pipelined"};
 
-ExpertCostOptions cost_options_py(double nvlink, double network, double block,
-                                  double message_seconds, double phase_seconds,
-                                  double network_message_seconds, double network_post_seconds,
-                                  double path_bytes_per_second, std::int32_t num_sms,
-                                  std::string_view path) {
+ExpertCostOptions cost_options_py(double nvlink, double network, double block, std::int32_t num_sms,
+                                  std::string_view path, double message_seconds,
+                                  double phase_seconds, double network_message_seconds,
+                                  double network_post_seconds, double path_bytes_per_second) {
   require(1 <= num_sms && num_sms <= 1 << 20, "predict: num_sms = ", num_sms, ", expected 1..",
           1 << 20);
   ExpertCostOptions options;
@@ -347,10 +346,14 @@ nb::object placement_py(const ExpertSummary& summary) {
 
 void bind_expert_calls(nb::module_& m) {
   nb::class_<ExpertCostOptions>(m, "ExpertCostOptions");
+  const ExpertCostOptions defaults;
   m.def("expert_cost_options", cost_options_py, "nvlink_bytes_per_second"_a,
-        "network_bytes_per_second"_a, "block_bytes_per_second"_a, "message_seconds"_a,
-        "phase_seconds"_a, "network_message_seconds"_a, "network_post_seconds"_a,
-        "path_bytes_per_second"_a, "num_sms"_a, "path"_a);
+        "network_bytes_per_second"_a, "block_bytes_per_second"_a, "num_sms"_a, "path"_a,
+        "message_seconds"_a = defaults.message_seconds,
+        "phase_seconds"_a = defaults.step.phase_seconds,
+        "network_message_seconds"_a = defaults.step.network_message_seconds,
+        "network_post_seconds"_a = defaults.step.network_post_seconds,
+        "path_bytes_per_second"_a = defaults.costs.path_bytes_per_second);
   m.def("predict_experts", predict_py, "config"_a, "dispatch"_a, "ids"_a, "options"_a);
   m.def("price_copies", price_py, "config"_a, "dispatch"_a, "ids"_a, "calls"_a, "intermediate"_a,
         "gemm_flops_per_second"_a);

@@ -665,13 +665,13 @@ def expert_cost_options(
     nvlink_bytes_per_second: float,
     network_bytes_per_second: float,
     block_bytes_per_second: float,
-    message_seconds: float,
-    phase_seconds: float,
-    network_message_seconds: float,
-    network_post_seconds: float,
-    path_bytes_per_second: float,
     num_sms: int,
     path: str,
+    message_seconds: float = 4e-07,
+    phase_seconds: float = 1.1e-05,
+    network_message_seconds: float = 3e-06,
+    network_post_seconds: float = 3e-07,
+    path_bytes_per_second: float = 0.0,
 ) -> ExpertCostOptions: ...
 def predict_experts(
     config: EPConfig,

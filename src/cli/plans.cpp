@@ -8,6 +8,7 @@
 #include "core/printable.h"
 #include "documents.h"
 #include "report/format.h"
+#include "routing/kv_copies.h"
 #include "waybill/json/file.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/planner/planner.h"
@@ -127,20 +128,12 @@ Metadata& table_of(E2eMetadata& metadata, std::string_view name) {
 }
 
 void check_routing_size(const QkvPlan& plan) {
-  constexpr std::int64_t max_copies = std::int64_t{1} << 28;
-  std::int64_t copies = 0;
-  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    const std::int64_t n = plan.doc_shard_offsets[d + 1] - plan.doc_shard_offsets[d];
-    const std::int64_t holders = plan.kv_layout == KvLayout::per_query
-                                     ? (n + 1) / 2
-                                     : std::min<std::int64_t>(n, plan.world_size);
-    copies += n * holders;  // both factors are below 2^31, and the sum is looked at every time
-    if (copies > max_copies) {
-      throw Unsupported(concat("the plan may need more than ", format_count(max_copies),
-                               " copies of KV shards (document ", d, " has ", format_count(n),
-                               " shards); use fewer shards, or --kv-layout per_rank"));
-    }
-  }
+  const auto d = detail::document_of_too_many_copies(plan);
+  if (!d) return;
+  const std::int64_t n = plan.doc_shard_offsets[*d + 1] - plan.doc_shard_offsets[*d];
+  throw Unsupported(concat("the plan may need more than ", format_count(detail::max_kv_copies),
+                           " copies of KV shards (document ", *d, " has ", format_count(n),
+                           " shards); use fewer shards, or --kv-layout per_rank"));
 }
 
 StepJob step_job_of(AttentionPlan plan, std::string origin) {

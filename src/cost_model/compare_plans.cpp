@@ -2,6 +2,7 @@
 #include <optional>
 #include <utility>
 
+#include "routing/kv_copies.h"
 #include "waybill/core/error.h"
 #include "waybill/cost_model/predict_step.h"
 #include "waybill/cost_model/predict_ulysses.h"
@@ -65,27 +66,18 @@ NamedStep batch_step(const AttentionPlan& planned, bool relay, StepOptions step)
           StepPredictor(planned.plan, routing, &hops).predict(step)};
 }
 
-/// Before routings of the plan and of the plans by hand are made, which a large world has no memory
-/// for.
-void check_number_of_copies(const QkvPlan& plan) {
-  constexpr std::int64_t max_copies = std::int64_t{1} << 28;
-  std::int64_t copies = 0;
-  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    const std::int64_t n = plan.doc_shard_offsets[d + 1] - plan.doc_shard_offsets[d];
-    copies +=
-        n * ((n + 1) / 2);  // both factors are below 2^31, and the sum is looked at every time
-    require(copies <= max_copies, "compare_plans: the plan may need more than ", max_copies,
-            " copies of KV shards (document ", d, " has ", n,
-            " shards); fewer ranks or more tokens per rank need fewer");
-  }
-}
-
 }  // namespace
 
 std::vector<NamedStep> compare_plans(std::span<const std::int64_t> doc_lengths,
                                      const CompareOptions& options) {
   const AttentionPlan planned = plan_attention(doc_lengths, batch_options(options.planner));
-  check_number_of_copies(planned.plan);
+  if (const auto d = detail::document_of_too_many_copies(planned.plan)) {
+    const auto& offsets = planned.plan.doc_shard_offsets;
+    throw InvalidArgument(concat("compare_plans: the plan may need more than ",
+                                 detail::max_kv_copies, " copies of KV shards (document ", *d,
+                                 " has ", offsets[*d + 1] - offsets[*d],
+                                 " shards); fewer ranks or more tokens per rank need fewer"));
+  }
   StepOptions step = StepOptions::of(planned);
   step.costs = options.costs;
   step.transfer = TransferMode::direct;

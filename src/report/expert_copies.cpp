@@ -31,7 +31,7 @@ bool is_other_node(const EPConfig& config, const ExpertTransfer& one) {
 /// Rows of each rank before and after, and those of the fullest in whole tiles.
 void count_rows(ExpertCopies& copies) {
   const EvenExperts& plan = copies.plan;
-  const std::int32_t homes = copies.config.num_experts / plan.num_ranks;
+  const std::int32_t homes = copies.config.num_experts_per_rank();
   for (std::int32_t r = 0; r < plan.num_ranks; ++r) {
     std::int64_t before = 0, after = 0, tiles_before = 0, tiles_after = 0;
     for (std::int32_t e = r * homes; e < (r + 1) * homes; ++e) {
@@ -59,7 +59,7 @@ struct PlacedCopy {
 
 std::vector<PlacedCopy> copies_of(const ExpertCopies& copies) {
   const EvenExperts& plan = copies.plan;
-  const std::int32_t homes = copies.config.num_experts / plan.num_ranks;
+  const std::int32_t homes = copies.config.num_experts_per_rank();
   std::vector<PlacedCopy> placed;
   for (std::int32_t r = 0; r < plan.num_ranks; ++r) {
     for (std::int32_t s = homes; s < plan.slots_per_rank; ++s) {
@@ -264,7 +264,7 @@ struct HotExpert {
 
 /// Experts with copies, most rows first; the hottest where none has any.
 std::vector<HotExpert> hot_experts(const ExpertCopies& copies) {
-  const std::int32_t homes = copies.config.num_experts / copies.plan.num_ranks;
+  const std::int32_t homes = copies.config.num_experts_per_rank();
   const std::int64_t total =
       std::accumulate(copies.rows_before.begin(), copies.rows_before.end(), std::int64_t{0});
   std::vector<HotExpert> all(copies.config.num_experts);
@@ -419,7 +419,7 @@ std::vector<std::string> explain_expert_copies(const ExpertCopies& copies,
 std::string expert_copies_text(const ExpertCopies& copies, const ExpertCopyCosts& costs,
                                const TextStyle& style) {
   const EvenExperts& plan = copies.plan;
-  const std::int32_t homes = copies.config.num_experts / plan.num_ranks;
+  const std::int32_t homes = copies.config.num_experts_per_rank();
   std::string text = detail::heading(
       concat("Copies of hot experts (", format_plural(plan.slots_per_rank - homes, "spare slot"),
              " per rank)"),

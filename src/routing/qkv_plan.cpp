@@ -4,6 +4,7 @@
 #include <span>
 
 #include "homes.h"
+#include "kv_copies.h"
 #include "waybill/core/error.h"
 #include "waybill/routing/generators.h"
 
@@ -149,6 +150,19 @@ std::vector<std::int64_t> rank_work(const QkvPlan& plan) {
             plan.q_dst[s], " does not fit int64");
   }
   return sums;
+}
+
+std::optional<std::int64_t> detail::document_of_too_many_copies(const QkvPlan& plan) {
+  std::int64_t copies = 0;
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+    const std::int64_t n = plan.doc_shard_offsets[d + 1] - plan.doc_shard_offsets[d];
+    const std::int64_t holders = plan.kv_layout == KvLayout::per_query
+                                     ? (n + 1) / 2
+                                     : std::min<std::int64_t>(n, plan.world_size);
+    copies += n * holders;  // both factors are below 2^31, and the sum is looked at every time
+    if (copies > max_kv_copies) return d;
+  }
+  return std::nullopt;
 }
 
 }  // namespace waybill

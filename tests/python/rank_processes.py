@@ -9,6 +9,8 @@ import multiprocessing
 import os
 import pathlib
 import random
+import sys
+import tempfile
 import traceback
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -25,14 +27,10 @@ def _run(code, arguments, environment, output):
     os.environ.clear()
     os.environ.update(environment)
     random.seed()  # all are forked from one state
-    import sys
-
     sys.argv = ["-c", *arguments]
     try:
         exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})
-    except SystemExit:
-        raise
-    except BaseException:
+    except Exception:
         traceback.print_exc()
         raise SystemExit(1) from None
     finally:
@@ -69,8 +67,7 @@ class Program:
 
 def run_programs(folder, programs, timeout=180):
     """(exit status, what it printed) of each (code, arguments, environment), all at once."""
-    folder = pathlib.Path(folder) / f"printed_{random.getrandbits(40):x}"
-    folder.mkdir()
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="printed_", dir=folder))
     started = []
     try:
         for i, (code, arguments, environment) in enumerate(programs):

@@ -90,13 +90,13 @@ class CopiedExperts:
     """
 
     def __init__(self, experts: torch.nn.Module, options: Mapping[str, Any], who: str) -> None:
-        unknown = [name for name in options if name not in _COPY_OPTIONS]
+        unknown = [name for name in options if name not in COPY_OPTIONS]
         if unknown:
             raise InvalidArgument(
-                f"{who}: got the option {unknown[0]!r}, expected some of {list(_COPY_OPTIONS)}"
+                f"{who}: got the option {unknown[0]!r}, expected some of {list(COPY_OPTIONS)}"
             )
         self._experts, self._who = experts, who
-        self._options = {**_COPY_OPTIONS, **options}
+        self._options = {**COPY_OPTIONS, **options}
         #: Layers of other plans are others.
         self.plan = tuple(self._options[name] for name in ("spare_experts", "limit", "min_rows"))
         self._copies: Optional[Copies] = None
@@ -138,7 +138,8 @@ class CopiedExperts:
         return {} if self._copies is None else self._copies.memory()
 
 
-_COPY_OPTIONS = {"spare_experts": 1, "limit": 1.02, "min_rows": 128, "keep_copies": False}
+#: Options of copies, as of ExpertParallel, with what they are unless they are given.
+COPY_OPTIONS = {"spare_experts": 1, "limit": 1.02, "min_rows": 128, "keep_copies": False}
 
 
 class Pieces:

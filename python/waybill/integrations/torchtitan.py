@@ -29,7 +29,7 @@ from .._graphs import outside_graphs
 from ..errors import InvalidArgument, Unsupported
 from ..torch.attention.plan import RankPieces
 from ..torch.moe import EPAllToAllLayoutDesc
-from ._shared import CopiedExperts, Pieces, SharedRanks, pieces_of, shared_layer
+from ._shared import COPY_OPTIONS, CopiedExperts, Pieces, SharedRanks, pieces_of, shared_layer
 
 __all__ = [
     "SharedDocuments",
@@ -269,8 +269,7 @@ class WaybillRoutedExperts(RoutedExperts):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        names = ("spare_experts", "limit", "min_rows", "keep_copies")
-        options = {name: getattr(config, name) for name in names}
+        options = {name: getattr(config, name) for name in COPY_OPTIONS}
         experts = _ByCounts(self.inner_experts)
         # Not a submodule: its parameters would be there twice.
         self._copied = (CopiedExperts(experts, options, "WaybillRoutedExperts"),)

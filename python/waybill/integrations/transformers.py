@@ -145,9 +145,8 @@ class SharedAttention:
         for window in windows_of(config):
             with said_by("SharedAttention"):
                 of = "chunk" if isinstance(window, Chunk) else "window"
-                given[of] = window.tokens if isinstance(window, Chunk) else window
-                self.modules[window] = ContextParallelAttention(ranks, **given)
-                del given[of]
+                reach: Dict[str, Any] = {of: window.tokens if isinstance(window, Chunk) else window}
+                self.modules[window] = ContextParallelAttention(ranks, **reach, **given)
             ranks = self.modules[window].world
         self._first = next(iter(self.modules.values()))
         world = self._first.world

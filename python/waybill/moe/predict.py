@@ -140,7 +140,7 @@ _MOST_COST = 1e18
 def cost_options(
     who: str, speeds: Dict[str, Any], seconds: Dict[str, Any], num_sms: Any, path: Any
 ) -> Any:
-    """The compiled options of predictions."""
+    """The compiled options of predictions; ``seconds`` that are not given are the model's."""
     given = {name: check_speed(speed, f"{who}: {name}") for name, speed in speeds.items()}
     costs = numbers(who, **seconds)
     for name, cost in costs.items():

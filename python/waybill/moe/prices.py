@@ -76,14 +76,7 @@ def price_copies(
         "network_bytes_per_second": network_bytes_per_second,
         "block_bytes_per_second": block_bytes_per_second,
     }
-    seconds = {
-        "message_seconds": 0.4e-6,
-        "phase_seconds": 11e-6,
-        "network_message_seconds": 3e-6,
-        "network_post_seconds": 0.3e-6,
-        "path_bytes_per_second": 0.0,
-    }
-    costed = cost_options(who, speeds, seconds, num_sms, path)
+    costed = cost_options(who, speeds, {}, num_sms, path)
     spare = spare_options(spare_experts, limit, min_rows, who)
     spare["expert_alignment"] = int64(expert_alignment, f"{who}: expert_alignment")
     compiled, options, arrays = choices_of(config, exp_indices, dropped_id, payload, who, **spare)
