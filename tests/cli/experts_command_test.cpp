@@ -2,6 +2,7 @@
 #include <chrono>
 
 #include "program_runner.h"
+#include "waybill/core/error.h"
 
 namespace waybill::test {
 namespace {

@@ -5,6 +5,7 @@
 
 #include "cost_model_cases.h"
 #include "waybill/core/error.h"
+#include "waybill/json/length_distribution_json.h"
 #include "waybill/routing/generators.h"
 
 namespace waybill {
