@@ -13,3 +13,13 @@
 #define WAYBILL_TEST_UBSAN
 #endif
 #endif
+
+namespace waybill::test {
+
+#ifdef WAYBILL_TEST_SLOW
+inline constexpr bool sanitized = true;
+#else
+inline constexpr bool sanitized = false;
+#endif
+
+}  // namespace waybill::test
