@@ -9,17 +9,20 @@ function(waybill_find_json)
       COMMAND
         ${Python_EXECUTABLE} -c
         "import importlib.metadata as m, importlib.resources as r; print(r.files('nlohmann_json') / 'include', m.version('nlohmann_json'), sep=';')"
-      OUTPUT_STRIP_TRAILING_WHITESPACE
-      OUTPUT_VARIABLE found COMMAND_ERROR_IS_FATAL ANY)
-    list(POP_BACK found version)
-    list(GET found 0 include_dir)
-    set(waybill_json_version ${version} CACHE INTERNAL "For the bill of materials")
-    add_library(nlohmann_json::nlohmann_json INTERFACE IMPORTED GLOBAL)
-    target_include_directories(nlohmann_json::nlohmann_json INTERFACE ${include_dir})
-    return()
+      OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET
+      OUTPUT_VARIABLE found RESULT_VARIABLE status)
+    if(status EQUAL 0)
+      list(POP_BACK found version)
+      list(GET found 0 include_dir)
+      set(waybill_json_version ${version} CACHE INTERNAL "For the bill of materials")
+      add_library(nlohmann_json::nlohmann_json INTERFACE IMPORTED GLOBAL)
+      target_include_directories(nlohmann_json::nlohmann_json INTERFACE ${include_dir})
+      return()
+    endif()
   endif()
   find_package(nlohmann_json 3.11 QUIET GLOBAL)
   if(nlohmann_json_FOUND)
+    set(waybill_json_version ${nlohmann_json_VERSION} CACHE INTERNAL "For the bill of materials")
     return()
   endif()
   message(FATAL_ERROR "nlohmann_json 3.11 was not found: run scripts/setup.sh")

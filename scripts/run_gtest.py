@@ -7,8 +7,9 @@ longer than the limit; then a new process goes on. Some processes run side by si
 failed runs again when they are done, in a process of its own and with the machine for itself: that
 run gives the verdict.
 
-Prints one line per test that was skipped or failed, the slowest tests, and a summary. Exit status 1
-when a test failed, or when no test passed.
+Prints one line per test that was skipped or failed, the slowest tests, and a summary. A signal to
+end (Ctrl-C, SIGTERM) ends the tests that run; the summary then names those without a verdict. Exit
+status 1 when a test failed, was ended or did not run, or when no test passed.
 """
 
 import argparse
@@ -23,6 +24,8 @@ import sys
 import time
 
 VERDICT = re.compile(r"^\[\s+(RUN|OK|FAILED|SKIPPED)\s+\] ([\w/]+\.[\w/]+)(?:.*\((\d+) ms\))?")
+
+NUM_SLOWEST = 10
 
 
 def list_tests(program, pattern):
@@ -47,7 +50,7 @@ def kill(process):
     process.wait()
 
 
-def run_process(program, names, limit_s):
+def run_process(program, names, limit_s, running_processes):
     """Runs tests in one process until one fails.
 
     :return: (verdicts of those that ran, in order, as {name: "OK" | "SKIPPED" | "FAILED ..."},
@@ -57,6 +60,7 @@ def run_process(program, names, limit_s):
         [program, "--gtest_fail_fast", "--gtest_color=no", "--gtest_filter=" + ":".join(names)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
+    running_processes.add(process)
     verdicts, printed, seconds, running, rest = {}, [], {}, None, b""
     deadline = time.monotonic() + limit_s
     with selectors.DefaultSelector() as ready:
@@ -100,14 +104,28 @@ class Run:
         self.start = time.monotonic()
         self.passed, self.skipped, self.failed, self.again = [], [], [], []
         self.seconds = {}
+        self.processes, self.ended = set(), False
+
+    def end(self, *_):
+        """Ends all tests, as a handler of signals."""
+        self.ended = True
+        for process in list(self.processes):
+            kill(process)
+
+    def one_process(self, names):
+        """Runs tests in one process; those of a process that was ended get no verdict."""
+        verdicts, output, seconds = run_process(self.program, names, self.limit_s, self.processes)
+        self.seconds |= seconds
+        if self.ended:
+            verdicts = {n: v for n, v in verdicts.items() if not v.startswith("FAILED")}
+        return verdicts, output
 
     def shard(self, names):
         """Runs tests one after another; those that fail are to run again, alone."""
         left = list(names)
-        while left:
-            verdicts, _, seconds = run_process(self.program, left, self.limit_s)
-            self.seconds |= seconds
-            if not verdicts:
+        while left and not self.ended:
+            verdicts, _ = self.one_process(left)
+            if not verdicts and not self.ended:
                 raise SystemExit(f"run_gtest: {self.program} does not run {left[0]}")
             for name, verdict in verdicts.items():
                 left.remove(name)
@@ -119,9 +137,11 @@ class Run:
     def alone(self):
         """Runs what failed again, each test in a process of its own."""
         for name in sorted(self.again, key=self.names.index):
-            verdicts, output, seconds = run_process(self.program, [name], self.limit_s)
-            self.seconds |= seconds
-            self.keep(name, verdicts.get(name, "FAILED: it did not run"), output)
+            if self.ended:
+                return
+            verdicts, output = self.one_process([name])
+            if not self.ended:
+                self.keep(name, verdicts.get(name, "FAILED: it did not run"), output)
 
     def keep(self, name, verdict, output):
         """Writes down a verdict, and prints one that is not OK."""
@@ -135,6 +155,24 @@ class Run:
             done = len(self.passed) + len(self.skipped) + len(self.failed)
             print(f"\r{done} of {len(self.names)} ", end="", file=sys.stderr, flush=True)
 
+    def summary(self):
+        """Prints what came of all tests. :return: the exit status"""
+        slowest = sorted(self.seconds, key=self.seconds.get)[: -NUM_SLOWEST - 1 : -1]
+        times = ", ".join(f"{name} {self.seconds[name]:.1f} s" for name in slowest)
+        print(f"run_gtest: slowest: {times}")
+        known = {*self.passed, *self.skipped, *self.failed}
+        missing = [name for name in self.names if name not in known]
+        print(
+            f"run_gtest: {len(self.passed)} passed, {len(self.skipped)} skipped,"
+            f" {len(self.failed)} failed of {len(self.names)}"
+            f" in {time.monotonic() - self.start:.0f} s"
+        )
+        for name in self.failed:
+            print(f"run_gtest: FAILED {name}")
+        for name in missing:
+            print(f"run_gtest: NO VERDICT {name}")
+        return 1 if self.failed or missing or not self.passed else 0
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -145,19 +183,13 @@ def main():
     given = parser.parse_args()
     names = list_tests(given.program, given.filter)
     run = Run(given.program, names, given.limit_s)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, run.end)
     shards = [names[i :: given.jobs] for i in range(min(given.jobs, len(names)))]
     with concurrent.futures.ThreadPoolExecutor(max(1, len(shards))) as pool:
         list(pool.map(run.shard, shards))
     run.alone()
-    slowest = sorted(run.seconds, key=run.seconds.get)[:-6:-1]
-    print("run_gtest: slowest:", ", ".join(f"{name} {run.seconds[name]:.1f} s" for name in slowest))
-    print(
-        f"run_gtest: {len(run.passed)} passed, {len(run.skipped)} skipped, {len(run.failed)} failed"
-        f" of {len(names)} in {time.monotonic() - run.start:.0f} s"
-    )
-    for name in run.failed:
-        print(f"run_gtest: FAILED {name}")
-    return 1 if run.failed or not run.passed else 0
+    return run.summary()
 
 
 if __name__ == "__main__":

@@ -96,8 +96,10 @@ class DeviceArena {
     return tensor;
   }
 
-  /// All bytes outside of `view`, up to the next pieces, are still guards.
+  /// All bytes outside of `view`, up to the next pieces, are still guards. An empty tensor without
+  /// memory has none.
   [[nodiscard]] bool guards_hold(const TensorView& view) const {
+    if (view.data == nullptr) return true;
     std::int64_t bytes = dtype_bytes(view.dtype);
     for (const std::int64_t extent : view.shape) bytes *= extent;
     HostTensor around(DType::uint8, {guard_bytes});
