@@ -489,7 +489,7 @@ def _drawn(
 
 
 _WHO = "orchestrate_simulate"
-_INSTEAD = "AttentionStep is known to autograd"
+_INSTEAD = "ContextParallelAttention is known to autograd"
 
 
 @outside_graphs
