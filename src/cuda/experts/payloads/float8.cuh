@@ -9,7 +9,7 @@ namespace waybill::cuda {
 // A format is a class whose object is what the lanes of one group share. src/moe/payloads specifies
 // what it does.
 
-/// What the groups of a row share in formats without a scale of the row: nothing.
+/// In formats without a scale of the row its groups share nothing.
 struct NoRow {
   __host__ __device__ explicit NoRow(std::uint32_t /*largest*/) {}
 };

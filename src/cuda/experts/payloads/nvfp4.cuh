@@ -15,7 +15,7 @@ class Nvfp4 {
   using Scale = std::uint8_t;
   using Elements = std::uint32_t;
 
-  /// What the groups of a row share.
+  /// The scale of a row, shared by its groups.
   struct Row {
     /// @param largest size_bits() of the largest element of the groups without infinity and NaN
     __host__ __device__ explicit Row(std::uint32_t largest)

@@ -8,7 +8,7 @@
 
 namespace waybill::cuda {
 
-// What the formats' device quantisers have in common. The functions run on the host, too, where a
+// Arithmetic of the device quantisers of all formats. The functions run on the host, too, where a
 // test compares them with the specification (src/moe/payloads). Each operation rounds once, to
 // nearest, ties to even.
 
