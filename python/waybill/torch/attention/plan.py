@@ -161,14 +161,16 @@ class BatchPlanner(WrittenOnce, Unchanging):
 
     def _own(self, given: Union[QkvPlan, AttentionPlan], who: str) -> BatchPlan:
         plan = given.to_qkv_plan() if isinstance(given, AttentionPlan) else given
-        mask = plan.mask if self.chunk is None or len(plan.kv_end) == 0 else "full"
+        mask = plan.mask
+        if self.chunk is not None and len(plan.kv_end):
+            mask = self.shape.mask
         for name, got, expected in (
             ("world_size", plan.world_size, self.world_size),
             ("mask", mask, self.shape.mask),
         ):
             if got != expected:
                 raise InvalidArgument(f"{who}: the plan has {name} = {got}, expected {expected}")
-        tables = _own_tables(plan, self.shape.window, self.chunk, who)
+        tables = _own_tables(plan, mask, self.shape.window, self.chunk, who)
         own = given if isinstance(given, AttentionPlan) else None
         return BatchPlan._make(self, tables, plan, own)
 
@@ -372,10 +374,10 @@ class BatchPlan(WrittenOnce):
 
 
 def _own_tables(
-    plan: QkvPlan, window: Optional[int], chunk: Optional[int], who: str
+    plan: QkvPlan, mask: str, window: Optional[int], chunk: Optional[int], who: str
 ) -> list[IntArray]:
     """The pieces of each rank in a plan of a caller's own: runs of its shards. Raises where a shard
-    does not get the keys that its queries see.
+    does not get all keys that its queries see, or some after them, which kernels would take in.
     """
     length, shards = plan.shard_len, plan.doc_shards
     counts = np.diff(plan.doc_shard_offsets)
@@ -384,6 +386,14 @@ def _own_tables(
     ends = np.cumsum(length[shards])
     before = np.concatenate([[0], ends])[plan.doc_shard_offsets[:-1]]
     offset[shards] = ends - length[shards] - np.repeat(before, counts)
+    if mask == "causal" and len(plan.kv_end):
+        after = np.zeros(len(length), np.int64)
+        after[shards] = np.arange(len(shards)) - np.repeat(plan.doc_shard_offsets[:-1], counts) + 1
+        for n in np.flatnonzero((plan.kv_end > after) & (length > 0)).tolist():
+            raise InvalidArgument(
+                f"{who}: the plan's shard {n} has kv_end = {plan.kv_end[n]}, expected {after[n]} or"
+                " fewer: mask = causal"
+            )
     first = np.zeros(len(length), np.int64)
     if len(plan.kv_begin):
         first = offset[shards[plan.doc_shard_offsets[document] + plan.kv_begin]]
@@ -396,7 +406,7 @@ def _own_tables(
         )
     if chunk is not None:
         last = wanted = offset + length
-        if len(plan.kv_end):
+        if mask == "full":
             ends_with = shards[plan.doc_shard_offsets[document] + plan.kv_end - 1]
             last = (offset + length)[ends_with]
             tokens = np.bincount(document, length, len(counts)).astype(np.int64)
