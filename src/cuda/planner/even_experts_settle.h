@@ -1,0 +1,271 @@
+#pragma once
+
+#include "even_experts_rule.h"
+
+namespace waybill::cuda {
+
+/// A try brings all ranks down to its limit, or not, or a lower one has succeeded meanwhile.
+enum class PassResult : std::int32_t { success, failure, stopped };
+
+/// The ranks of a try. Lane l has the ranks l, l + 32, ..., `Own` of them.
+template <class Warp, int Own>
+struct EvenExpertsRanks {
+  typename Warp::Int load[Own], free_slots[Own];
+  typename Warp::Int top_rows[Own], top_expert[Own];  ///< largest expert of ranks above the limit
+};
+
+/// Gives rows of ranks above a limit to the emptiest ranks, by one warp. A step is a chain of
+/// waits, so all that it asks of ranks is kept ready in keys that one reduction decides on; what a
+/// rank would give is known to its lane before it is known which rank gives.
+/// @tparam Number of 32 bits where keys fit, of 64 elsewhere
+template <class Warp, int Own, class Number>
+class EvenExpertsSettle {
+ public:
+  using Int = typename Warp::Int;
+  using Mask = typename Warp::Mask;
+
+  /// Whether keys for this limit fit into 32 bits.
+  WAYBILL_HOST_DEVICE static bool fits_narrow(const EvenExpertsParams& p, int limit, int fullest) {
+    // The largest order of a giver: weights that it sends * room of the taker + rows.
+    const std::int64_t largest = std::int64_t{p.num_ranks} * p.spare * limit + fullest + 1;
+    return largest * num_keys <= std::int64_t{0xFFFFFFFF} && limit < (1 << 24) &&
+           p.homes <= num_keys;
+  }
+
+  WAYBILL_HOST_DEVICE EvenExpertsSettle(const EvenExpertsParams& p, const EvenExpertsMemory& m,
+                                        const EvenExpertsWarp& own, int limit)
+      : home_rows_(Warp::pin(own.home_rows)),
+        copies_(Warp::pin(own.copies)),
+        copy_rows_(Warp::pin(own.copy_rows)),
+        present_(p.present == nullptr ? nullptr : m.present),
+        homes_(Warp::keep(p.homes)),
+        spare_(Warp::keep(p.spare)),
+        min_rows_(Warp::keep(p.min_rows)),
+        alignment_(Warp::keep(p.alignment)),
+        limit_(limit) {}
+
+  /// @param spread the rank gives next that will have sent most weights, else the fullest
+  /// @param whole a rank with several free slots takes an expert that fits, else the largest
+  WAYBILL_HOST_DEVICE PassResult run(EvenExpertsRanks<Warp, Own>& ranks, bool spread, bool whole,
+                                     const int* best_try, int attempt) {
+    begin(ranks);
+    const PassResult result = give_all(spread, whole, Warp::pin(best_try), attempt);
+    for (int k = 0; k < Own; ++k) ranks.load[k] = excess_[k] + Int(limit_);
+    return result;
+  }
+
+ private:
+  static constexpr bool is_narrow = sizeof(Warp::reduce_max(Number(0))) == 4;
+  static constexpr int num_keys = 1 << EvenExpertsCopy::rank_bits;
+  static constexpr int taker_bits = EvenExpertsCopy::rank_bits + 1;
+  static constexpr int top_bits =
+      is_narrow ? EvenExpertsCopy::rank_bits : EvenExpertsCopy::expert_bits;
+  static constexpr int top_mask = (1 << top_bits) - 1;
+  static_assert(Own * warp_lanes <= num_keys);
+
+  WAYBILL_HOST_DEVICE Int rank_of(int k) const { return Warp::lane() + Int(k * warp_lanes); }
+
+  WAYBILL_HOST_DEVICE void begin(const EvenExpertsRanks<Warp, Own>& ranks) {
+    WAYBILL_UNROLL(4)
+    for (int k = 0; k < Own; ++k) {
+      excess_[k] = ranks.load[k] - Int(limit_);
+      free_[k] = ranks.free_slots[k];
+      next_slot_[k] = (rank_of(k) + Int(1)) * Int(spare_) - free_[k];
+      sent_[k] = Number(0);
+      const Int home = ranks.top_expert[k] - rank_of(k) * Int(homes_);
+      top_[k] = Number(ranks.top_rows[k]) * Number(top_mask + 1) + Number(Int(top_mask) - home);
+      set_keys(k);
+    }
+  }
+
+  /// The lane's keys of its rank k. A rank below the limit with a free slot may take: (room, rank
+  /// counted down, whether the slot is the last). One above it gives: (excess, rank counted down).
+  WAYBILL_HOST_DEVICE void set_keys(int k) {
+    const Int down = Int(num_keys - 1) - rank_of(k);
+    const Mask takes = excess_[k] < Int(0) && free_[k] > Int(0);
+    const Number taker =
+        Number(Int(0) - excess_[k]) * Number(1 << taker_bits) +
+        Number(down + down + Warp::select(free_[k] == Int(1), Int(1), Int(0)));
+    taker_[k] = Warp::select(takes, taker, Number(0));
+    const Mask gives = excess_[k] > Int(0);
+    const Number giver = Number(excess_[k]) * Number(num_keys) + Number(down);
+    giver_[k] = Warp::select(gives, giver, Number(0));
+    sent_[k] = Warp::select(gives, sent_[k], Number(0));
+  }
+
+  WAYBILL_HOST_DEVICE PassResult give_all(bool spread, bool whole, const int* best_try,
+                                          int attempt) {
+    for (;;) {
+      const int best = Warp::look(best_try);
+      const auto taker_key = next_taker();
+      const int room = static_cast<int>(taker_key >> taker_bits);
+      const bool is_last = (taker_key & 1) != 0;
+      const auto giver_key = next_giver(spread ? room : 0);
+      Int shares[Own];
+      WAYBILL_UNROLL(4)
+      for (int k = 0; k < Own; ++k) {
+        const Mask fills = Mask(is_last) && free_[k] > Int(0);
+        shares[k] = share(Int(top_[k] >> top_bits), room, excess_[k], fills);
+      }
+      if (giver_key == 0) return PassResult::success;
+      if (taker_key == 0) return PassResult::failure;
+      if (best < attempt * EvenExpertsBlock::max_warps) return PassResult::stopped;
+      const int taker = num_keys - 1 - static_cast<int>(taker_key >> 1 & (num_keys - 1));
+      const int giver = num_keys - 1 - static_cast<int>(giver_key & (num_keys - 1));
+      int rows = of_rank(shares, giver);
+      auto top = of_rank(top_, giver);
+      if (whole && !is_last) take_whole(giver, room, top, rows);
+      if (rows == 0) return PassResult::failure;
+      const int home = top_mask - static_cast<int>(top & top_mask);
+      give(home, static_cast<int>(top >> top_bits), giver, taker, rows);
+    }
+  }
+
+  /// (room, rank counted down, last slot) of the emptiest rank that can take; 0: none.
+  WAYBILL_HOST_DEVICE auto next_taker() const {
+    Number best = taker_[0];
+    WAYBILL_UNROLL(4)
+    for (int k = 1; k < Own; ++k) best = Warp::larger(best, taker_[k]);
+    return Warp::reduce_max(best);
+  }
+
+  /// (order, rank counted down) of the rank that gives next; 0: none is above the limit.
+  WAYBILL_HOST_DEVICE auto next_giver(int weight) const {
+    Number best = Number(0);
+    WAYBILL_UNROLL(4)
+    for (int k = 0; k < Own; ++k)
+      best = Warp::larger(best, sent_[k] * Number(weight) + giver_[k]);
+    return Warp::reduce_max(best);
+  }
+
+  /// The lane's number that belongs to rank `rank`, which all lanes know.
+  template <class Value>
+  WAYBILL_HOST_DEVICE auto of_rank(const Value (&values)[Own], int rank) const {
+    const auto place = static_cast<unsigned>(rank);
+    Value value = values[0];
+    WAYBILL_UNROLL(4)
+    for (int k = 1; k < Own; ++k) {
+      if (place / warp_lanes == static_cast<unsigned>(k)) value = values[k];
+    }
+    return Warp::broadcast(value, static_cast<int>(place % warp_lanes));
+  }
+
+  /// How many of an expert's rows a copy takes; 0: none.
+  /// @param fills the rank is filled to the brim
+  WAYBILL_HOST_DEVICE Int share(const Int& rows, int room, const Int& excess,
+                                const Mask& fills) const {
+    const Int most = Warp::smaller(rows, Int(room));
+    Int wanted = Warp::select(fills, most, Warp::smaller(most, excess));
+    wanted = Warp::larger(wanted, Warp::smaller(Int(min_rows_), most));
+    if (alignment_ > 1) {
+      const Int down = wanted / Int(alignment_) * Int(alignment_);
+      const Mask up = down < wanted && most - down >= Int(alignment_);
+      const Int aligned = Warp::select(up, down + Int(alignment_), down);
+      wanted = Warp::select(wanted < rows, aligned, wanted);
+    }
+    return Warp::select(wanted >= Int(min_rows_), wanted, Int(0));
+  }
+
+  /// An expert that fits into the room, if the giver has more above the limit and such an expert.
+  template <class Key>
+  WAYBILL_HOST_DEVICE void take_whole(int giver, int room, Key& top, int& rows) const {
+    const int excess = of_rank(excess_, giver);
+    if (excess <= room) return;
+    const Key fitting = largest(giver, room);
+    if (fitting >> top_bits == 0) return;
+    top = fitting;
+    const Int shares = share(Int(static_cast<int>(fitting >> top_bits)), room, Int(excess), Mask(false));
+    rows = Warp::broadcast(shares, 0);
+  }
+
+  /// (rows, number in the rank counted down) of a rank's largest expert, at most `max_rows`.
+  WAYBILL_HOST_DEVICE auto largest(int rank, int max_rows) const {
+    const int* const from = home_rows_ + rank * homes_;
+    Number best = Number(0);
+    WAYBILL_UNROLL(1)
+    for (int h = 0; h < homes_; h += warp_lanes) {
+      const Int home = Warp::lane() + Int(h);
+      const Mask is_home = home < Int(homes_);
+      const Int rows = Warp::gather(from, home, is_home, 0);
+      const Number key =
+          Number(rows) * Number(top_mask + 1) + Number(Int(top_mask) - home);
+      best = Warp::larger(best,
+                          Warp::select(is_home && rows <= Int(max_rows), key, Number(0)));
+    }
+    return Warp::reduce_max(best);
+  }
+
+  /// The place of a copy of `expert` among those that the rank has taken; -1: none.
+  WAYBILL_HOST_DEVICE static int find(const int* copies, int count, int expert) {
+    WAYBILL_UNROLL(1)
+    for (int s = 0; s < count; s += warp_lanes) {
+      const Int i = Warp::lane() + Int(s);
+      const Mask there = i < Int(count);
+      const Int copy = Warp::gather(copies, i, there, -1);
+      const std::uint32_t lanes =
+          Warp::ballot(there && EvenExpertsCopy::expert(copy) == Int(expert));
+      if (lanes != 0) return s + Warp::lowest(lanes);
+    }
+    return -1;
+  }
+
+  /// Adds to a copy that the taker has already. Only possible where copies were present, or where
+  /// shares are rounded: otherwise a copy takes an expert whole, or fills a rank, or settles one.
+  /// @return whether there is one
+  WAYBILL_HOST_DEVICE bool add_to_copy(int expert, int taker, int rows) const {
+    const int first = taker * spare_;
+    const int used = spare_ - of_rank(free_, taker);
+    const int old = find(copies_ + first, used, expert);
+    if (old < 0) return false;
+    const Mask first_lane = Warp::lane() == Int(0);
+    const Int before = Warp::gather(copy_rows_, Int(first + old), first_lane, 0);
+    Warp::scatter(copy_rows_, Int(first + old), before + Int(rows), first_lane);
+    return true;
+  }
+
+  WAYBILL_HOST_DEVICE void give(int home, int expert_rows, int giver, int taker, int rows) {
+    const int expert = giver * homes_ + home;
+    int copy = EvenExpertsCopy::pack(expert, giver, taker);
+    int slots = 1, sends = 1;
+    if (present_ != nullptr || alignment_ > 1) {
+      if (add_to_copy(expert, taker, rows)) slots = sends = 0;
+      if (present_ != nullptr && find(present_ + taker * spare_, spare_, expert) >= 0) {
+        copy |= EvenExpertsCopy::is_present;
+        sends = 0;
+      }
+    }
+    Warp::scatter(home_rows_, Int(expert), Int(expert_rows - rows), Warp::lane() == Int(0));
+    WAYBILL_UNROLL(4)
+    for (int k = 0; k < Own; ++k) {
+      const Mask takes = rank_of(k) == Int(taker), gives = rank_of(k) == Int(giver);
+      const Mask is_new = takes && Int(slots) > Int(0);
+      Warp::scatter(copies_, next_slot_[k], Int(copy), is_new);
+      Warp::scatter(copy_rows_, next_slot_[k], Int(rows), is_new);
+      const Int used = Warp::select(is_new, Int(1), Int(0));
+      next_slot_[k] = next_slot_[k] + used;
+      free_[k] = free_[k] - used;
+      excess_[k] = excess_[k] + Warp::select(takes, Int(rows), Int(0)) -
+                   Warp::select(gives, Int(rows), Int(0));
+      sent_[k] = sent_[k] + Warp::select(gives, Number(Int(sends * num_keys)), Number(0));
+      set_keys(k);
+    }
+    Warp::sync();
+    const Number top = Number(largest(giver, INT_MAX));
+    WAYBILL_UNROLL(4)
+    for (int k = 0; k < Own; ++k)
+      top_[k] = Warp::select(rank_of(k) == Int(giver), top, top_[k]);
+  }
+
+  int* const home_rows_;
+  int* const copies_;
+  int* const copy_rows_;
+  const int* const present_;
+  const int homes_, spare_, min_rows_, alignment_, limit_;  // in registers
+  Int excess_[Own];     // rows above the limit
+  Int free_[Own];       // free slots
+  Int next_slot_[Own];  // that a copy takes next
+  Number taker_[Own], giver_[Own], sent_[Own];  // keys; weights sent * num_keys
+  Number top_[Own];                             // the largest expert
+};
+
+}  // namespace waybill::cuda
