@@ -159,7 +159,7 @@ struct HostWarp {
   static T* pin(T* shared) {
     return shared;
   }
-  static int keep(int value) { return value; }
+  static Int hold(const Int& value) { return value; }
   static int read(const int* at) { return *at; }
   static int look(const int* at) { return std::atomic_ref(*const_cast<int*>(at)).load(); }
   struct Four {

@@ -86,8 +86,11 @@ struct DeviceWarp {
     asm volatile("" : "+r"(address));
     return static_cast<T*>(__cvta_shared_to_generic(address));
   }
-  /// A parameter that stays in a register: the compiler does not see through a broadcast.
-  __device__ static int keep(int value) { return broadcast(value, 0); }
+  /// A number that is computed here, not only where it is needed.
+  __device__ static int hold(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+  }
   __device__ static int read(const int* at) { return *static_cast<const volatile int*>(at); }
   /// Another warp may change the number meanwhile: all lanes get the same.
   __device__ static int look(const int* at) { return broadcast(read(at), 0); }

@@ -15,7 +15,8 @@ class EvenExpertsPass {
                                       const EvenExpertsWarp& own)
       : p_(p), m_(m), own_(own), num_copies_(p.num_ranks * p.spare) {}
 
-  WAYBILL_HOST_DEVICE PassResult run(int attempt, int limit) {
+  /// @return whether no rank is above the limit now
+  WAYBILL_HOST_DEVICE bool run(int attempt, int limit) {
     attempt_ = attempt;
     limit_ = limit;
     const int way = attempt % even_ways;

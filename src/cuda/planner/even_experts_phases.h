@@ -183,7 +183,7 @@ class EvenExpertsPhases {
       const int attempt = attempt_of(number);
       if (attempt >= even_rungs * even_ways) return;
       if (Warp::look(&m_.block->best_try) < attempt * EvenExpertsBlock::max_warps) return;
-      if (pass.run(attempt, limit_of(attempt / even_ways)) != PassResult::success) continue;
+      if (!pass.run(attempt, limit_of(attempt / even_ways))) continue;
       Warp::block_min(&m_.block->best_try, attempt * EvenExpertsBlock::max_warps + warp);
       pass.send_home();
       return;

@@ -4,9 +4,6 @@
 
 namespace waybill::cuda {
 
-/// A try brings all ranks down to its limit, or not, or a lower one has succeeded meanwhile.
-enum class PassResult : std::int32_t { success, failure, stopped };
-
 /// The ranks of a try. Lane l has the ranks l, l + 32, ..., `Own` of them.
 template <class Warp, int Own>
 struct EvenExpertsRanks {
@@ -38,20 +35,22 @@ class EvenExpertsSettle {
         copies_(Warp::pin(own.copies)),
         copy_rows_(Warp::pin(own.copy_rows)),
         present_(p.present == nullptr ? nullptr : m.present),
-        homes_(Warp::keep(p.homes)),
-        spare_(Warp::keep(p.spare)),
-        min_rows_(Warp::keep(p.min_rows)),
-        alignment_(Warp::keep(p.alignment)),
+        homes_(p.homes),
+        spare_(p.spare),
+        min_rows_(p.min_rows),
+        alignment_(p.alignment),
         limit_(limit) {}
 
   /// @param spread the rank gives next that will have sent most weights, else the fullest
   /// @param whole a rank with several free slots takes an expert that fits, else the largest
-  WAYBILL_HOST_DEVICE PassResult run(EvenExpertsRanks<Warp, Own>& ranks, bool spread, bool whole,
+  /// @return false: a rank stays above the limit, or a lower try has succeeded meanwhile
+  WAYBILL_HOST_DEVICE bool run(EvenExpertsRanks<Warp, Own>& ranks, bool spread, bool whole,
                                      const int* best_try, int attempt) {
     begin(ranks);
-    const PassResult result = give_all(spread, whole, Warp::pin(best_try), attempt);
+    const bool is_settled = give_all(spread, whole, Warp::pin(best_try),
+                                     attempt * EvenExpertsBlock::max_warps);
     for (int k = 0; k < Own; ++k) ranks.load[k] = excess_[k] + Int(limit_);
-    return result;
+    return is_settled;
   }
 
  private:
@@ -76,6 +75,7 @@ class EvenExpertsSettle {
       top_[k] = Number(ranks.top_rows[k]) * Number(top_mask + 1) + Number(Int(top_mask) - home);
       set_keys(k);
     }
+    changed_rows_ = home_rows_of_lanes(changed_rank_);
   }
 
   /// The lane's keys of its rank k. A rank below the limit with a free slot may take: (room, rank
@@ -93,11 +93,12 @@ class EvenExpertsSettle {
     sent_[k] = Warp::select(gives, sent_[k], Number(0));
   }
 
-  WAYBILL_HOST_DEVICE PassResult give_all(bool spread, bool whole, const int* best_try,
-                                          int attempt) {
+  /// The loop ends by what all lanes get of a reduction, so that they stay together.
+  WAYBILL_HOST_DEVICE bool give_all(bool spread, bool whole, const int* best_try, int own_try) {
     for (;;) {
-      const int best = Warp::look(best_try);
+      const int best = Warp::read(best_try);
       const auto taker_key = next_taker();
+      note_top();
       const int room = static_cast<int>(taker_key >> taker_bits);
       const bool is_last = (taker_key & 1) != 0;
       const auto giver_key = next_giver(spread ? room : 0);
@@ -105,20 +106,28 @@ class EvenExpertsSettle {
       WAYBILL_UNROLL(4)
       for (int k = 0; k < Own; ++k) {
         const Mask fills = Mask(is_last) && free_[k] > Int(0);
-        shares[k] = share(Int(top_[k] >> top_bits), room, excess_[k], fills);
+        shares[k] = Warp::hold(share(Int(top_[k] >> top_bits), room, excess_[k], fills));
       }
-      if (giver_key == 0) return PassResult::success;
-      if (taker_key == 0) return PassResult::failure;
-      if (best < attempt * EvenExpertsBlock::max_warps) return PassResult::stopped;
+      if (giver_key == 0) return true;
+      if (taker_key == 0) return false;
       const int taker = num_keys - 1 - static_cast<int>(taker_key >> 1 & (num_keys - 1));
       const int giver = num_keys - 1 - static_cast<int>(giver_key & (num_keys - 1));
       int rows = of_rank(shares, giver);
       auto top = of_rank(top_, giver);
+      // Other warps may change the number meanwhile: all lanes go by the first.
+      const bool is_beaten = Warp::broadcast(Int(best), 0) < own_try;
       if (whole && !is_last) take_whole(giver, room, top, rows);
-      if (rows == 0) return PassResult::failure;
+      if (alignment_ > 1) rows = aligned(rows, static_cast<int>(top >> top_bits), room);
       const int home = top_mask - static_cast<int>(top & top_mask);
       give(home, static_cast<int>(top >> top_bits), giver, taker, rows);
+      if (rows == 0 || is_beaten) end();
     }
+  }
+
+  /// No rank takes any more.
+  WAYBILL_HOST_DEVICE void end() {
+    WAYBILL_UNROLL(4)
+    for (int k = 0; k < Own; ++k) taker_[k] = Number(0);
   }
 
   /// (room, rank counted down, last slot) of the emptiest rank that can take; 0: none.
@@ -150,19 +159,13 @@ class EvenExpertsSettle {
     return Warp::broadcast(value, static_cast<int>(place % warp_lanes));
   }
 
-  /// How many of an expert's rows a copy takes; 0: none.
+  /// How many of an expert's rows a copy takes, before they are rounded; 0: none.
   /// @param fills the rank is filled to the brim
   WAYBILL_HOST_DEVICE Int share(const Int& rows, int room, const Int& excess,
                                 const Mask& fills) const {
     const Int most = Warp::smaller(rows, Int(room));
     Int wanted = Warp::select(fills, most, Warp::smaller(most, excess));
     wanted = Warp::larger(wanted, Warp::smaller(Int(min_rows_), most));
-    if (alignment_ > 1) {
-      const Int down = wanted / Int(alignment_) * Int(alignment_);
-      const Mask up = down < wanted && most - down >= Int(alignment_);
-      const Int aligned = Warp::select(up, down + Int(alignment_), down);
-      wanted = Warp::select(wanted < rows, aligned, wanted);
-    }
     return Warp::select(wanted >= Int(min_rows_), wanted, Int(0));
   }
 
@@ -171,28 +174,52 @@ class EvenExpertsSettle {
   WAYBILL_HOST_DEVICE void take_whole(int giver, int room, Key& top, int& rows) const {
     const int excess = of_rank(excess_, giver);
     if (excess <= room) return;
-    const Key fitting = largest(giver, room);
+    const Key fitting = largest(giver, home_rows_of_lanes(giver), room);
     if (fitting >> top_bits == 0) return;
     top = fitting;
-    const Int shares = share(Int(static_cast<int>(fitting >> top_bits)), room, Int(excess), Mask(false));
-    rows = Warp::broadcast(shares, 0);
+    rows = static_cast<int>(fitting >> top_bits);
+    if (rows < min_rows_) rows = 0;
+  }
+
+  /// A share rounded to the alignment, up where there is room; an expert taken whole stays so.
+  WAYBILL_HOST_DEVICE int aligned(int rows, int expert_rows, int room) const {
+    if (rows >= expert_rows) return rows;
+    const int most = expert_rows < room ? expert_rows : room;
+    int rounded = rows / alignment_ * alignment_;
+    if (rounded < rows && most - rounded >= alignment_) rounded += alignment_;
+    return rounded >= min_rows_ ? rounded : 0;
+  }
+
+  /// Rows of the first 32 experts of a rank.
+  WAYBILL_HOST_DEVICE Int home_rows_of_lanes(int rank) const {
+    return Warp::gather(home_rows_ + rank * homes_, Warp::lane(), Warp::lane() < Int(homes_), 0);
   }
 
   /// (rows, number in the rank counted down) of a rank's largest expert, at most `max_rows`.
-  WAYBILL_HOST_DEVICE auto largest(int rank, int max_rows) const {
-    const int* const from = home_rows_ + rank * homes_;
-    Number best = Number(0);
+  /// @param rows those of its first 32
+  WAYBILL_HOST_DEVICE auto largest(int rank, Int rows, int max_rows) const {
+    Number best = top_key(Warp::lane(), rows, max_rows);
     WAYBILL_UNROLL(1)
-    for (int h = 0; h < homes_; h += warp_lanes) {
+    for (int h = warp_lanes; h < homes_; h += warp_lanes) {
       const Int home = Warp::lane() + Int(h);
-      const Mask is_home = home < Int(homes_);
-      const Int rows = Warp::gather(from, home, is_home, 0);
-      const Number key =
-          Number(rows) * Number(top_mask + 1) + Number(Int(top_mask) - home);
-      best = Warp::larger(best,
-                          Warp::select(is_home && rows <= Int(max_rows), key, Number(0)));
+      const Int more = Warp::gather(home_rows_ + rank * homes_, home, home < Int(homes_), 0);
+      best = Warp::larger(best, top_key(home, more, max_rows));
     }
     return Warp::reduce_max(best);
+  }
+
+  WAYBILL_HOST_DEVICE static Number top_key(const Int& home, const Int& rows, int max_rows) {
+    const Number key = Number(rows) * Number(top_mask + 1) + Number(Int(top_mask) - home);
+    return Warp::select(rows > Int(0) && rows <= Int(max_rows), key, Number(0));
+  }
+
+  /// The largest expert of the rank that gave last. It is sought while the next taker is: nothing
+  /// waits for it soon.
+  WAYBILL_HOST_DEVICE void note_top() {
+    const Number top = Number(largest(changed_rank_, changed_rows_, INT_MAX));
+    WAYBILL_UNROLL(4)
+    for (int k = 0; k < Own; ++k)
+      top_[k] = Warp::select(rank_of(k) == Int(changed_rank_), top, top_[k]);
   }
 
   /// The place of a copy of `expert` among those that the rank has taken; -1: none.
@@ -250,10 +277,8 @@ class EvenExpertsSettle {
       set_keys(k);
     }
     Warp::sync();
-    const Number top = Number(largest(giver, INT_MAX));
-    WAYBILL_UNROLL(4)
-    for (int k = 0; k < Own; ++k)
-      top_[k] = Warp::select(rank_of(k) == Int(giver), top, top_[k]);
+    changed_rank_ = giver;
+    changed_rows_ = home_rows_of_lanes(giver);
   }
 
   int* const home_rows_;
@@ -266,6 +291,8 @@ class EvenExpertsSettle {
   Int next_slot_[Own];  // that a copy takes next
   Number taker_[Own], giver_[Own], sent_[Own];  // keys; weights sent * num_keys
   Number top_[Own];                             // the largest expert
+  int changed_rank_ = 0;  // that gave last, and rows of its experts; see note_top
+  Int changed_rows_;
 };
 
 }  // namespace waybill::cuda
