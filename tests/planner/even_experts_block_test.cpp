@@ -159,6 +159,7 @@ struct HostWarp {
   static T* pin(T* shared) {
     return shared;
   }
+  static int keep(int value) { return value; }
   static Int hold(const Int& value) { return value; }
   static int read(const int* at) { return *at; }
   static int look(const int* at) { return std::atomic_ref(*const_cast<int*>(at)).load(); }
@@ -256,6 +257,7 @@ class HostBlock {
     };
     all(&Phases::clear);
     all(&Phases::sum_some_ranks);
+    all(&Phases::note_status);
     each_warp([&](Phases& phases, int w) { phases.sum_ranks(w, warps_); });
     each_warp([&](Phases& phases, int w) { phases.order_ranks(w, warps_); });
     all(&Phases::clear_ties);

@@ -86,6 +86,9 @@ struct DeviceWarp {
     asm volatile("" : "+r"(address));
     return static_cast<T*>(__cvta_shared_to_generic(address));
   }
+  /// A parameter that stays in a register, known to be the same in all lanes: the compiler does not
+  /// see through a reduction, and would read the parameter at each use.
+  __device__ static int keep(int value) { return reduce_max(value); }
   /// A number that is computed here, not only where it is needed.
   __device__ static int hold(int value) {
     asm volatile("" : "+r"(value));
@@ -122,9 +125,9 @@ struct DeviceWarp {
 template <class Phases>
 __device__ bool count(Phases& phases, const EvenExpertsMemory& m, int warp, int warps) {
   phases.clear();
-  __syncthreads();
   phases.sum_some_ranks();
   __syncthreads();
+  phases.note_status();
   phases.sum_ranks(warp, warps);
   __syncthreads();
   phases.order_ranks(warp, warps);
@@ -145,7 +148,8 @@ __global__ void __launch_bounds__(even_experts_threads, 1)
   extern __shared__ __align__(16) int words[];
   const EvenExpertsMemory m(words, p);
   const auto thread = static_cast<int>(threadIdx.x);
-  const int warp = thread / warp_lanes;
+  const int warp =
+      DeviceWarp::broadcast(thread / warp_lanes, 0);  // the same in all lanes: known so
   constexpr int warps = even_experts_threads / warp_lanes;
   EvenExpertsPhases<DeviceWarp, Own> phases(p, m, thread, even_experts_threads);
   const auto begin = static_cast<unsigned>(clock());

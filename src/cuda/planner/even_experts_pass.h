@@ -133,8 +133,7 @@ class EvenExpertsPass {
     const Int rank = EvenExpertsCopy::rank(copy);
     const Int at_home = Warp::gather(own_.home_rows, EvenExpertsCopy::expert(copy), there, 0);
     const Int room = Int(limit_) - Warp::gather(own_.load, rank, there, 0);
-    const Int excess =
-        Warp::gather(own_.load, EvenExpertsCopy::home(copy), there, 0) - Int(limit_);
+    const Int excess = Warp::gather(own_.load, EvenExpertsCopy::home(copy), there, 0) - Int(limit_);
     const Int rows = Warp::smaller(Warp::smaller(at_home, room), excess);
     const Mask ok = there && rows > Int(0) && rows >= Int(p_.min_rows) &&
                     (Warp::gather(own_.free_slots, rank, there, 0) > Int(1) || rows == room);

@@ -21,8 +21,10 @@ class EvenExpertsPhases {
         thread_(thread),
         threads_(threads),
         copies_(p.num_ranks * p.spare),
-        slots_per_rank_(p.homes + p.spare) {}
+        slots_per_rank_(p.homes + p.spare),
+        groups_(EvenExpertsMemory::partial_sums(p, threads)) {}
 
+  /// In one phase with sum_some_ranks.
   WAYBILL_HOST_DEVICE void clear() {
     if (thread_ == 0) {
       *m_.block = {};
@@ -50,10 +52,14 @@ class EvenExpertsPhases {
     sort_present();
   }
 
+  /// What was wrong in the phase that cleared, in one phase with sum_ranks.
+  WAYBILL_HOST_DEVICE void note_status() {
+    if (status_ != EvenExpertsStatus::good) fail(status_);
+  }
+
   /// Warps: sums of experts, then of ranks, and the largest expert of each rank. As many lanes have
   /// a rank as it has homes, rounded up to a power of two.
   WAYBILL_HOST_DEVICE void sum_ranks(int warp, int warps) {
-    const int groups = EvenExpertsMemory::partial_sums(p_, threads_);
     const int bits = home_bits(), width = 1 << bits, ranks = warp_lanes >> bits;
     const Int home_of_lane = Warp::lane() & Int(width - 1);
     for (int first = warp * ranks; first < p_.num_ranks; first += warps * ranks) {
@@ -66,7 +72,7 @@ class EvenExpertsPhases {
         const Mask is_home = rank < Int(p_.num_ranks) && home < Int(p_.homes);
         Unsigned rows = Unsigned(0);
         WAYBILL_UNROLL(8)
-        for (int g = 0; g < groups; ++g) {
+        for (int g = 0; g < groups_; ++g) {
           const Int part = Warp::gather(m_.warps + g * p_.num_experts, expert, is_home, 0);
           rows = rows + Unsigned(part);
           any = any | rows;
@@ -105,8 +111,7 @@ class EvenExpertsPhases {
       int position = 0;
       WAYBILL_UNROLL(4)
       for (int k = 0; k < Own; ++k) {
-        const Mask before =
-            rows[k] > Int(own) || (rows[k] == Int(own) && rank_of(k) < Int(r));
+        const Mask before = rows[k] > Int(own) || (rows[k] == Int(own) && rank_of(k) < Int(r));
         position += Warp::count(Warp::ballot(before));
       }
       const Mask first_lane = Warp::lane() == Int(0);
@@ -215,8 +220,7 @@ class EvenExpertsPhases {
         const Int home = home_of_lane + Int(h), expert = rank * Int(p_.homes) + home;
         const Mask is_home = rank < Int(p_.num_ranks) && home < Int(p_.homes);
         const Int quota = Warp::gather(own.home_rows, expert, is_home, 0);
-        const Int of_rank =
-            Warp::gather(p_.rows, rank * Int(p_.num_experts) + expert, is_home, 0);
+        const Int of_rank = Warp::gather(p_.rows, rank * Int(p_.num_experts) + expert, is_home, 0);
         const Int local = Warp::smaller(of_rank, quota);
         const Int slot = rank * Int(slots_per_rank_) + home;
         Warp::scatter(m_.home_rest, expert, quota - local, is_home);
@@ -248,6 +252,10 @@ class EvenExpertsPhases {
     Warp::block_max(&m_.block->status, static_cast<int>(status));
   }
 
+  WAYBILL_HOST_DEVICE void fail_later(EvenExpertsStatus status) {
+    if (status > status_) status_ = status;
+  }
+
   WAYBILL_HOST_DEVICE static Int rank_of(int k) { return Warp::lane() + Int(k * warp_lanes); }
   WAYBILL_HOST_DEVICE Int of_rank(const int* numbers, int k, int otherwise) const {
     return Warp::gather(numbers, rank_of(k), rank_of(k) < Int(p_.num_ranks), otherwise);
@@ -261,20 +269,19 @@ class EvenExpertsPhases {
 
   template <int Width>
   WAYBILL_HOST_DEVICE void sum_of_width() {
-    const int groups = EvenExpertsMemory::partial_sums(p_, threads_);
     const int columns = p_.num_experts / Width;
     WAYBILL_UNROLL(1)
-    for (int i = thread_; i < groups * columns; i += threads_) {
+    for (int i = thread_; i < groups_ * columns; i += threads_) {
       const int first = static_cast<int>(static_cast<unsigned>(i) / static_cast<unsigned>(columns));
       const int expert = (i - first * columns) * Width;
       const std::int32_t* from = p_.rows + std::int64_t{first} * p_.num_experts + expert;
       unsigned sums[Width] = {};
       unsigned any_number = 0, any_sum = 0;  // their high bits tell of negative and of too many
       WAYBILL_UNROLL(8)
-      for (int r = first; r < p_.num_ranks; r += groups) {
+      for (int r = first; r < p_.num_ranks; r += groups_) {
         std::int32_t rows[Width];
         Warp::load(from, rows);
-        from += std::int64_t{groups} * p_.num_experts;
+        from += std::int64_t{groups_} * p_.num_experts;
         for (int j = 0; j < Width; ++j) {
           any_number |= static_cast<unsigned>(rows[j]);
           sums[j] += static_cast<unsigned>(rows[j]);
@@ -283,9 +290,9 @@ class EvenExpertsPhases {
       }
       Warp::store(m_.warps + first * p_.num_experts + expert, sums);
       if (static_cast<int>(any_number) < 0) {
-        fail(EvenExpertsStatus::negative_rows);
+        fail_later(EvenExpertsStatus::negative_rows);
       } else if (static_cast<int>(any_sum) < 0) {
-        fail(EvenExpertsStatus::too_many_rows);
+        fail_later(EvenExpertsStatus::too_many_rows);
       }
     }
   }
@@ -302,13 +309,13 @@ class EvenExpertsPhases {
         const int expert = p_.present[r * p_.present_stride + s];
         const int home = expert / p_.homes;
         const bool good = expert >= -1 && expert < p_.num_experts && (expert < 0 || home != r);
-        if (!good) fail(EvenExpertsStatus::wrong_present);
+        if (!good) fail_later(EvenExpertsStatus::wrong_present);
         const int copy = good && expert >= 0 ? EvenExpertsCopy::pack(expert, home, r) : -1;
         m_.present[r * p_.spare + s] = copy;
         if (copy < 0) continue;
         int place = count++;
         for (; place > 0 && sorted[place - 1] >= copy; --place) {
-          if (sorted[place - 1] == copy) fail(EvenExpertsStatus::wrong_present);
+          if (sorted[place - 1] == copy) fail_later(EvenExpertsStatus::wrong_present);
           sorted[place] = sorted[place - 1];
         }
         sorted[place] = copy;
@@ -326,8 +333,7 @@ class EvenExpertsPhases {
       high = high + (own >> 16 & Int(0xFFFF));
       most = Warp::larger(most, own);
     }
-    const std::int64_t total =
-        (std::int64_t{Warp::reduce_add(high)} << 16) + Warp::reduce_add(low);
+    const std::int64_t total = (std::int64_t{Warp::reduce_add(high)} << 16) + Warp::reduce_add(low);
     // Loads are int; INT_MAX stands for none.
     if (total >= INT_MAX) fail(EvenExpertsStatus::too_many_rows);
     const auto ranks = static_cast<unsigned>(p_.num_ranks);
@@ -519,6 +525,8 @@ class EvenExpertsPhases {
   const EvenExpertsParams& p_;
   const EvenExpertsMemory& m_;
   int thread_, threads_, copies_, slots_per_rank_;
+  int groups_;  ///< threads that sum the same experts
+  EvenExpertsStatus status_ = EvenExpertsStatus::good;
   std::uint32_t needed_[Own] = {};  ///< bit k - 1: the k fullest ranks may be a bound
 };
 

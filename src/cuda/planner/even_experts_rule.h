@@ -131,11 +131,12 @@ struct EvenExpertsMemory {
     return p.num_experts + 3 * p.num_ranks * p.spare + 4 * p.num_ranks;
   }
   WAYBILL_HOST_DEVICE static int experts_in_fours(const EvenExpertsParams& p) {
-    return (p.num_experts + 3) / 4 * 4;
+    return (p.num_experts + 3) & ~3;
   }
   /// Threads that sum the rows of `width` experts, each of some ranks.
   WAYBILL_HOST_DEVICE static int partial_sums(const EvenExpertsParams& p, int threads) {
-    const int groups = threads * sum_width(p) / p.num_experts;
+    const auto experts = static_cast<unsigned>(p.num_experts);
+    const auto groups = static_cast<int>(static_cast<unsigned>(threads * sum_width(p)) / experts);
     return groups < 1 ? 1 : groups > p.num_ranks ? p.num_ranks : groups;
   }
   /// Experts that a thread sums: of four it reads 16 bytes at once.
@@ -156,10 +157,10 @@ struct EvenExpertsMemory {
 
   WAYBILL_HOST_DEVICE EvenExpertsMemory(int* words, const EvenExpertsParams& p) {
     const int copies = p.num_ranks * p.spare;
-    int* at = words;
+    int used = 0;
     const auto take = [&](int count) {
-      int* const first = at;
-      at += count;
+      int* const first = words + used;
+      used += count;
       return first;
     };
     block = reinterpret_cast<EvenExpertsBlock*>(take(block_words));
@@ -177,7 +178,7 @@ struct EvenExpertsMemory {
     final_copy = take(copies);
     final_quota = take(copies);
     final_rest = take(copies);
-    warps = words + (at - words + 3) / 4 * 4;  // partial sums are written by fours
+    warps = words + ((used + 3) & ~3);  // partial sums are written by fours
     sorted_expert_rows = warps;
     sorted_position = warps + p.num_experts;
     ties = sorted_position + p.num_experts;

@@ -35,20 +35,20 @@ class EvenExpertsSettle {
         copies_(Warp::pin(own.copies)),
         copy_rows_(Warp::pin(own.copy_rows)),
         present_(p.present == nullptr ? nullptr : m.present),
-        homes_(p.homes),
-        spare_(p.spare),
-        min_rows_(p.min_rows),
-        alignment_(p.alignment),
+        homes_(Warp::keep(p.homes)),
+        spare_(Warp::keep(p.spare)),
+        min_rows_(Warp::keep(p.min_rows)),
+        alignment_(Warp::keep(p.alignment)),
         limit_(limit) {}
 
   /// @param spread the rank gives next that will have sent most weights, else the fullest
   /// @param whole a rank with several free slots takes an expert that fits, else the largest
   /// @return false: a rank stays above the limit, or a lower try has succeeded meanwhile
   WAYBILL_HOST_DEVICE bool run(EvenExpertsRanks<Warp, Own>& ranks, bool spread, bool whole,
-                                     const int* best_try, int attempt) {
+                               const int* best_try, int attempt) {
     begin(ranks);
-    const bool is_settled = give_all(spread, whole, Warp::pin(best_try),
-                                     attempt * EvenExpertsBlock::max_warps);
+    const bool is_settled =
+        give_all(spread, whole, Warp::pin(best_try), attempt * EvenExpertsBlock::max_warps);
     for (int k = 0; k < Own; ++k) ranks.load[k] = excess_[k] + Int(limit_);
     return is_settled;
   }
@@ -83,9 +83,8 @@ class EvenExpertsSettle {
   WAYBILL_HOST_DEVICE void set_keys(int k) {
     const Int down = Int(num_keys - 1) - rank_of(k);
     const Mask takes = excess_[k] < Int(0) && free_[k] > Int(0);
-    const Number taker =
-        Number(Int(0) - excess_[k]) * Number(1 << taker_bits) +
-        Number(down + down + Warp::select(free_[k] == Int(1), Int(1), Int(0)));
+    const Number taker = Number(Int(0) - excess_[k]) * Number(1 << taker_bits) +
+                         Number(down + down + Warp::select(free_[k] == Int(1), Int(1), Int(0)));
     taker_[k] = Warp::select(takes, taker, Number(0));
     const Mask gives = excess_[k] > Int(0);
     const Number giver = Number(excess_[k]) * Number(num_keys) + Number(down);
@@ -142,8 +141,7 @@ class EvenExpertsSettle {
   WAYBILL_HOST_DEVICE auto next_giver(int weight) const {
     Number best = Number(0);
     WAYBILL_UNROLL(4)
-    for (int k = 0; k < Own; ++k)
-      best = Warp::larger(best, sent_[k] * Number(weight) + giver_[k]);
+    for (int k = 0; k < Own; ++k) best = Warp::larger(best, sent_[k] * Number(weight) + giver_[k]);
     return Warp::reduce_max(best);
   }
 
@@ -286,11 +284,11 @@ class EvenExpertsSettle {
   int* const copy_rows_;
   const int* const present_;
   const int homes_, spare_, min_rows_, alignment_, limit_;  // in registers
-  Int excess_[Own];     // rows above the limit
-  Int free_[Own];       // free slots
-  Int next_slot_[Own];  // that a copy takes next
-  Number taker_[Own], giver_[Own], sent_[Own];  // keys; weights sent * num_keys
-  Number top_[Own];                             // the largest expert
+  Int excess_[Own];                                         // rows above the limit
+  Int free_[Own];                                           // free slots
+  Int next_slot_[Own];                                      // that a copy takes next
+  Number taker_[Own], giver_[Own], sent_[Own];              // keys; weights sent * num_keys
+  Number top_[Own];                                         // the largest expert
   int changed_rank_ = 0;  // that gave last, and rows of its experts; see note_top
   Int changed_rows_;
 };
