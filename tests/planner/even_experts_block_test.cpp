@@ -95,6 +95,7 @@ struct HostWarp {
     for (int i = 0; i < cuda::warp_lanes; ++i)
       if (mask.values[i]) base[idx.values[i]] = value.values[i];
   }
+  static void put(int* at, int value) { *at = value; }
   template <class T>
   static Lanes<T> select(const Mask& mask, const Lanes<T>& yes, const Lanes<T>& no) {
     Lanes<T> result;

@@ -23,6 +23,8 @@ struct DeviceWarp {
   __device__ static void scatter(int* base, int idx, int value, bool mask) {
     if (mask) base[idx] = value;
   }
+  /// All lanes write the same: no lane has to be told apart.
+  __device__ static void put(int* at, int value) { *at = value; }
   template <class Number>
   __device__ static Number select(bool mask, Number yes, Number no) {
     return mask ? yes : no;

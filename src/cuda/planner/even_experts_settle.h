@@ -69,7 +69,6 @@ class EvenExpertsSettle {
     for (int k = 0; k < Own; ++k) {
       excess_[k] = ranks.load[k] - Int(limit_);
       free_[k] = ranks.free_slots[k];
-      next_slot_[k] = (rank_of(k) + Int(1)) * Int(spare_) - free_[k];
       sent_[k] = Number(0);
       const Int home = ranks.top_expert[k] - rank_of(k) * Int(homes_);
       top_[k] = Number(ranks.top_rows[k]) * Number(top_mask + 1) + Number(Int(top_mask) - home);
@@ -92,8 +91,18 @@ class EvenExpertsSettle {
     sent_[k] = Warp::select(gives, sent_[k], Number(0));
   }
 
+  /// What one rank gives to another: rows of its largest expert, into a new copy, which it sends.
+  struct Gift {
+    int taker, giver, taker_free, rows;
+    int home = 0;  ///< number of the expert in its rank
+    int expert_rows = 0;
+    int is_new = 1, is_sent = 1;
+    int flag = 0;  ///< EvenExpertsCopy::is_present
+  };
+
   /// The loop ends by what all lanes get of a reduction, so that they stay together.
   WAYBILL_HOST_DEVICE bool give_all(bool spread, bool whole, const int* best_try, int own_try) {
+    const bool is_special = whole || present_ != nullptr || alignment_ > 1;
     for (;;) {
       const int best = Warp::read(best_try);
       const auto taker_key = next_taker();
@@ -111,15 +120,15 @@ class EvenExpertsSettle {
       if (taker_key == 0) return false;
       const int taker = num_keys - 1 - static_cast<int>(taker_key >> 1 & (num_keys - 1));
       const int giver = num_keys - 1 - static_cast<int>(giver_key & (num_keys - 1));
-      int rows = of_rank(shares, giver);
-      auto top = of_rank(top_, giver);
+      Gift gift{taker, giver, of_rank(free_, taker), of_rank(shares, giver)};
+      const auto top = of_rank(top_, giver);
       // Other warps may change the number meanwhile: all lanes go by the first.
       const bool is_beaten = Warp::broadcast(Int(best), 0) < own_try;
-      if (whole && !is_last) take_whole(giver, room, top, rows);
-      if (alignment_ > 1) rows = aligned(rows, static_cast<int>(top >> top_bits), room);
-      const int home = top_mask - static_cast<int>(top & top_mask);
-      give(home, static_cast<int>(top >> top_bits), giver, taker, rows);
-      if (rows == 0 || is_beaten) end();
+      gift.home = top_mask - static_cast<int>(top & top_mask);
+      gift.expert_rows = static_cast<int>(top >> top_bits);
+      if (is_special) refine(gift, whole && !is_last, room);
+      give(gift);
+      if (gift.rows == 0 || is_beaten) end();
     }
   }
 
@@ -167,16 +176,27 @@ class EvenExpertsSettle {
     return Warp::select(wanted >= Int(min_rows_), wanted, Int(0));
   }
 
+  /// What ways and options add to the common case.
+  WAYBILL_HOST_DEVICE void refine(Gift& gift, bool whole, int room) const {
+    if (whole) take_whole(gift, room);
+    if (alignment_ > 1) gift.rows = aligned(gift.rows, gift.expert_rows, room);
+    if (present_ == nullptr && alignment_ == 1) return;
+    const int expert = gift.giver * homes_ + gift.home;
+    if (add_to_copy(gift, expert)) gift.is_new = gift.is_sent = 0;
+    if (present_ == nullptr || find(present_ + gift.taker * spare_, spare_, expert) < 0) return;
+    gift.flag = EvenExpertsCopy::is_present;
+    gift.is_sent = 0;
+  }
+
   /// An expert that fits into the room, if the giver has more above the limit and such an expert.
-  template <class Key>
-  WAYBILL_HOST_DEVICE void take_whole(int giver, int room, Key& top, int& rows) const {
-    const int excess = of_rank(excess_, giver);
-    if (excess <= room) return;
-    const Key fitting = largest(giver, home_rows_of_lanes(giver), room);
-    if (fitting >> top_bits == 0) return;
-    top = fitting;
-    rows = static_cast<int>(fitting >> top_bits);
-    if (rows < min_rows_) rows = 0;
+  WAYBILL_HOST_DEVICE void take_whole(Gift& gift, int room) const {
+    if (of_rank(excess_, gift.giver) <= room) return;
+    const auto fitting = largest(gift.giver, home_rows_of_lanes(gift.giver), room);
+    const auto rows = static_cast<int>(fitting >> top_bits);
+    if (rows == 0) return;
+    gift.home = top_mask - static_cast<int>(fitting & top_mask);
+    gift.expert_rows = rows;
+    gift.rows = rows >= min_rows_ ? rows : 0;
   }
 
   /// A share rounded to the alignment, up where there is room; an expert taken whole stays so.
@@ -237,46 +257,37 @@ class EvenExpertsSettle {
   /// Adds to a copy that the taker has already. Only possible where copies were present, or where
   /// shares are rounded: otherwise a copy takes an expert whole, or fills a rank, or settles one.
   /// @return whether there is one
-  WAYBILL_HOST_DEVICE bool add_to_copy(int expert, int taker, int rows) const {
-    const int first = taker * spare_;
-    const int used = spare_ - of_rank(free_, taker);
-    const int old = find(copies_ + first, used, expert);
+  WAYBILL_HOST_DEVICE bool add_to_copy(const Gift& gift, int expert) const {
+    const int first = gift.taker * spare_;
+    const int old = find(copies_ + first, spare_ - gift.taker_free, expert);
     if (old < 0) return false;
     const Mask first_lane = Warp::lane() == Int(0);
     const Int before = Warp::gather(copy_rows_, Int(first + old), first_lane, 0);
-    Warp::scatter(copy_rows_, Int(first + old), before + Int(rows), first_lane);
+    Warp::scatter(copy_rows_, Int(first + old), before + Int(gift.rows), first_lane);
     return true;
   }
 
-  WAYBILL_HOST_DEVICE void give(int home, int expert_rows, int giver, int taker, int rows) {
-    const int expert = giver * homes_ + home;
-    int copy = EvenExpertsCopy::pack(expert, giver, taker);
-    int slots = 1, sends = 1;
-    if (present_ != nullptr || alignment_ > 1) {
-      if (add_to_copy(expert, taker, rows)) slots = sends = 0;
-      if (present_ != nullptr && find(present_ + taker * spare_, spare_, expert) >= 0) {
-        copy |= EvenExpertsCopy::is_present;
-        sends = 0;
-      }
+  WAYBILL_HOST_DEVICE void give(const Gift& gift) {
+    const int expert = gift.giver * homes_ + gift.home;
+    const int copy = EvenExpertsCopy::pack(expert, gift.giver, gift.taker) | gift.flag;
+    const int slot = (gift.taker + 1) * spare_ - gift.taker_free;
+    Warp::put(home_rows_ + expert, gift.expert_rows - gift.rows);
+    if (gift.is_new != 0) {
+      Warp::put(copies_ + slot, copy);
+      Warp::put(copy_rows_ + slot, gift.rows);
     }
-    Warp::scatter(home_rows_, Int(expert), Int(expert_rows - rows), Warp::lane() == Int(0));
     WAYBILL_UNROLL(4)
     for (int k = 0; k < Own; ++k) {
-      const Mask takes = rank_of(k) == Int(taker), gives = rank_of(k) == Int(giver);
-      const Mask is_new = takes && Int(slots) > Int(0);
-      Warp::scatter(copies_, next_slot_[k], Int(copy), is_new);
-      Warp::scatter(copy_rows_, next_slot_[k], Int(rows), is_new);
-      const Int used = Warp::select(is_new, Int(1), Int(0));
-      next_slot_[k] = next_slot_[k] + used;
-      free_[k] = free_[k] - used;
-      excess_[k] = excess_[k] + Warp::select(takes, Int(rows), Int(0)) -
-                   Warp::select(gives, Int(rows), Int(0));
-      sent_[k] = sent_[k] + Warp::select(gives, Number(Int(sends * num_keys)), Number(0));
+      const Mask takes = rank_of(k) == Int(gift.taker), gives = rank_of(k) == Int(gift.giver);
+      free_[k] = free_[k] - Warp::select(takes, Int(gift.is_new), Int(0));
+      excess_[k] = excess_[k] + Warp::select(takes, Int(gift.rows), Int(0)) -
+                   Warp::select(gives, Int(gift.rows), Int(0));
+      sent_[k] = sent_[k] + Warp::select(gives, Number(Int(gift.is_sent * num_keys)), Number(0));
       set_keys(k);
     }
     Warp::sync();
-    changed_rank_ = giver;
-    changed_rows_ = home_rows_of_lanes(giver);
+    changed_rank_ = gift.giver;
+    changed_rows_ = home_rows_of_lanes(gift.giver);
   }
 
   int* const home_rows_;
@@ -286,7 +297,6 @@ class EvenExpertsSettle {
   const int homes_, spare_, min_rows_, alignment_, limit_;  // in registers
   Int excess_[Own];                                         // rows above the limit
   Int free_[Own];                                           // free slots
-  Int next_slot_[Own];                                      // that a copy takes next
   Number taker_[Own], giver_[Own], sent_[Own];              // keys; weights sent * num_keys
   Number top_[Own];                                         // the largest expert
   int changed_rank_ = 0;  // that gave last, and rows of its experts; see note_top
