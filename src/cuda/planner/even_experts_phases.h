@@ -52,7 +52,7 @@ class EvenExpertsPhases {
     sort_present();
   }
 
-  /// What was wrong in the phase that cleared, in one phase with sum_ranks.
+  /// Tells errors of the phase that cleared. In one phase with sum_ranks.
   WAYBILL_HOST_DEVICE void note_status() {
     if (status_ != EvenExpertsStatus::good) fail(status_);
   }
@@ -261,7 +261,7 @@ class EvenExpertsPhases {
     return Warp::gather(numbers, rank_of(k), rank_of(k) < Int(p_.num_ranks), otherwise);
   }
 
-  /// When a warp looks at homes, 2 to the power of this many lanes have a rank.
+  /// When a warp looks at homes, a rank has 2 to this power lanes.
   WAYBILL_HOST_DEVICE int home_bits() const {
     const int bits = Warp::bit_width(static_cast<unsigned>(p_.homes - 1));
     return bits < 5 ? bits : 5;
@@ -393,7 +393,7 @@ class EvenExpertsPhases {
     return m_.warp(p_, m_.block->best_try % EvenExpertsBlock::max_warps);
   }
 
-  /// Rows of a rank's own tokens that a slot of `quota` rows takes.
+  /// A slot of `quota` rows takes as many of its own rank's tokens as there are.
   WAYBILL_HOST_DEVICE int local_rows(int rank, int expert, int quota) const {
     std::int32_t own[1];
     Warp::load(p_.rows + std::int64_t{rank} * p_.num_experts + expert, own);
