@@ -157,12 +157,13 @@ class Workshop:
         package = self.folder / "site" / "waybill"
         package.mkdir(parents=True, exist_ok=True)
         spec = importlib.util.find_spec("waybill")
-        core = next(iter(pathlib.Path(spec.origin).parent.glob("_core*.so"))).resolve()
-        for path in [*(self.tree / "python" / "waybill").iterdir(), core]:
+        installed = pathlib.Path(spec.origin).parent
+        compiled = [*installed.glob("_core*.so"), *installed.glob("lib")]  # it looks beside itself
+        for path in [*(self.tree / "python" / "waybill").iterdir(), *compiled]:
             link = package / path.name
             if link.is_symlink():
                 link.unlink()
-            link.symlink_to(path)
+            link.symlink_to(path.resolve())
         return package.parent
 
     def run(self, test):

@@ -47,10 +47,9 @@ def kill(process):
     """Ends the process and all that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
-def run_process(program, names, limit_s, running_processes):
+def run_process(program, names, limit_s, processes, told):
     """Runs tests in one process until one fails.
 
     :return: (verdicts of those that ran, in order, as {name: "OK" | "SKIPPED" | "FAILED ..."},
@@ -60,7 +59,7 @@ def run_process(program, names, limit_s, running_processes):
         [program, "--gtest_fail_fast", "--gtest_color=no", "--gtest_filter=" + ":".join(names)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
-    running_processes.add(process)
+    processes.add(process)
     verdicts, printed, seconds, running, rest = {}, [], {}, None, b""
     deadline = time.monotonic() + limit_s
     with selectors.DefaultSelector() as ready:
@@ -68,6 +67,7 @@ def run_process(program, names, limit_s, running_processes):
         while True:
             if not ready.select(max(0, deadline - time.monotonic())):
                 kill(process)
+                process.wait()
                 verdicts[running or names[0]] = f"FAILED: not done after {limit_s} s"
                 return verdicts, "\n".join(printed), seconds
             chunk = os.read(process.stdout.fileno(), 65536)
@@ -85,8 +85,10 @@ def run_process(program, names, limit_s, running_processes):
                 elif name == running:
                     verdicts[name], running = state, None
                     seconds[name] = int(ms or 0) / 1000
+                    told(name, state, seconds[name])
                     if state == "FAILED":  # what fail_fast leaves out is said to be skipped
                         kill(process)
+                        process.wait()
                         return verdicts, "\n".join(printed), seconds
                     printed.clear()
     status = process.wait()
@@ -99,8 +101,9 @@ def run_process(program, names, limit_s, running_processes):
 class Run:
     """The verdicts of the tests of a program."""
 
-    def __init__(self, program, names, limit_s):
+    def __init__(self, program, names, limit_s, verbose):
         self.program, self.names, self.limit_s = program, names, limit_s
+        self.verbose = verbose
         self.start = time.monotonic()
         self.passed, self.skipped, self.failed, self.again = [], [], [], []
         self.seconds = {}
@@ -112,9 +115,17 @@ class Run:
         for process in list(self.processes):
             kill(process)
 
+    def told(self, name, state, seconds):
+        """A test has ended."""
+        if self.verbose:
+            at = time.monotonic() - self.start
+            print(f"run_gtest: {at:.1f} s: {name}: {state} ({seconds:.1f} s)", flush=True)
+
     def one_process(self, names):
         """Runs tests in one process; those of a process that was ended get no verdict."""
-        verdicts, output, seconds = run_process(self.program, names, self.limit_s, self.processes)
+        verdicts, output, seconds = run_process(
+            self.program, names, self.limit_s, self.processes, self.told
+        )
         self.seconds |= seconds
         if self.ended:
             verdicts = {n: v for n, v in verdicts.items() if not v.startswith("FAILED")}
@@ -180,9 +191,10 @@ def main():
     parser.add_argument("--filter", default="*", help="as of GoogleTest")
     parser.add_argument("--limit-s", type=float, default=120, help="seconds that a test may take")
     parser.add_argument("--jobs", type=int, default=min(6, os.cpu_count() or 1))
+    parser.add_argument("--verbose", action="store_true", help="a line for each test that ends")
     given = parser.parse_args()
     names = list_tests(given.program, given.filter)
-    run = Run(given.program, names, given.limit_s)
+    run = Run(given.program, names, given.limit_s, given.verbose)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, run.end)
     shards = [names[i :: given.jobs] for i in range(min(given.jobs, len(names)))]

@@ -7,13 +7,16 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-python_options=()
-[[ ${WAYBILL_TEST_TORCH:-0} == 1 ]] && python_options+=(--torch)
-
 scripts/setup.sh
-scripts/python_env.sh "${python_options[@]}"
+scripts/python_env.sh
+if [[ ${WAYBILL_TEST_TORCH:-0} == 1 ]]; then # torch comes while C++ is compiled
+  scripts/python_env.sh --torch &
+  torch=$!
+  trap 'kill "$torch" 2>/dev/null || true' EXIT
+fi
 cmake --preset release --log-level=WARNING -DWAYBILL_PYTHON=ON \
   -DPython_EXECUTABLE="$PWD/build/venv/bin/python" "$@"
 cmake --build --preset release
+[[ -z ${torch:-} ]] || wait "$torch"
 scripts/run_ctest.sh release
 scripts/test_python.sh

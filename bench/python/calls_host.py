@@ -70,16 +70,9 @@ def sequence_calls(world: Any) -> dict[str, Callable[[], Any]]:
     sums = dispatcher.plan_kv_gradient((routing.fwd_kv, k, v))
     dispatcher.reserve(there, sums)
     _, dk, dv = (t.clone() for t in dispatcher.dispatch(there, q, k, v))
-    step = waybill.AttentionStep(dispatcher, routing, q, k, v)
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-
-    def trained() -> None:
-        step.return_outputs(step.dispatch_qkv(*leaves)[0]).backward(q)
-
     return {
         "dispatcher.dispatch": lambda: dispatcher.dispatch(there, q, k, v),
         "dispatcher.kv_gradient": lambda: dispatcher.kv_gradient(sums, dk, dv),
-        "AttentionStep and backward": trained,
     }
 
 

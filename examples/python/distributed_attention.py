@@ -4,8 +4,9 @@
     torchrun --nproc-per-node N examples/python/distributed_attention.py
 
 Every rank has rows of Q, K and V; a plan says which rank attends to which queries, so that all have
-equal work. Each layer sends Q, K and V there, attends, and sends the output home; autograd goes the
-same way back. The loss and all gradients are compared with those of one process.
+equal work. The plan is the program's own, and so is the attention function. Autograd goes through
+ContextParallelAttention, with what it keeps and with recomputation. The loss and all gradients are
+compared with those of one process.
 
 Needs torch; without it, it says so and ends with status 77, which test runners show as skipped.
 Ranks are threads, or processes under torchrun: on the GPUs where Waybill was built with CUDA and
@@ -15,6 +16,7 @@ there are some, else in host memory.
 import argparse
 import contextlib
 import io
+import itertools
 import os
 import sys
 
@@ -23,6 +25,8 @@ try:
 except ImportError:
     print("torch is not installed: nothing was run")
     sys.exit(77)
+
+from torch.utils.checkpoint import checkpoint
 
 import waybill.torch as waybill
 
@@ -41,17 +45,13 @@ def dot_product(q, k, v):
     return out.transpose(0, 1)
 
 
-def attend(step, q, k, v):
-    """Of the query shards that this rank received; step.attention says where each one's rows lie.
-
-    For a kernel of variable lengths (FlashAttention) plan with kv_layout="per_query", as cu_seqlens
-    cannot say contexts that overlap; step.varlen() has the numbers.
+def attend(q, k, v, sequences, shape):
+    """Of the queries that this rank attends to, a sequence each with the keys that it sees. This is
+    where a kernel of variable lengths (FlashAttention) would take sequences.cu_seqlens_q.
     """
-    outputs = [q[:0]]
-    for _, q_begin, q_len, kv_row, kv_len in zip(*(table.tolist() for table in step.attention)):
-        keys = slice(kv_row, kv_row + kv_len)
-        outputs.append(dot_product(q[q_begin : q_begin + q_len], k[keys], v[keys]))
-    return torch.cat(outputs)
+    keys = zip(k.split(sequences.k_lens), v.split(sequences.k_lens))
+    queries = q.split(sequences.q_lens)
+    return torch.cat([q[:0], *(dot_product(mine, *seen) for mine, seen in zip(queries, keys))])
 
 
 def model(attention, hidden, weights):
@@ -76,23 +76,24 @@ def one_process(hidden, weights):
     return [loss.detach(), hidden.grad, *(weight.grad for weight in weights)]
 
 
-def one_rank(world, plan, hidden, weights, recompute):
+def one_rank(world, own_plan, hidden, weights, in_place, recompute):
     """The same for the rows of one rank; gradients of weights are still to be added up."""
     hidden, weights = with_gradients(hidden, weights, world.device)
-    routing = plan.to_routing()
-    formats = [waybill.TensorFormat(hidden.dtype, (n, HEAD)) for n in (HEADS, KV_HEADS, KV_HEADS)]
-    with waybill.SequenceDispatcher(world) as dispatcher:
-        step = waybill.AttentionStep(dispatcher, routing, *formats)
+    module = waybill.ContextParallelAttention(
+        world, HEADS, KV_HEADS, HEAD, dtype=hidden.dtype, kernel=attend, in_place=in_place
+    )
+    plan = module.plan(own_plan)
 
-        def attention(q, k, v):
-            if recompute:  # nothing is kept in the attention layout; the plan could be another one
-                return waybill.recomputed_attention(attend, step, step, q, k, v)
-            return step.return_outputs(attend(step, *step.dispatch_qkv(q, k, v)))
+    def attention(q, k, v):
+        if recompute:  # nothing is kept of the rows that came from other ranks
+            return checkpoint(module, plan, q, k, v, use_reentrant=False)
+        return module(plan, q, k, v)
 
-        loss = model(attention, hidden, weights)
-        loss.backward()
-        dispatcher.synchronize()
-    return [t.cpu() for t in (loss.detach(), hidden.grad, *(weight.grad for weight in weights))]
+    loss = model(attention, hidden, weights)
+    loss.backward()
+    found = [t.cpu() for t in (loss.detach(), hidden.grad, *(weight.grad for weight in weights))]
+    module.close()
+    return found
 
 
 def with_gradients(hidden, weights, device="cpu"):
@@ -133,20 +134,20 @@ def train(options):
     weights = list(torch.randn(shape, dtype=torch.float64) / size**0.5)
     expected = one_process(hidden, weights)
 
-    for kv_layout in ("per_rank", "per_query"):
-        plan = waybill.plan(
-            LENGTHS, options.ranks, 0, q_hidden=size, kv_hidden=KV_HEADS * HEAD, dtype="float64",
-            kv_layout=kv_layout, block_tokens=16,
-        )  # fmt: skip
-        rows = hidden.split(plan.home_tokens.tolist())
-        print(f"{options.ranks} ranks on {options.device}, KV {kv_layout}: {plan!r}")
-        for recompute in (False, True):
-            ranks = run_ranks(
-                options,
-                lambda world: one_rank(world, plan, rows[world.rank], weights, recompute),  # noqa: B023
-            )
-            print("  with recomputation" if recompute else "  with what autograd keeps")
-            compare(ranks, expected)
+    plan = waybill.plan(
+        LENGTHS, options.ranks, 0, q_hidden=size, kv_hidden=KV_HEADS * HEAD, dtype="float64",
+        block_tokens=16,
+    )  # fmt: skip
+    rows = hidden.split(plan.home_tokens.tolist())
+    print(f"{options.ranks} ranks on {options.device}: {plan!r}")
+    for in_place, recompute in itertools.product((True, False), repeat=2):
+        ranks = run_ranks(
+            options,
+            lambda world: one_rank(world, plan, rows[world.rank], weights, in_place, recompute),  # noqa: B023
+        )
+        rows_that_stay = "in place" if in_place else "through the window"
+        print(f"  rows that stay {rows_that_stay}, {'with' if recompute else 'no'} recomputation")
+        compare(ranks, expected)
     print("All is well.")
 
 

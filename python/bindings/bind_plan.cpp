@@ -491,7 +491,8 @@ void bind_cost_model(nb::module_& m) {
         name,
         [name, make](const std::vector<std::int64_t>& lengths, std::int32_t world_size,
                      std::int64_t tokens_per_rank, std::int32_t degree, std::string_view mask) {
-          return make(lengths, {world_size, tokens_per_rank, degree, mask_from_name(name, mask)});
+          return make(lengths,
+                      {world_size, tokens_per_rank, degree, {.kind = mask_from_name(name, mask)}});
         },
         without_lock);
   };

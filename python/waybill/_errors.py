@@ -11,8 +11,7 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Dict, List, Optional, ParamSpec, Tuple, Type, TypeVar, Union, cast
+from typing import Any, Dict, List, Optional, ParamSpec, Tuple, TypeVar, Union, cast
 
 import numpy as np
 
@@ -90,12 +89,7 @@ class said_by:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        kind: Optional[Type[BaseException]],
-        error: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if isinstance(error, Error):
             reworded(error, self._who, self._words, self._of_all)
 

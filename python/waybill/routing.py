@@ -49,28 +49,19 @@ __all__ = [
 
 @overload
 def compute_metadata(
-    seq_len: ArrayLike,
-    global_dispatch: ArrayLike,
-    return_intermediate: Literal[False] = ...,
-    *,
+    seq_len: ArrayLike, global_dispatch: ArrayLike, return_intermediate: Literal[False] = ..., *,
     undispatched: str = ...,
-) -> Tuple[Metadata, Metadata]: ...
+) -> Tuple[Metadata, Metadata]: ...  # fmt: skip
 @overload
 def compute_metadata(
-    seq_len: ArrayLike,
-    global_dispatch: ArrayLike,
-    return_intermediate: Literal[True],
-    *,
+    seq_len: ArrayLike, global_dispatch: ArrayLike, return_intermediate: Literal[True], *,
     undispatched: str = ...,
-) -> Tuple[Metadata, Metadata, Tuple[IntArray, IntArray, IntArray]]: ...
+) -> Tuple[Metadata, Metadata, Tuple[IntArray, IntArray, IntArray]]: ...  # fmt: skip
 @overload
 def compute_metadata(
-    seq_len: ArrayLike,
-    global_dispatch: ArrayLike,
-    return_intermediate: bool,
-    *,
+    seq_len: ArrayLike, global_dispatch: ArrayLike, return_intermediate: bool, *,
     undispatched: str = ...,
-) -> Tuple[Any, ...]: ...
+) -> Tuple[Any, ...]: ...  # fmt: skip
 def compute_metadata(
     seq_len: ArrayLike,
     global_dispatch: ArrayLike,
@@ -106,14 +97,9 @@ def compute_metadata(
 
 
 def _fields_of_both(
-    seq_len: ArrayLike,
-    global_dispatch: ArrayLike,
-    return_intermediate: bool,
-    undispatched: str,
-    capsules: bool = False,
-    callers_seq_len: bool = False,
-    callers_dispatch: bool = False,
-) -> Tuple[Fields, Fields, Any]:
+    seq_len: ArrayLike, global_dispatch: ArrayLike, return_intermediate: bool, undispatched: str,
+    capsules: bool = False, callers_seq_len: bool = False, callers_dispatch: bool = False,
+) -> Tuple[Fields, Fields, Any]:  # fmt: skip
     """compute_metadata for any face: with arrays or DLPack capsules. A face that puts the caller's
     own table into the result gets None there: for dst_rank, or for seq_len and recv_seq_lens.
     """
@@ -129,60 +115,31 @@ def _fields_of_both(
 
 @overload
 def compute_metadata_kv(
-    kv_to_q_mapping: ArrayLike,
-    kv_to_q_rank: ArrayLike,
-    kv_context_size: ArrayLike,
-    q_to_num_kv_seq: ArrayLike,
-    q_to_num_kv_token: ArrayLike,
-    seq_len: ArrayLike,
-    num_seqs: ArrayLike,
-    q_dispatch: ArrayLike,
-    q_seq_to_dst: ArrayLike = ...,
-    max_num_local_seqs: Union[int, None] = ...,
-    return_intermediate: Literal[False] = ...,
-) -> Tuple[Metadata, Metadata]: ...
+    kv_to_q_mapping: ArrayLike, kv_to_q_rank: ArrayLike, kv_context_size: ArrayLike,
+    q_to_num_kv_seq: ArrayLike, q_to_num_kv_token: ArrayLike, seq_len: ArrayLike,
+    num_seqs: ArrayLike, q_dispatch: ArrayLike, q_seq_to_dst: ArrayLike = ...,
+    max_num_local_seqs: Union[int, None] = ..., return_intermediate: Literal[False] = ...,
+) -> Tuple[Metadata, Metadata]: ...  # fmt: skip
 @overload
 def compute_metadata_kv(
-    kv_to_q_mapping: ArrayLike,
-    kv_to_q_rank: ArrayLike,
-    kv_context_size: ArrayLike,
-    q_to_num_kv_seq: ArrayLike,
-    q_to_num_kv_token: ArrayLike,
-    seq_len: ArrayLike,
-    num_seqs: ArrayLike,
-    q_dispatch: ArrayLike,
-    q_seq_to_dst: ArrayLike = ...,
-    max_num_local_seqs: Union[int, None] = ...,
-    *,
-    return_intermediate: Literal[True],
-) -> Tuple[Metadata, Metadata, Tuple[IntArray]]: ...
+    kv_to_q_mapping: ArrayLike, kv_to_q_rank: ArrayLike, kv_context_size: ArrayLike,
+    q_to_num_kv_seq: ArrayLike, q_to_num_kv_token: ArrayLike, seq_len: ArrayLike,
+    num_seqs: ArrayLike, q_dispatch: ArrayLike, q_seq_to_dst: ArrayLike = ...,
+    max_num_local_seqs: Union[int, None] = ..., *, return_intermediate: Literal[True],
+) -> Tuple[Metadata, Metadata, Tuple[IntArray]]: ...  # fmt: skip
 @overload
 def compute_metadata_kv(
-    kv_to_q_mapping: ArrayLike,
-    kv_to_q_rank: ArrayLike,
-    kv_context_size: ArrayLike,
-    q_to_num_kv_seq: ArrayLike,
-    q_to_num_kv_token: ArrayLike,
-    seq_len: ArrayLike,
-    num_seqs: ArrayLike,
-    q_dispatch: ArrayLike,
-    q_seq_to_dst: ArrayLike = ...,
-    max_num_local_seqs: Union[int, None] = ...,
-    return_intermediate: bool = ...,
-) -> Tuple[Any, ...]: ...
+    kv_to_q_mapping: ArrayLike, kv_to_q_rank: ArrayLike, kv_context_size: ArrayLike,
+    q_to_num_kv_seq: ArrayLike, q_to_num_kv_token: ArrayLike, seq_len: ArrayLike,
+    num_seqs: ArrayLike, q_dispatch: ArrayLike, q_seq_to_dst: ArrayLike = ...,
+    max_num_local_seqs: Union[int, None] = ..., return_intermediate: bool = ...,
+) -> Tuple[Any, ...]: ...  # fmt: skip
 def compute_metadata_kv(
-    kv_to_q_mapping: ArrayLike,
-    kv_to_q_rank: ArrayLike,
-    kv_context_size: ArrayLike,
-    q_to_num_kv_seq: ArrayLike,
-    q_to_num_kv_token: ArrayLike,
-    seq_len: ArrayLike,
-    num_seqs: ArrayLike,
-    q_dispatch: ArrayLike,
-    q_seq_to_dst: ArrayLike = None,
-    max_num_local_seqs: Union[int, None] = None,
-    return_intermediate: bool = False,
-) -> Tuple[Any, ...]:
+    kv_to_q_mapping: ArrayLike, kv_to_q_rank: ArrayLike, kv_context_size: ArrayLike,
+    q_to_num_kv_seq: ArrayLike, q_to_num_kv_token: ArrayLike, seq_len: ArrayLike,
+    num_seqs: ArrayLike, q_dispatch: ArrayLike, q_seq_to_dst: ArrayLike = None,
+    max_num_local_seqs: Union[int, None] = None, return_intermediate: bool = False,
+) -> Tuple[Any, ...]:  # fmt: skip
     """Routing of K and V when each query keeps a contiguous copy of its whole context.
 
     A KV copy goes where its query goes; the destination buffer is one group per query, in the
@@ -255,64 +212,34 @@ def mlp_layout_packed_params(seq_lens: ArrayLike) -> PackedSeqParams:
 
 @overload
 def compute_e2e_metadata(
-    mlp_seq_len: ArrayLike,
-    mlp_num_seqs: ArrayLike,
-    mlp_q_dispatch: ArrayLike,
-    kv_to_q_mapping: ArrayLike,
-    kv_to_q_rank: ArrayLike,
-    kv_context_size: ArrayLike,
-    q_to_num_kv_seq: ArrayLike,
-    q_to_num_kv_token: ArrayLike,
+    mlp_seq_len: ArrayLike, mlp_num_seqs: ArrayLike, mlp_q_dispatch: ArrayLike,
+    kv_to_q_mapping: ArrayLike, kv_to_q_rank: ArrayLike, kv_context_size: ArrayLike,
+    q_to_num_kv_seq: ArrayLike, q_to_num_kv_token: ArrayLike,
     return_intermediate: Literal[False] = ...,
 ) -> Tuple[
-    Metadata,
-    Metadata,
-    Metadata,
-    Metadata,
-    Tuple[Tuple[IntArray, ...], Tuple[IntArray, ...], IntArray, IntArray],
-]: ...
+    Metadata, Metadata, Metadata, Metadata, Tuple[Tuple[IntArray, ...], Tuple[IntArray, ...],
+    IntArray, IntArray],
+]: ...  # fmt: skip
 @overload
 def compute_e2e_metadata(
-    mlp_seq_len: ArrayLike,
-    mlp_num_seqs: ArrayLike,
-    mlp_q_dispatch: ArrayLike,
-    kv_to_q_mapping: ArrayLike,
-    kv_to_q_rank: ArrayLike,
-    kv_context_size: ArrayLike,
-    q_to_num_kv_seq: ArrayLike,
-    q_to_num_kv_token: ArrayLike,
-    return_intermediate: Literal[True],
+    mlp_seq_len: ArrayLike, mlp_num_seqs: ArrayLike, mlp_q_dispatch: ArrayLike,
+    kv_to_q_mapping: ArrayLike, kv_to_q_rank: ArrayLike, kv_context_size: ArrayLike,
+    q_to_num_kv_seq: ArrayLike, q_to_num_kv_token: ArrayLike, return_intermediate: Literal[True],
 ) -> Tuple[
-    Metadata,
-    Metadata,
-    Metadata,
-    Metadata,
-    Tuple[Tuple[IntArray, ...], Tuple[IntArray, ...], IntArray, IntArray],
-    Tuple[IntArray, ...],
-]: ...
+    Metadata, Metadata, Metadata, Metadata, Tuple[Tuple[IntArray, ...], Tuple[IntArray, ...],
+    IntArray, IntArray], Tuple[IntArray, ...],
+]: ...  # fmt: skip
 @overload
 def compute_e2e_metadata(
-    mlp_seq_len: ArrayLike,
-    mlp_num_seqs: ArrayLike,
-    mlp_q_dispatch: ArrayLike,
-    kv_to_q_mapping: ArrayLike,
-    kv_to_q_rank: ArrayLike,
-    kv_context_size: ArrayLike,
-    q_to_num_kv_seq: ArrayLike,
-    q_to_num_kv_token: ArrayLike,
-    return_intermediate: bool,
-) -> Tuple[Any, ...]: ...
+    mlp_seq_len: ArrayLike, mlp_num_seqs: ArrayLike, mlp_q_dispatch: ArrayLike,
+    kv_to_q_mapping: ArrayLike, kv_to_q_rank: ArrayLike, kv_context_size: ArrayLike,
+    q_to_num_kv_seq: ArrayLike, q_to_num_kv_token: ArrayLike, return_intermediate: bool,
+) -> Tuple[Any, ...]: ...  # fmt: skip
 def compute_e2e_metadata(
-    mlp_seq_len: ArrayLike,
-    mlp_num_seqs: ArrayLike,
-    mlp_q_dispatch: ArrayLike,
-    kv_to_q_mapping: ArrayLike,
-    kv_to_q_rank: ArrayLike,
-    kv_context_size: ArrayLike,
-    q_to_num_kv_seq: ArrayLike,
-    q_to_num_kv_token: ArrayLike,
-    return_intermediate: bool = False,
-) -> Tuple[Any, ...]:
+    mlp_seq_len: ArrayLike, mlp_num_seqs: ArrayLike, mlp_q_dispatch: ArrayLike,
+    kv_to_q_mapping: ArrayLike, kv_to_q_rank: ArrayLike, kv_context_size: ArrayLike,
+    q_to_num_kv_seq: ArrayLike, q_to_num_kv_token: ArrayLike, return_intermediate: bool = False,
+) -> Tuple[Any, ...]:  # fmt: skip
     """compute_metadata, compute_metadata_kv and compute_attn_layout_seqlens in one call.
 
     Returns:
@@ -390,13 +317,9 @@ def gen_seq_lens(
 
 
 def create_raw_qkv_dispatch(
-    world_size: int,
-    total_seq_len: int,
-    num_seqs: int,
-    max_cp_degree: int,
-    return_mlp_no_shard_seq_lens: bool = False,
-    seed: Optional[int] = None,
-) -> RawQkvDispatch:
+    world_size: int, total_seq_len: int, num_seqs: int, max_cp_degree: int,
+    return_mlp_no_shard_seq_lens: bool = False, seed: Optional[int] = None,
+) -> RawQkvDispatch:  # fmt: skip
     """A random plan: each sequence is cut into a power of two of shards for different ranks.
 
     total_seq_len is the number of rows on every rank, a multiple of max_cp_degree.
@@ -411,33 +334,21 @@ def create_raw_qkv_dispatch(
 
 @overload
 def create_qkv_dispatch(
-    world_size: int,
-    total_seq_len: int,
-    num_seqs: int,
-    max_cp_degree: int,
-    return_intermediate: Literal[False] = ...,
-    return_mlp_no_shard_seq_lens: Literal[False] = ...,
+    world_size: int, total_seq_len: int, num_seqs: int, max_cp_degree: int,
+    return_intermediate: Literal[False] = ..., return_mlp_no_shard_seq_lens: Literal[False] = ...,
     seed: Optional[int] = ...,
-) -> Tuple[Metadata, Metadata, Metadata, Metadata, AttnLayout]: ...
+) -> Tuple[Metadata, Metadata, Metadata, Metadata, AttnLayout]: ...  # fmt: skip
 @overload
 def create_qkv_dispatch(
-    world_size: int,
-    total_seq_len: int,
-    num_seqs: int,
-    max_cp_degree: int,
-    return_intermediate: bool = ...,
-    return_mlp_no_shard_seq_lens: bool = ...,
+    world_size: int, total_seq_len: int, num_seqs: int, max_cp_degree: int,
+    return_intermediate: bool = ..., return_mlp_no_shard_seq_lens: bool = ...,
     seed: Optional[int] = ...,
-) -> Tuple[Any, ...]: ...
+) -> Tuple[Any, ...]: ...  # fmt: skip
 def create_qkv_dispatch(
-    world_size: int,
-    total_seq_len: int,
-    num_seqs: int,
-    max_cp_degree: int,
-    return_intermediate: bool = False,
-    return_mlp_no_shard_seq_lens: bool = False,
+    world_size: int, total_seq_len: int, num_seqs: int, max_cp_degree: int,
+    return_intermediate: bool = False, return_mlp_no_shard_seq_lens: bool = False,
     seed: Optional[int] = None,
-) -> Tuple[Any, ...]:
+) -> Tuple[Any, ...]:  # fmt: skip
     """A random plan with all its metadata.
 
     Returns:
@@ -454,36 +365,21 @@ def create_qkv_dispatch(
 
 @overload
 def create_qkv_dispatch_with_custom_mapping(
-    world_size: int,
-    seq_lens: ArrayLike,
-    cp_num: ArrayLike,
-    cp_dst: ArrayLike,
-    seq_shard_lens: ArrayLike,
-    return_intermediate: Literal[False] = ...,
-    return_mlp_no_shard_seq_lens: Literal[False] = ...,
-    verbose: bool = ...,
-) -> Tuple[Metadata, Metadata, Metadata, Metadata, AttnLayout]: ...
+    world_size: int, seq_lens: ArrayLike, cp_num: ArrayLike, cp_dst: ArrayLike,
+    seq_shard_lens: ArrayLike, return_intermediate: Literal[False] = ...,
+    return_mlp_no_shard_seq_lens: Literal[False] = ..., verbose: bool = ...,
+) -> Tuple[Metadata, Metadata, Metadata, Metadata, AttnLayout]: ...  # fmt: skip
 @overload
 def create_qkv_dispatch_with_custom_mapping(
-    world_size: int,
-    seq_lens: ArrayLike,
-    cp_num: ArrayLike,
-    cp_dst: ArrayLike,
-    seq_shard_lens: ArrayLike,
-    return_intermediate: bool = ...,
-    return_mlp_no_shard_seq_lens: bool = ...,
-    verbose: bool = ...,
-) -> Tuple[Any, ...]: ...
+    world_size: int, seq_lens: ArrayLike, cp_num: ArrayLike, cp_dst: ArrayLike,
+    seq_shard_lens: ArrayLike, return_intermediate: bool = ...,
+    return_mlp_no_shard_seq_lens: bool = ..., verbose: bool = ...,
+) -> Tuple[Any, ...]: ...  # fmt: skip
 def create_qkv_dispatch_with_custom_mapping(
-    world_size: int,
-    seq_lens: ArrayLike,
-    cp_num: ArrayLike,
-    cp_dst: ArrayLike,
-    seq_shard_lens: ArrayLike,
-    return_intermediate: bool = False,
-    return_mlp_no_shard_seq_lens: bool = False,
-    verbose: bool = False,
-) -> Tuple[Any, ...]:
+    world_size: int, seq_lens: ArrayLike, cp_num: ArrayLike, cp_dst: ArrayLike,
+    seq_shard_lens: ArrayLike, return_intermediate: bool = False,
+    return_mlp_no_shard_seq_lens: bool = False, verbose: bool = False,
+) -> Tuple[Any, ...]:  # fmt: skip
     """The same for given shards, which may be uneven and share destinations.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from types import TracebackType
 from typing import (
     Any,
     Callable,
@@ -13,7 +12,6 @@ from typing import (
     Optional,
     Sequence,
     Tuple,
-    Type,
     TypeVar,
     Union,
 )
@@ -358,12 +356,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
     def __enter__(self: _D) -> _D:
         return self
 
-    def __exit__(
-        self,
-        kind: Optional[Type[BaseException]],
-        error: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if kind is None:  # other ranks would not come to close() when this one has failed
             self.close()
 

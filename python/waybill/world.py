@@ -334,17 +334,10 @@ class World(OfThisProcess, Made):
 
     @classmethod
     def _from_exchange(
-        cls,
-        who: str,
-        rank: int,
-        world_size: int,
-        all_gather: Callable[[bytes], Sequence[bytes]],
-        report_failure: Optional[Callable[[str], None]],
-        device: Any,
-        nvshmem: bool,
-        ranks_per_node: Optional[int],
-        timeout_s: float,
-    ) -> World:
+        cls, who: str, rank: int, world_size: int, all_gather: Callable[[bytes], Sequence[bytes]],
+        report_failure: Optional[Callable[[str], None]], device: Any, nvshmem: bool,
+        ranks_per_node: Optional[int], timeout_s: float,
+    ) -> World:  # fmt: skip
         rank, world_size = int64(rank, f"{who}: rank"), int64(world_size, f"{who}: world_size")
         if not 0 <= rank < world_size <= 2**20:
             raise InvalidArgument(
@@ -398,14 +391,9 @@ class World(OfThisProcess, Made):
 
     @classmethod
     def _of_group(
-        cls,
-        who: str,
-        group: Any,
-        device: Any,
-        nvshmem: bool,
-        ranks_per_node: Optional[int],
+        cls, who: str, group: Any, device: Any, nvshmem: bool, ranks_per_node: Optional[int],
         timeout_s: float,
-    ) -> World:
+    ) -> World:  # fmt: skip
         """from_process_group, whose errors begin with ``who``."""
         from ._process_group import place_group  # needs torch, which the package does not
 

@@ -71,11 +71,14 @@ void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, TransferMode 
 
 std::vector<std::int64_t> work_of_shards(const TimedPlan& timed, const AttentionMask& mask,
                                          const HardwareFacts& facts) {
-  std::vector<std::int64_t> work(timed.plan->num_shards());
-  if (!mask.has_window()) work = shard_work(*timed.plan);
+  std::vector<std::int64_t> work = shard_work(*timed.plan);
+  std::vector<std::int64_t> doc_len(timed.plan->num_documents());
+  for (std::size_t n = 0; n < work.size(); ++n)
+    doc_len[timed.document[n]] += timed.plan->shard_len[n];
   for (std::size_t n = 0; n < work.size(); ++n) {
     const std::int64_t len = timed.plan->shard_len[n];
-    if (mask.has_window()) work[n] = mask.pairs(timed.position[n], timed.position[n] + len, 0);
+    const std::int64_t begin = timed.position[n];
+    work[n] = std::min(work[n], mask.pairs(begin, begin + len, doc_len[timed.document[n]]));
     work[n] += facts.row_pairs * len + (len > 0 ? facts.shard_pairs : 0);
   }
   return work;

@@ -41,8 +41,8 @@ struct TimedPlan {
 void visit_kv_moves(const TimedPlan& timed, const Topology& nodes, TransferMode transfer,
                     const std::function<void(const KvMove&)>& visit);
 
-/// [N] (query, key) pairs of each shard: by the mask's window; without one as the plan says. The
-/// time that the kernel takes per row and shard is in them, as pairs.
+/// [N] (query, key) pairs of each shard that the mask shows in the plan's range. The time that the
+/// kernel takes per row and shard is in them, as pairs.
 [[nodiscard]] std::vector<std::int64_t> work_of_shards(const TimedPlan& timed,
                                                        const AttentionMask& mask,
                                                        const HardwareFacts& facts);

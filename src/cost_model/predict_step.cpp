@@ -213,20 +213,16 @@ StepPrediction predict_plan(const TimedPlan& timed, const StepOptions& options, 
   require(options.transfer != TransferMode::relay || timed.relay != nullptr, in_predict_step,
           ": options.transfer = relay, expected direct or once_per_node: the plan has no relay "
           "schedule");
-  const bool whole = timed.plan->needs_whole_documents();
-  require(!options.mask.is_full() || whole || timed.plan->num_shards() == 0, in_predict_step,
-          ": mask = full, expected causal, as the plan's ranges");
-  require(!options.mask.has_window() || !whole, in_predict_step,
-          ": mask.window = ", options.mask.window, ", expected 0: the plan needs whole documents");
+  const AttentionMask mask = options.mask.as_in(*timed.plan, in_predict_step);
   check_bytes(timed, options);
   const Topology nodes{timed.plan->world_size, options.hardware.ranks_per_node};
   const StepFlows flows(timed, nodes, options);
   const std::vector<std::int64_t> shard_pairs =
-      detail::work_of_shards(timed, options.mask, options.hardware);
+      detail::work_of_shards(timed, mask, options.hardware);
 
   StepPrediction step;
   step.options = options;
-  if (whole) step.options.mask.kind = MaskKind::full;
+  step.options.mask = mask;
   step.world_size = timed.plan->world_size;
   step.work.assign(step.world_size, 0);
   std::vector<std::int64_t> staying(timed.stays.empty() ? 0 : step.world_size);

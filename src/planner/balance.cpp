@@ -223,15 +223,15 @@ void Balancer::keep_capacity() {
 }
 
 // Where a rank boundary cuts off the short end of a document, its queries go to the rank before:
-// that takes fewer bytes than the keys the other way, and hardly any work. Under a full mask so
-// does a short beginning, to the next rank.
+// that takes fewer bytes than the keys the other way, and hardly any work. Where queries
+// meet keys after themselves so does a short beginning, to the next rank.
 void Balancer::reunite_short_ends() {
   for (std::int32_t rank = 1; rank < home_->world_size; ++rank) {
     const auto pieces = home_->pieces_of(rank);
     if (pieces.empty() || home_->pieces[pieces.front()].begin == 0) continue;
     reunite(pieces.front(), pieces.front() - 1);
   }
-  if (!costs_.mask.is_full()) return;
+  if (!costs_.mask.looks_ahead()) return;
   for (std::int32_t rank = 0; rank + 1 < home_->world_size; ++rank) {
     const auto pieces = home_->pieces_of(rank);
     if (pieces.empty()) continue;
@@ -319,10 +319,9 @@ void Balancer::shed(std::int32_t rank, std::int64_t surplus) {
     const HomePiece& piece = home_->pieces[idx];
     settled_[idx] = 1;
     Slab whole = piece;
-    if (capacity_.limited() && costs_.mask.is_full()) {
-      if (whole.doc_len > capacity_.max_kv_room()) continue;
-    } else if (capacity_.limited() && !costs_.mask.has_window()) {
-      whole.end = std::min(whole.end, capacity_.max_kv_room());
+    if (capacity_.limited()) {
+      const std::int64_t room = capacity_.max_kv_room();
+      whole.end = std::min(whole.end, costs_.mask.end_within(room, whole.doc_len));
     }
     if (whole.end <= whole.begin) continue;
     // The rest of a piece is still a shard of its home, or two, with the work of a shard.

@@ -31,8 +31,8 @@ struct SlabCosts {
 
   /// KV rows [begin, end) of the document that the slab needs.
   [[nodiscard]] Slab keys(Slab slab) const {
-    if (mask.is_full()) return {0, slab.doc_len, slab.doc_len};
-    return {mask.first_key(slab.begin), slab.end, slab.doc_len};
+    const TokenRange keys = mask.keys(slab.begin, slab.end, slab.doc_len);
+    return {keys.begin, keys.end, slab.doc_len};
   }
 
   /// KV rows that a rank without any needs for the slab.
@@ -57,9 +57,6 @@ struct SlabCosts {
 
   /// About the bytes in when ranks without any of its rows share a region, `slab_work` each.
   [[nodiscard]] double bytes_of(Slab region, double slab_work) const;
-
- private:
-  [[nodiscard]] std::int64_t end_for(std::int64_t begin, double work, std::int64_t doc_len) const;
 };
 
 /// Counts the rows of Q and KV in the buffers of each rank while queries move, never too low.

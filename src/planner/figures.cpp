@@ -151,8 +151,8 @@ void FigureCounter::bound_bytes_in(const HomeLayout& home, AttentionPlan& plan) 
     std::int64_t homes_work = 0;
     if (__builtin_mul_overflow(num_homes, max_work, &homes_work)) continue;
     const std::int64_t begin = costs.slab_down({0, end, end}, homes_work).begin;
-    if (begin > 0) rows = std::max(rows, mask.is_full() ? end : begin - mask.first_key(begin - 1));
-    const std::int64_t first_key = mask.first_key(end - 1);
+    if (begin > 0) rows = std::max(rows, mask.keys(begin - 1, begin, end).rows());
+    const std::int64_t first_key = mask.keys(end - 1, end, end).begin;
     std::int64_t at_home = 0;
     for (std::int32_t p = first; p < last; ++p) {
       const HomePiece& piece = home.pieces[p];

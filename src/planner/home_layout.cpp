@@ -216,13 +216,13 @@ void for_each_run(const HomeLayout& home, std::span<const Move> moves, Run&& run
   }
 }
 
-/// With a window: where the keys of queries that travel begin, by document and position.
+/// Where the keys of queries that travel begin, by document and position.
 std::vector<Cut> find_cuts(const HomeLayout& home, std::span<const Move> moves,
                            const PlannerOptions& options) {
   std::vector<Cut> cuts;
-  if (!options.mask.has_window()) return cuts;
+  if (!options.mask.moves_on()) return cuts;
   for_each_run(home, moves, [&](const HomePiece& piece, Slab slab, std::int32_t dst) {
-    const std::int64_t key = options.mask.first_key(slab.begin);
+    const std::int64_t key = options.mask.keys(slab.begin, slab.end, piece.doc_len).begin;
     const std::int64_t cut = key / options.block_tokens * options.block_tokens;
     if (cut > 0 && (dst != piece.rank || cut < piece.begin)) cuts.emplace_back(piece.doc, cut);
   });
@@ -258,20 +258,29 @@ void number_by_rank(const HomeLayout& home, QkvPlan& plan) {
   }
 }
 
-void write_kv_begin(const AttentionMask& mask, QkvPlan& plan) {
-  plan.kv_begin.resize(plan.shard_len.size());
+/// Sets kv_begin and kv_end where the mask needs them: the first and the last shard that have a key
+/// of the queries. Shards are numbered by document.
+void write_ranges(const AttentionMask& mask, QkvPlan& plan) {
+  if (mask.moves_on()) plan.kv_begin.resize(plan.shard_len.size());
+  if (mask.looks_ahead()) plan.kv_end.resize(plan.shard_len.size());
+  if (!mask.moves_on() && !mask.looks_ahead()) return;
   std::vector<std::int64_t> ends;
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     const std::int64_t first = plan.doc_shard_offsets[d];
+    const std::int64_t last = plan.doc_shard_offsets[d + 1];
     ends.clear();
+    std::int64_t doc_len = 0;
+    for (std::int64_t n = first; n < last; ++n) ends.push_back(doc_len += plan.shard_len[n]);
     std::int32_t begin = 0;
+    std::int32_t end = 0;
     std::int64_t position = 0;
-    for (std::int64_t n = first; n < plan.doc_shard_offsets[d + 1]; ++n) {
-      const std::int64_t key = mask.first_key(position);
-      position += plan.shard_len[n];
-      ends.push_back(position);
-      while (ends[begin] <= key) ++begin;
-      plan.kv_begin[n] = begin;
+    for (std::int64_t n = first; n < last; ++n) {
+      const TokenRange keys = mask.keys(position, ends[n - first], doc_len);
+      position = ends[n - first];
+      while (ends[begin] <= keys.begin) ++begin;
+      while (ends[end] < keys.end) ++end;
+      if (mask.moves_on()) plan.kv_begin[n] = begin;
+      if (mask.looks_ahead()) plan.kv_end[n] = end + 1;
     }
   }
 }
@@ -311,8 +320,7 @@ void write_plan(const HomeLayout& home, std::span<const Move> moves, const Plann
           "plan_attention: the plan has ", plan.num_shards(), " shards, expected at most 2^31 - 1");
   plan.doc_shards.resize(plan.shard_len.size());
   std::iota(plan.doc_shards.begin(), plan.doc_shards.end(), 0);
-  if (options.mask.has_window()) write_kv_begin(options.mask, plan);
-  if (options.mask.is_full()) plan.need_whole_documents();
+  write_ranges(options.mask, plan);
   if (!std::is_sorted(home.by_rank.begin(), home.by_rank.end())) number_by_rank(home, plan);
 }
 

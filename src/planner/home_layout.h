@@ -12,7 +12,7 @@ namespace waybill::detail {
 struct Slab {
   std::int64_t begin = 0;
   std::int64_t end = 0;
-  /// Tokens of the document: the keys of a query, where the mask is full.
+  /// Tokens of the document; masks may look at it.
   std::int64_t doc_len = 0;
 
   [[nodiscard]] std::int64_t rows() const { return end - begin; }
@@ -62,7 +62,7 @@ void lay_out(std::span<const std::vector<DocumentRange>> rank_pieces, const Plan
              HomeLayout& home);
 
 /// Turns moves, ordered by piece and position, into shards. Neighbours with the same destination
-/// are one shard. With a window, keys are cut where the queries that travel begin to need them.
+/// are one shard. Keys are cut where the queries that travel begin to need them.
 void write_plan(const HomeLayout& home, std::span<const Move> moves, const PlannerOptions& options,
                 QkvPlan& plan);
 

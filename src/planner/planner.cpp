@@ -37,27 +37,12 @@ void check_speed(const char* who, const char* field, double got) {
 
 }  // namespace
 
-std::string_view to_string(MaskKind mask) { return mask == MaskKind::full ? "full" : "causal"; }
-
-MaskKind mask_from_name(const char* who, std::string_view name) {
-  require(name == "causal" || name == "full", who, ": mask = \"", name,
-          "\", expected \"causal\" or \"full\"");
-  return name == "full" ? MaskKind::full : MaskKind::causal;
-}
-
-std::string to_string(const AttentionMask& mask) {
-  if (mask.has_window()) return concat(to_string(mask.kind), ", window ", mask.window);
-  return std::string(to_string(mask.kind));
-}
-
 void PlannerOptions::check(const char* who) const {
   check_range(who, "world_size", world_size, 1, max_world_size);
   check_range(who, "tokens_per_rank", tokens_per_rank, 0, max_tokens / world_size);
   check_range(who, "model.q_hidden", model.q_hidden, 1, max_hidden);
   check_range(who, "model.kv_hidden", model.kv_hidden, 1, max_hidden);
-  check_range(who, "mask.window", mask.window, 0, max_tokens);
-  require(!mask.is_full() || mask.window == 0, who, ": mask.window = ", mask.window,
-          ", expected 0: the mask is full");
+  mask.check(who);
   check_range(who, "max_tokens_per_rank", max_tokens_per_rank, 0, max_tokens);
   check_range(who, "block_tokens", block_tokens, 1, std::int64_t{1} << 20);
   require(std::isfinite(imbalance_target) && imbalance_target > 1, who,

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cmath>
 
 #include "balance.h"
 
@@ -14,7 +13,7 @@ SlabCosts::SlabCosts(const PlannerOptions& options)
       tails(options.tails) {}
 
 std::int64_t SlabCosts::grid(std::int64_t position, std::int64_t doc_len) const {
-  const std::int64_t keys = mask.is_full() ? doc_len : position - mask.first_key(position - 1);
+  const std::int64_t keys = mask.keys(position - 1, position, doc_len).rows();
   std::int64_t step = block_tokens;
   while (step > 1 && static_cast<double>(step * keys) > fine_work) step = (step + 1) / 2;
   return step;
@@ -23,24 +22,9 @@ std::int64_t SlabCosts::grid(std::int64_t position, std::int64_t doc_len) const 
 Slab SlabCosts::slab_down(Slab slab, std::int64_t work_limit) const {
   if (work(slab) <= work_limit) return slab;
   if (work_limit <= 0) return {slab.end, slab.end, slab.doc_len};
-  // Keys of the first query go down with `begin`: from the area of a trapezoid, in doubles, then
-  // put right on the grid.
-  // The cost of a row besides its pairs counts as if the document began so many rows earlier.
   const auto area = static_cast<double>(std::max<std::int64_t>(0, work_limit - facts.shard_pairs));
-  const auto e = static_cast<double>(slab.end);
-  double begin = 0;
-  const auto row = static_cast<double>(facts.row_pairs);
-  const auto window = static_cast<double>(mask.window);
-  if (mask.is_full()) {
-    begin = std::max(0.0, e - area / (static_cast<double>(slab.doc_len) + row));
-  } else if (mask.window > 0 && area <= (e - window) * (window + row)) {
-    begin = e - area / (window + row);
-  } else {
-    const double ramp_end = mask.window > 0 ? std::min(e, window) : e;
-    const double left = area - (mask.window > 0 ? (e - ramp_end) * (window + row) : 0);
-    const double square = ramp_end * (ramp_end + 1 + 2 * row) - 2 * left + row * row;
-    begin = std::max(0.0, std::sqrt(std::max(0.0, square)) - row);
-  }
+  const double begin = mask.begin_for(static_cast<double>(slab.end), area, slab.doc_len,
+                                      static_cast<double>(facts.row_pairs));
   const std::int64_t step = grid(slab.end, slab.doc_len);
   Slab part = slab;
   part.begin = static_cast<std::int64_t>(begin) / step * step;
@@ -52,57 +36,29 @@ Slab SlabCosts::slab_down(Slab slab, std::int64_t work_limit) const {
   return part;
 }
 
-// The end of the shortest slab from `begin` with about `work`.
-std::int64_t SlabCosts::end_for(std::int64_t begin, double work_wanted,
-                                std::int64_t doc_len) const {
-  const auto row = static_cast<double>(facts.row_pairs);
-  if (mask.is_full()) {
-    const double keys = static_cast<double>(doc_len) + row;
-    return begin + static_cast<std::int64_t>(work_wanted / keys) + 1;
-  }
-  const double b = static_cast<double>(begin) + row;
-  const double window = static_cast<double>(mask.window) + row;
-  const auto on_ramp = [&] {
-    return static_cast<std::int64_t>(std::sqrt(b * b + 2 * work_wanted) - row) + 1;
-  };
-  if (mask.window == 0) return on_ramp();
-  if (b >= window) return begin + static_cast<std::int64_t>(work_wanted / window) + 1;
-  const double ramp = (window * window - b * b) / 2;
-  if (work_wanted <= ramp) return on_ramp();
-  return static_cast<std::int64_t>(window - row + (work_wanted - ramp) / window) + 1;
-}
-
 double SlabCosts::bytes_of(Slab region, double slab_work) const {
-  const auto begin = static_cast<double>(region.begin);
-  const auto end = static_cast<double>(region.end);
   const double num_slabs =
       std::max(1.0, static_cast<double>(work(region)) / std::max(1.0, slab_work));
-  // The sum of the contexts of num_slabs slabs with equal work: by its integral.
-  double rows = static_cast<double>(context(region));
-  if (mask.is_full()) {
-    rows *= num_slabs;
-  } else if (mask.window > 0) {
-    rows += (num_slabs - 1) * static_cast<double>(mask.window - 1);
-  } else if (num_slabs > 1) {
-    rows = num_slabs * 2.0 / 3.0 * (end * end + end * begin + begin * begin) / (end + begin) +
-           (end - begin) / 2;
-  }
-  return q_row * (end - begin) + kv_row * rows;
+  return q_row * static_cast<double>(region.rows()) +
+         kv_row * mask.keys_of_parts({region.begin, region.end}, num_slabs, region.doc_len);
 }
 
 Slab SlabCosts::cheapest_region(Slab piece, std::int64_t work_wanted, double slab_work) const {
   if (work(piece) <= work_wanted) return piece;
-  const double wanted = static_cast<double>(work_wanted);
+  const auto end_from = [&](std::int64_t begin) {
+    return mask.end_for(begin, static_cast<double>(work_wanted), piece.doc_len,
+                        static_cast<double>(facts.row_pairs));
+  };
   const auto cost = [&](double begin) {
     const auto b = static_cast<std::int64_t>(begin);
-    return bytes_of({b, end_for(b, wanted, piece.doc_len), piece.doc_len}, slab_work);
+    return bytes_of({b, end_from(b), piece.doc_len}, slab_work);
   };
   const std::int64_t tail_begin = slab_down(piece, work_wanted).begin;
   double low = static_cast<double>(piece.begin);
   double high = static_cast<double>(tail_begin);
   const double tail_cost = cost(high);
   // Where queries have the same number of keys, it matters little where the region begins.
-  const bool is_even = mask.has_window() || mask.is_full() || tails;
+  const bool is_even = mask.is_even() || tails;
   if (!is_even) {  // convex in begin: golden section without the gold
     for (int round = 0; round < 12 && high - low > 256; ++round) {
       const double a = low + (high - low) * 0.4;
@@ -126,7 +82,7 @@ Slab SlabCosts::cheapest_region(Slab piece, std::int64_t work_wanted, double sla
   const std::int64_t step = grid(static_cast<std::int64_t>(best), piece.doc_len);
   Slab region = piece;
   region.begin = std::max(piece.begin, static_cast<std::int64_t>(best) / step * step);
-  const std::int64_t end = end_for(region.begin, wanted, piece.doc_len);
+  const std::int64_t end = end_from(region.begin);
   const std::int64_t end_step = grid(end, piece.doc_len);
   region.end = std::min(piece.end, (end / end_step + 1) * end_step);
   return region;

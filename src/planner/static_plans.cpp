@@ -137,7 +137,7 @@ QkvPlan zigzag_plan(std::span<const std::int64_t> doc_lengths, const StaticPlanO
     first += doc_lengths[d];
   }
   QkvPlan plan = plan_of_pieces(std::move(pieces), std::ssize(doc_lengths), options.world_size);
-  if (options.mask == MaskKind::full) plan.need_whole_documents();
+  if (options.mask.looks_ahead()) plan.need_whole_documents();
   return plan;
 }
 
@@ -156,7 +156,7 @@ QkvPlan per_document_plan(std::span<const std::int64_t> doc_lengths,
     first += doc_lengths[d];
   }
   QkvPlan plan = plan_of_pieces(std::move(pieces), std::ssize(doc_lengths), options.world_size);
-  if (options.mask == MaskKind::full) plan.need_whole_documents();
+  if (options.mask.looks_ahead()) plan.need_whole_documents();
   return plan;
 }
 

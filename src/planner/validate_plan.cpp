@@ -67,7 +67,7 @@ void count_table(const SparseMetadata& table, std::int64_t row_bytes, std::int32
   });
 }
 
-// Work by the mask, query by query; long documents by whole shards of unchanging slope.
+// Work by the mask, which is tested query by query.
 std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
   const QkvPlan& qkv = plan.plan;
   std::vector<std::int64_t> work(qkv.world_size);
@@ -78,15 +78,8 @@ std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
       doc_len += qkv.shard_len[qkv.doc_shards[i]];
     for (std::int64_t i = qkv.doc_shard_offsets[d]; i < qkv.doc_shard_offsets[d + 1]; ++i) {
       const std::int32_t n = qkv.doc_shards[i];
-      // Keys of the first and the last query; in between they grow by one, until the window.
       const std::int64_t len = qkv.shard_len[n];
-      const std::int64_t window = plan.options.mask.window;
-      const std::int64_t growing =
-          window == 0 ? len : std::clamp<std::int64_t>(window - position, 0, len);
-      const std::int64_t pairs =
-          plan.options.mask.is_full()
-              ? len * doc_len
-              : growing * position + growing * (growing + 1) / 2 + (len - growing) * window;
+      const std::int64_t pairs = plan.options.mask.pairs(position, position + len, doc_len);
       const HardwareFacts& facts = plan.options.hardware;
       std::int64_t& sum = work[qkv.q_dst[n]];
       sum = add_wrapping(sum, pairs);
@@ -97,6 +90,26 @@ std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
   return work;
 }
 
+// Whether every range holds the keys that the mask shows; beyond a query only where it looks there.
+bool has_ranges_of(const AttentionMask& mask, const QkvPlan& plan) {
+  if (plan.num_shards() > 0 && mask.looks_ahead() == plan.kv_end.empty()) return false;
+  std::vector<std::int64_t> ends;
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+    const std::int64_t first = plan.doc_shard_offsets[d];
+    ends.assign(1, 0);
+    for (std::int64_t i = first; i < plan.doc_shard_offsets[d + 1]; ++i)
+      ends.push_back(ends.back() + plan.shard_len[plan.doc_shards[i]]);
+    for (std::size_t p = 0; p + 1 < ends.size(); ++p) {
+      if (ends[p] == ends[p + 1]) continue;
+      const std::int32_t shard = plan.doc_shards[first + static_cast<std::int64_t>(p)];
+      const TokenRange keys = mask.keys(ends[p], ends[p + 1], ends.back());
+      const auto end = plan.end_needed(shard, static_cast<std::int32_t>(p));
+      if (ends[plan.first_needed(shard)] > keys.begin || ends[end] < keys.end) return false;
+    }
+  }
+  return true;
+}
+
 bool check_sizes(const AttentionPlan& plan, Findings& findings) {
   const auto world_size = static_cast<std::int64_t>(plan.plan.world_size);
   const auto size = [&](const char* field, std::int64_t got, std::int64_t expected) {
@@ -104,8 +117,7 @@ bool check_sizes(const AttentionPlan& plan, Findings& findings) {
       findings.add(FindingKind::shape, table_name, field, {}, got, concat(expected, " entries"));
     return got == expected;
   };
-  if (plan.options.mask.is_full() ? !plan.plan.needs_whole_documents() && plan.plan.num_shards() > 0
-                                  : !plan.plan.kv_end.empty()) {
+  if (!has_ranges_of(plan.options.mask, plan.plan)) {
     findings.add(FindingKind::plan, table_name, "options.mask", {}, to_string(plan.options.mask),
                  "a mask of the plan's ranges");
     return false;

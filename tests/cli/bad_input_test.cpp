@@ -1,7 +1,6 @@
 #include <numeric>
 
 #include "program_runner.h"
-#include "support/sanitizers.h"
 #include "waybill/json/plan_json.h"
 
 namespace waybill::test {
@@ -62,12 +61,8 @@ TEST_F(BadInputTest, NumbersThatAreNone) {
 
 TEST_F(BadInputTest, InputWithoutEnd) {
   if (!std::filesystem::exists("/dev/zero")) GTEST_SKIP() << "no /dev/zero here";
-  for (const std::string command :
-       {"show ", "validate ", "explain ", "plan --lengths ", "experts --ids "}) {
-    EXPECT_TRUE(fails(run(command + "/dev/zero"), 1, {"/dev/zero", "more than 1 GiB"})) << command;
-    if (sanitized) break;  // one command of each kind
-  }
   // A gigabyte is read each time; all commands have one reader.
+  EXPECT_TRUE(fails(run("validate /dev/zero"), 1, {"/dev/zero", "more than 1 GiB"}));
   EXPECT_TRUE(
       fails(run("show -", "", " >stdout </dev/zero"), 1, {"standard input", "more than 1 GiB"}));
 }
@@ -143,15 +138,9 @@ TEST_F(BadInputTest, AWorldOfAMillionRanks) {
   const std::string world = " --world-size 1048576 --tokens-per-rank 8 ";
   const ProgramResult planned = run("plan --compact -o plan.json" + world);  // in about a second
   EXPECT_EQ(planned.exit_code, 0) << planned.err;
-  for (const std::string command : {"plan --full", "demo", "explain"}) {
-    EXPECT_TRUE(fails(run(command + world), 1, {"hops", "fewer ranks"})) << command;
-    if (sanitized) break;  // one command of each kind
-  }
+  EXPECT_TRUE(fails(run("plan --full" + world), 1, {"hops", "fewer ranks"}));
   EXPECT_TRUE(fails(run("compare" + world), 1, {"copies of KV shards", "fewer ranks"}));
-  for (const std::string command : {"show", "validate", "simulate", "explain"}) {
-    EXPECT_TRUE(fails(run(command + " plan.json"), 1, {"copies of KV shards"})) << command;
-    if (sanitized) break;  // one command of each kind
-  }
+  EXPECT_TRUE(fails(run("validate plan.json"), 1, {"copies of KV shards"}));
 }
 
 TEST_F(BadInputTest, SumsOfAFileThatExceed63Bits) {

@@ -51,8 +51,7 @@ INSTANTIATE_TEST_SUITE_P(Few, ManyRanksOfExperts,
 #ifndef WAYBILL_TEST_SLOW
 INSTANTIATE_TEST_SUITE_P(Many, ManyRanksOfExperts,
                          testing::Values(Ranks{256, 256, EPRows::grouped},
-                                         Ranks{256, 8, EPRows::compact},
-                                         Ranks{1024, 1024, EPRows::grouped}));
+                                         Ranks{256, 8, EPRows::compact}));
 
 /// The most memory that this process has had since the last call, in bytes.
 std::int64_t take_peak_bytes() {
@@ -66,12 +65,12 @@ std::int64_t take_peak_bytes() {
   return kilobytes * 1024;
 }
 
-TEST(ManyRanksOfExperts, many_nodes_fit_into_a_gigabyte) {
+TEST(ManyRanksOfExperts, many_nodes_fit_into_half_a_gigabyte) {
   (void)take_peak_bytes();
-  run_round({1024, 8, EPRows::compact});
+  run_round({512, 8, EPRows::compact});
   const std::int64_t peak = take_peak_bytes();
   EXPECT_GT(peak, 0);
-  EXPECT_LT(peak, 1'000'000'000);
+  EXPECT_LT(peak, 500'000'000);
 }
 #endif
 

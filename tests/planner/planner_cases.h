@@ -37,7 +37,7 @@ inline PlannerOptions random_options(Random& random, bool full = false) {
   options.imbalance_target = random.below(2) == 0 ? 1.01 : 1.2;
   options.block_tokens = std::int64_t{1} << random.below(8);
   options.hardware.ranks_per_node = static_cast<std::int32_t>(1 + random.below(9));
-  if (full) options.mask = {.window = 0, .kind = MaskKind::full};
+  if (full) options.mask = {.kind = MaskKind::full};
   return options;
 }
 

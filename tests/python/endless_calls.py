@@ -65,18 +65,6 @@ def gradient_inputs(world):
     return lambda: dispatcher.gradient_inputs(plan)
 
 
-def attention_step(world):
-    plan = waybill.plan([ROWS * world.world_size], world.world_size, 0, block_tokens=1)
-    rows = [torch.ones(ROWS, heads, HIDDEN, requires_grad=True) for heads in (2, 1, 1)]
-    step = wt.AttentionStep(wt.SequenceDispatcher(world), plan.to_routing(), *rows)
-
-    def call():
-        q, _, _ = step.dispatch_qkv(*rows)
-        step.return_outputs(q).sum().backward()
-
-    return call
-
-
 def _attention(world):
     attend = wt.ContextParallelAttention(world, 2, 1, HIDDEN, block_tokens=1, dtype=torch.float32)
     rows = [torch.ones(ROWS, heads, HIDDEN, requires_grad=True) for heads in (2, 1, 1)]
@@ -183,7 +171,7 @@ CALLS = {
     call.__name__: call
     for call in (
         numpy_dispatch, dispatch, kv_gradient, plan_dispatch, reserve, gradient_inputs,
-        attention_step, attention, attention_and_backward, gather, expert_dispatch, expert_combine,
+        attention, attention_and_backward, gather, expert_dispatch, expert_combine,
         expert_barrier, experts, deep_ep, deep_ep_low_latency, barrier,
     )
 }  # fmt: skip

@@ -1,10 +1,6 @@
-"""Distributed causal attention equals the undistributed one, in its output and its gradients."""
-
-import gc
-import weakref
+"""AttentionStep and recomputed_attention, which go in 0.3: they work until then, and warn."""
 
 import pytest
-from error_texts import lies_on
 from ways import rows_of
 
 import waybill
@@ -12,6 +8,7 @@ import waybill
 torch = pytest.importorskip("torch")
 wt = pytest.importorskip("waybill.torch")
 
+pytestmark = pytest.mark.filterwarnings("ignore:AttentionStep|recomputed_attention")
 LENGTHS = [70, 10, 3, 17, 44, 1, 1, 30]
 HEADS, KV_HEADS, HEAD = 4, 2, 8
 
@@ -92,11 +89,8 @@ def leaves(world, parts):
 
 
 @pytest.mark.parametrize("kv_layout", ["per_rank", "per_query"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_output_and_gradients(torch_way, world_size, kv_layout):
-    if torch_way.device == "cuda" and world_size == 4:
-        world_size = waybill.num_gpus()
-    plan = plan_for(world_size, kv_layout)
+def test_output_and_gradients(torch_way, kv_layout):
+    plan = plan_for(2, kv_layout)
     routing, all_tensors = plan.to_routing(), tensors()
     parts = [split(t, plan) for t in all_tensors]
 
@@ -112,7 +106,7 @@ def test_output_and_gradients(torch_way, world_size, kv_layout):
             dispatcher.synchronize()
         return out.detach(), q.grad / 2, k.grad / 2, v.grad / 2
 
-    compare(torch_way.run(world_size, body), undistributed(*all_tensors))
+    compare(torch_way.run(2, body), undistributed(*all_tensors))
 
 
 def test_lengths_for_kernels():
@@ -140,46 +134,9 @@ def test_lengths_for_kernels():
     assert any("keys of shard" in text and "per_query" in text for text in texts)
 
 
-def test_layers_that_feed_each_other(torch_way):
-    """Two layers share a dispatcher; the second one's gradients go through the first."""
-    plan = plan_for(2, "per_rank")
-    routing, all_tensors = plan.to_routing(), tensors()
-    parts = [split(t, plan) for t in all_tensors]
-
-    def layered(layer, q, k, v):
-        hidden = layer(q, k, v)
-        return layer(hidden.sin(), k * 2, hidden[:, :KV_HEADS] + v)
-
-    def body(world):
-        q, k, v = leaves(world, parts)
-        with torch_way.face.SequenceDispatcher(world) as dispatcher:
-            step = torch_way.face.AttentionStep(dispatcher, routing, q, k, v)
-
-            def layer(*qkv):
-                return step.return_outputs(attend(step, *step.dispatch_qkv(*qkv)))
-
-            layered(layer, q, k, v).square().sum().backward()
-            dispatcher.synchronize()
-        return q.grad, k.grad, v.grad
-
-    one = plan_for(1, "per_rank").to_routing()
-
-    def alone(world):
-        q, k, v = (t.clone().requires_grad_() for t in all_tensors[:3])
-        step = waybill.torch.AttentionStep(
-            waybill.torch.SequenceDispatcher(world), one, q, k, v
-        )  # only for its layout: one rank, nothing moves
-        layered(lambda *qkv: attend(step, *qkv), q, k, v).square().sum().backward()
-        return q.grad, k.grad, v.grad
-
-    expected = waybill.torch.run_threads(1, alone)[0]
-    compare(torch_way.run(2, body), expected, 1e-10)
-
-
-@pytest.mark.parametrize("kv_layout", ["per_rank", "per_query"])
-def test_backward_may_have_another_plan(torch_way, kv_layout):
+def test_backward_may_have_another_plan(torch_way):
     """Nothing is kept in the attention layout; backward computes it again, elsewhere."""
-    plan, other = plan_for(2, kv_layout), plan_for(2, kv_layout, block_tokens=64)
+    plan, other = plan_for(2, "per_rank"), plan_for(2, "per_query", block_tokens=64)
     assert rows_of(plan) == rows_of(other) and plan != other
     all_tensors = tensors()
     parts = [split(t, plan) for t in all_tensors]
@@ -244,97 +201,6 @@ def test_rows_beyond_the_plan_have_no_gradient(torch_way):
     assert second == [[2, 2, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [3, 3, 0, 0, 0, 0]]
 
 
-def test_frozen_keys_and_inference(torch_way):
-    plan = plan_for(2, "per_rank")
-    all_tensors = tensors(torch.float32)
-    parts = [split(t, plan) for t in all_tensors]
-
-    def body(world):
-        q, k, v = (part[world.rank].to(world.device, copy=True) for part in parts[:3])
-        weights = parts[3][world.rank].to(q.device)
-        q.requires_grad_()
-        with torch_way.face.SequenceDispatcher(world) as dispatcher:
-            step = torch_way.face.AttentionStep(dispatcher, plan.to_routing(), q, k, v)
-            with torch.no_grad():
-                quiet = step.return_outputs(attend(step, *step.dispatch_qkv(q, k, v)))
-            assert not quiet.requires_grad
-            out = step.return_outputs(attend(step, *step.dispatch_qkv(q, k, v)))
-            (out * weights).sum().backward()
-            dispatcher.synchronize()
-            assert k.grad is None and torch.equal(quiet, out.detach())
-        return out.detach(), q.grad
-
-    expected = undistributed(*all_tensors)
-    compare(torch_way.run(2, body), expected[:2], 1e-4)
-
-
-def test_gradients_with_any_strides_and_16_bits(torch_way):
-    """sum() gives one element for all rows; bfloat16 sums are rounded once."""
-    plan = plan_for(2, "per_query")
-    rows = rows_of(plan)
-    copies = plan.to_metadata().rev_kv.seq_recv_mask.sum(2)
-
-    def body(world):
-        q, k = (
-            torch.zeros(rows[world.rank], 4, dtype=torch.bfloat16, device=torch_way.device)
-            .requires_grad_()
-            for _ in range(2)
-        )  # fmt: skip
-        with torch_way.face.SequenceDispatcher(world) as dispatcher:
-            step = torch_way.face.AttentionStep(dispatcher, plan.to_routing(), q, k)
-            q_there, kv_there = step.dispatch_qkv(q, k)
-            (step.return_outputs(q_there).sum() + kv_there.sum()).backward()
-            dispatcher.synchronize()
-        return q.grad.cpu(), k.grad.cpu()
-
-    lens = plan.to_metadata().fwd_kv.seq_len
-    for rank, (dq, dk) in enumerate(torch_way.run(2, body)):
-        assert torch.equal(dq, torch.ones_like(dq))
-        want = torch.from_numpy(copies[rank].repeat(lens[rank]).astype("float32")).bfloat16()
-        assert torch.equal(dk, want[:, None].expand(-1, 4))
-
-
-def test_nothing_is_left_behind():
-    plan = plan_for(1, "per_rank")
-    q = torch.ones(sum(LENGTHS), 1, 4, requires_grad=True)
-
-    def body(world):
-        dispatcher = waybill.torch.SequenceDispatcher(world)
-        step = waybill.torch.AttentionStep(dispatcher, plan.to_routing(), q, q, q)
-        out = step.return_outputs(attend(step, *step.dispatch_qkv(q, q, q)))
-        return weakref.ref(step), weakref.ref(dispatcher), out
-
-    step, dispatcher, out = waybill.torch.run_threads(1, body)[0]
-    assert step() is not None and dispatcher() is not None  # the graph needs them
-    out.sum().backward()
-    del out
-    gc.collect()
-    assert step() is None and dispatcher() is None
-
-
-def test_wrong_arguments():
-    plan = plan_for(1, "per_rank")
-    q = torch.zeros(sum(LENGTHS), 4)
-
-    def body(world):
-        dispatcher = waybill.torch.SequenceDispatcher(world)
-        make = waybill.torch.AttentionStep
-        for arguments, text in [
-            ((None, plan.to_routing(), q, q), "dispatcher is a NoneType"),
-            ((dispatcher, plan, q, q), "routing is a AttentionPlan, expected a QkvRouting"),
-            ((dispatcher, plan.to_routing(), q), "no format of K and V"),
-            ((dispatcher, plan.to_routing(), q, 7), r"kv\[0\] is a int"),
-        ]:
-            with pytest.raises(waybill.InvalidArgument, match=text):
-                make(*arguments)
-        step = make(dispatcher, plan.to_routing(), q, q)
-        assert step.window_bytes <= dispatcher.window_bytes
-        with pytest.raises(waybill.InvalidArgument, match=lies_on("", "meta", "cpu")):
-            step.dispatch_qkv(q.to("meta"), q)
-
-    waybill.torch.run_threads(1, body)
-
-
 def test_pairs_that_are_interleaved():
     """The second dispatch is differentiated with the first output, and then again."""
     plan = plan_for(2, "per_rank")
@@ -355,3 +221,43 @@ def test_pairs_that_are_interleaved():
                 third.sum().backward()
 
     wt.run_threads(2, body)
+
+
+def test_wrong_arguments():
+    plan = plan_for(1, "per_rank")
+    q = torch.zeros(sum(LENGTHS), 4)
+
+    def body(world):
+        dispatcher = waybill.torch.SequenceDispatcher(world)
+        make = waybill.torch.AttentionStep
+        for arguments, text in [
+            ((None, plan.to_routing(), q, q), "dispatcher is a NoneType"),
+            ((dispatcher, plan, q, q), "routing is a AttentionPlan, expected a QkvRouting"),
+            ((dispatcher, plan.to_routing(), q), "no format of K and V"),
+            ((dispatcher, plan.to_routing(), q, 7), r"kv\[0\] is a int"),
+        ]:
+            with pytest.raises(waybill.InvalidArgument, match=text):
+                make(*arguments)
+        step = make(dispatcher, plan.to_routing(), q, q)
+        assert step.window_bytes <= dispatcher.window_bytes
+        with pytest.raises(waybill.InvalidArgument, match=r"dispatch_qkv: kv\[0\] has dtype"):
+            step.dispatch_qkv(q, q.double())
+
+    waybill.torch.run_threads(1, body)
+
+
+def test_they_say_that_they_go():
+    """Where they are called, with what to use."""
+    plan = plan_for(1, "per_rank")
+    q = torch.zeros(sum(LENGTHS), 1, 4)
+
+    def body(world):
+        dispatcher = wt.SequenceDispatcher(world)
+        with pytest.warns(DeprecationWarning, match="use ContextParallelAttention.* goes in 0.3"):
+            step = wt.AttentionStep(dispatcher, plan.to_routing(), q, q, q)
+        text = "use ContextParallelAttention under .*checkpoint; goes in 0.3"
+        with pytest.warns(DeprecationWarning, match=text) as caught:
+            wt.recomputed_attention(attend, step, step, q, q, q)
+        assert [w.filename for w in caught] == [__file__]
+
+    wt.run_threads(1, body)

@@ -52,35 +52,6 @@ def test_of_a_dispatcher():
     waybill.run_threads(1, body)
 
 
-def test_of_an_attention_step():
-    torch = pytest.importorskip("torch")
-    import waybill.torch as wt
-
-    routing, rows = one_rank()
-
-    def body(world):
-        q = torch.zeros(rows, *ROW)
-        k = v = torch.zeros(rows, 2, 16)
-        step = wt.AttentionStep(wt.SequenceDispatcher(world), routing, q, k, v)
-        for requires_grad in (False, True):
-            q.requires_grad_(requires_grad)
-            for who, wrong in (
-                ("q has shape [1, 100, 4, 16], expected [rows, 4, 16]", (q[None], k, v)),
-                ("kv[0] has shape [1, 100, 2, 16], expected [rows, 2, 16]", (q, k[None], v)),
-                ("kv[1] has shape [99, 2, 16], expected at least 100 rows", (q, k, v[1:])),
-                ("kv[1] has dtype float64, expected float32", (q, k, v.double())),
-                ("got 2 tensors, expected 3", (q, k)),
-                ("kv[0] is a int, expected a torch.Tensor", (q, 5, v)),
-            ):
-                refused(f"dispatch_qkv: {who}", step.dispatch_qkv, *wrong)
-            there = step.dispatch_qkv(q, k, v)
-            out = "return_outputs: out has shape [1, 100, 4, 16], expected [rows, 4, 16]"
-            refused(out, step.return_outputs, there[0][None])
-            step.return_outputs(there[0])
-
-    wt.run_threads(1, body)
-
-
 def test_of_a_simulation():
     fwd, _ = waybill.compute_metadata([[3]], [[0]])
     tensor = np.zeros((1, 3, 4))

@@ -128,10 +128,6 @@ def check_world_of_group(group):
         assert refused(lambda: make(group, **{name: value}), name, make.__qualname__)  # noqa: B023
     for kind in (waybill.SequenceDispatcher, wt.SequenceDispatcher):
         assert refused(lambda: kind(group, num_sms=4), "world", "SequenceDispatcher")  # noqa: B023
-    tensor = torch.ones(3, 8)
-    assert refused(
-        lambda: wt.AttentionStep(group, None, tensor, tensor), "dispatcher", "AttentionStep"
-    )
 
 
 def check_group_that_is_there():
@@ -226,30 +222,6 @@ def test_relays_by_copy_engines(torch_way):
         assert way("never") == "direct"
 
     torch_way.run(4, body)
-
-
-def test_attention_steps():
-    def body(world):
-        q, kv, out = torch.ones(5000, 8), torch.ones(5000, 4).double(), torch.ones(1, 2).half()
-        dispatcher = wt.SequenceDispatcher(world)
-        step = wt.AttentionStep(dispatcher, RELAYED, q, kv, out=out)
-        formats = [[(f.dtype, f.hidden) for f in plan.formats] for plan in step._plans.values()]
-        its_q, its_kv, its_out = (torch.float32, 8), (torch.float64, 4), (torch.float16, 2)
-        assert formats == [[its_q, its_kv], [its_q], [its_kv], [its_out], [its_out]]
-        for other in (None, world, waybill.SequenceDispatcher(world)):
-            assert refused(
-                lambda: wt.AttentionStep(other, RELAYED, q, kv, out=out),  # noqa: B023
-                "dispatcher", "AttentionStep",
-            )  # fmt: skip
-        for name, value in {"routing": 3, "q": 3, "out": 3}.items():
-            given = {"routing": RELAYED, "q": q, "out": out, name: value}
-            routing, format_ = given.pop("routing"), given.pop("q")
-            assert refused(
-                lambda: wt.AttentionStep(dispatcher, routing, format_, kv, **given),  # noqa: B023
-                name, "AttentionStep",
-            )  # fmt: skip
-
-    wt.run_threads(4, body, timeout_s=20)
 
 
 LENGTHS = [3000, 200, 1700, 900, 40, 5000, 77, 300]

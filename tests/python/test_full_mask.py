@@ -106,46 +106,6 @@ def test_attention_of_ranks_is_attention_alone(kv_layout):
     np.testing.assert_allclose(got, want, atol=1e-12)
 
 
-def test_attention_step_of_torch():
-    torch = pytest.importorskip("torch")
-    import waybill.torch as wt
-
-    lengths = [37, 5, 90, 24]
-    plan = wt.plan(lengths, 4, 39, mask="full", block_tokens=4)
-    generator = torch.Generator().manual_seed(1)
-    whole = [
-        torch.randn(sum(lengths), 1, HEAD, generator=generator, dtype=torch.float64)
-        for _ in range(3)
-    ]
-
-    def attend(q, k, v):
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v)  # not causal
-        return out[0].transpose(0, 1)
-
-    alone = [x.clone().requires_grad_() for x in whole]
-    split = [x.split(lengths) for x in alone]
-    want = torch.cat([attend(*parts) for parts in zip(*split)])
-    want.square().sum().backward()
-    parts = [rows_by_rank(plan, x) for x in whole]
-    routing = plan.to_qkv_plan().to_routing()
-
-    def body(world):
-        mine = [part[world.rank].clone().requires_grad_() for part in parts]
-        step = wt.AttentionStep(wt.SequenceDispatcher(world), routing, *mine)
-        q, k, v = step.dispatch_qkv(*mine)
-        at, outs = step.attention, []
-        for a, n, b, m in zip(at.q_begin, at.q_len, at.kv_begin, at.kv_len):
-            outs.append(attend(q[a : a + n], k[b : b + m], v[b : b + m]))
-        home = step.return_outputs(torch.cat(outs) if outs else q * 0)
-        home.square().sum().backward()
-        return home.detach(), *(x.grad for x in mine)
-
-    results = wt.run_threads(4, body)
-    for i, expected in enumerate((want, *(x.grad for x in alone))):
-        torch.testing.assert_close(torch.cat([r[i] for r in results]), expected)
-
-
 def test_plans_keep_their_mask():
     sparse = waybill.plan([8, 4], 2, 6, mask="full").to_qkv_plan()
     for same in (

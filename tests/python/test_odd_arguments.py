@@ -236,7 +236,6 @@ def test_switches_are_true_or_false(value):
 
 def test_modules():
     """Their calls; and scores that lie otherwise than the tokens are those of other tokens."""
-    routing = waybill.plan(DOCUMENTS, 1, 400).to_routing()
 
     def body(world):
         given = {
@@ -268,13 +267,6 @@ def test_modules():
         ):
             module(**{**call, "scores": call["scores"].transpose(0, 1)})
         module.finalize()
-
-        rows = torch.ones(400, 8)
-        step = wt.AttentionStep(wt.SequenceDispatcher(world), routing, rows, rows)
-        for odd in ODD:
-            refusal(lambda odd=odd: step.dispatch_qkv(odd, rows), "dispatch_qkv: q")
-            refusal(lambda odd=odd: step.dispatch_qkv(rows, odd), "kv[0]")
-            refusal(lambda odd=odd: step.return_outputs(odd), "return_outputs: out")
 
     wt.run_threads(1, body)
 

@@ -48,17 +48,6 @@ def attention_on(world, way):
     return (lambda q, k, v: attend(plan, q, k, v)), inputs
 
 
-def step_on(world, part):
-    plan = waybill.plan([ROWS], 1, ROWS)
-    dispatcher = wt.SequenceDispatcher(world)
-    q = torch.ones(ROWS, HIDDEN)
-    step = wt.AttentionStep(dispatcher, plan.to_routing(), q, q)
-    if part == "dispatch_qkv":
-        return (lambda q, kv: sum(step.dispatch_qkv(q, kv))), [q, q.clone()]
-    step.dispatch_qkv(q.clone().requires_grad_(), q)
-    return step.return_outputs, [q]
-
-
 def layer_on(world, part):
     layer = EPAll2AllLayer(world, ROWS, HIDDEN, 2, 0, 2, 1, 1, torch.float32)
     tokens, ids = torch.ones(ROWS, HIDDEN), torch.tensor([[0, 1]] * ROWS)
@@ -95,8 +84,6 @@ CALLS = {
     "attention by plan": lambda world: attention_on(world, "plan"),
     "attention by a fixed plan": lambda world: attention_on(world, "fixed"),
     "attention by ticket": lambda world: attention_on(world, "ticket"),
-    "step, dispatch": lambda world: step_on(world, "dispatch_qkv"),
-    "step, return": lambda world: step_on(world, "return_outputs"),
     "layer, dispatch": lambda world: layer_on(world, "dispatch"),
     "layer, combine": lambda world: layer_on(world, "combine"),
     "module": lambda world: module_on(world, "inputs"),

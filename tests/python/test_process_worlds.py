@@ -125,15 +125,22 @@ def test_gpus_of_this_host(tmp_path):
 
         world = wt.World.from_environment(device="cuda", timeout_s=60)
         torch.cuda.set_device(world.device)
-        q = torch.from_numpy(rows[world.rank]).cuda().double().requires_grad_()
+        mine = torch.from_numpy(rows[world.rank]).cuda().double()
         with wt.SequenceDispatcher(world) as dispatcher:
-            step = wt.AttentionStep(dispatcher, plan.to_routing(), q, q)
-            received, kv = step.dispatch_qkv(q, q)
+            there = dispatcher.plan_dispatch((plan.to_routing().fwd_q, mine))
+            (received,) = dispatcher.dispatch(there, mine)
             want = waybill.simulate_communication(rows, metadata.fwd_q)[world.rank]
-            (step.return_outputs(received).sum() + 0 * kv.sum()).backward()
-            dispatcher.synchronize()
-            assert torch.equal(received.detach().cpu(), torch.from_numpy(want).double())
-            assert (q.grad == 1).all() and q.grad.device == torch.device(world.device)
+            assert torch.equal(received.cpu(), torch.from_numpy(want).double())
+        q = mine[:, None].clone().requires_grad_()
+        attention = wt.ContextParallelAttention(
+            world, 1, 1, mine.shape[1], dtype=torch.float64, in_place=False,
+            kernel=lambda q, k, v, *_: q + 0 * (k.sum() + v.sum()),
+        )
+        out = attention(attention.plan(plan), q, q, q)
+        out.sum().backward()
+        assert torch.equal(out, q) and q.grad.eq(1).all()
+        assert q.grad.device == torch.device(world.device)
+        attention.close()
         world.barrier()
         print("rank", world.rank, "of", world.world_size, "is well")
     """

@@ -36,7 +36,7 @@ def test_it_passes_here(tmp_path):
     for name in ("recorded cases", "planner", "simulation", "ranks that are threads", "experts"):
         assert shown[name] == "ok"
     if HAS_TORCH:
-        assert shown["AttentionStep"] == shown["EPAll2AllLayer"] == "ok"
+        assert shown["ContextParallelAttention"] == shown["EPAll2AllLayer"] == "ok"
     else:
         assert shown["torch"] == "skipped" and "torch is not installed" in verdict
     assert not list(tmp_path.iterdir())

@@ -90,59 +90,32 @@ def test_experts_that_are_skipped(parts, weighted):
     assert want[3] is None  # rank 2 has computed nothing
 
 
-def test_two_outputs_of_one_dispatch():
-    """Attention's output and another tensor of its rows; rank 1 computes neither."""
-    plan = waybill.QkvPlan(2, [0, 1, 2], [3, 2], [0, 0], [0, 2], [0, 1])
-
-    def body(world):
-        q = torch.ones(3 - world.rank, 4, requires_grad=True)
-        with wt.SequenceDispatcher(world) as dispatcher:
-            step = wt.AttentionStep(dispatcher, plan.to_routing(), q, q)
-            there, _ = step.dispatch_qkv(q, q)
-            mine = there if there.shape[0] else torch.empty(0, 4)
-            homes = [step.return_outputs(mine * factor) for factor in (2, 3)]
-            (homes[0] + homes[1]).sum().backward()
-        return q.grad
-
-    for grad in wt.run_threads(2, body, timeout_s=TIMEOUT):
-        assert grad.eq(5).all()
-
-
-@pytest.mark.parametrize("inside", ["whole", "dispatch", "return"])
-def test_attention_that_is_skipped(inside):
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_attention_that_is_skipped(reentrant):
     """Rank 0 attends to everything, rank 2 has no rows at home either."""
-    plan = waybill.QkvPlan(3, [0, 1, 2, 2], [3, 2], [0, 0], [0, 2], [0, 1])
-    routing = plan.to_routing()
+    own = waybill.QkvPlan(3, [0, 1, 2, 2], [3, 2], [0, 0], [0, 2], [0, 1])
+
+    def attend(q, k, v, sequences, shape):
+        assert q.shape[0] == 5  # a kernel without sequences is not called
+        return torch.einsum("qhd,khd->qhk", q, k).softmax(-1) @ v[:, 0] * 2.0
 
     def body(world, reentry):
         rows = (3, 2, 0)[world.rank]
-        q, k, v = (torch.full((rows, 4), float(i + 1)).requires_grad_() for i in range(3))
-        scale = torch.tensor(2.0).requires_grad_()
-
-        def attend(q, k, v):
-            if q.shape[0] == 0:
-                return torch.empty(0, 4)
-            return (q @ k.T).softmax(-1) @ v * scale
-
-        with wt.SequenceDispatcher(world) as dispatcher:
-            step = wt.AttentionStep(dispatcher, routing, q, k, v)
-            for _ in range(2):
-                if inside == "whole":
-                    out = reentry(
-                        lambda *qkv: step.return_outputs(attend(*step.dispatch_qkv(*qkv))), q, k, v
-                    )
-                elif inside == "dispatch":
-                    out = step.return_outputs(
-                        reentry(lambda *qkv: attend(*step.dispatch_qkv(*qkv)), q, k, v)
-                    )
-                else:
-                    received = step.dispatch_qkv(q, k, v)
-                    out = reentry(lambda *qkv: step.return_outputs(attend(*qkv)), *received)
-                out.square().sum().backward()
+        q, k, v = (torch.full((rows, 1, 4), float(i + 1)).requires_grad_() for i in range(3))
+        attention = wt.ContextParallelAttention(
+            world, 1, 1, 4, dtype=torch.float32, kernel=attend, in_place=False
+        )
+        plan = attention.plan(own)
+        for _ in range(2):
+            out = reentry(attention, plan, q, k, v)
+            out.square().sum().backward()
         return [out.detach(), q.grad, k.grad, v.grad]
 
     def run(reentry):
         return wt.run_threads(3, lambda world: body(world, reentry), timeout_s=TIMEOUT)
 
-    for got, want in zip(run(recomputed), run(directly)):
+    def again(function, *arguments):
+        return checkpoint(function, *arguments, use_reentrant=reentrant)
+
+    for got, want in zip(run(again), run(directly)):
         assert all(torch.equal(a, b) for a, b in zip(got, want))

@@ -21,22 +21,29 @@ PLAN = waybill.plan([30, 8, 2], world_size=2, tokens_per_rank=ROWS)
 def leaves(rank, dtype=torch.float32, count=3):
     generator = torch.Generator().manual_seed(rank)
     return [
-        torch.randint(-4, 5, (ROWS, HIDDEN), generator=generator).to(dtype).requires_grad_()
+        torch.randint(-4, 5, (ROWS, 1, HIDDEN), generator=generator).to(dtype).requires_grad_()
         for _ in range(count)
     ]
 
 
-def attention(q, k, v):
-    """Small whole numbers in, and out: sums are exact in any order."""
-    return q * 2 + k.sum(0) - v.sum(0)
+def attention(q, k, v, sequences, shape):
+    """A kernel. Small whole numbers in, and out: sums are exact in any order."""
+    sums = [(k_.sum(0) - v_.sum(0)) for k_, v_ in zip(*(t.split(sequences.k_lens) for t in (k, v)))]
+    parts = zip(q.split(sequences.q_lens), sums)
+    return torch.cat([q_ * 2 + added for q_, added in parts])
 
 
-def step_program(step):
+def step_program(attend, plan):
     def program(q, k, v):
-        there = step.dispatch_qkv(q * 2, k + 1, v * 3)
-        return step.return_outputs(attention(*there)) * 2
+        return attend(plan, q * 2, k + 1, v * 3) * 2
 
     return program
+
+
+def attention_on(world, dtype):
+    return wt.ContextParallelAttention(
+        world, 1, 1, HIDDEN, dtype=dtype, kernel=attention, in_place=False, block_tokens=4
+    )
 
 
 def on_two_ranks(body):
@@ -48,18 +55,17 @@ def run_step(compiler, dtype):
 
     def body(world):
         given = leaves(world.rank, dtype)
-        with wt.SequenceDispatcher(world) as dispatcher:
-            step = wt.AttentionStep(dispatcher, PLAN.to_routing(), *given)
-            program = compiler(step_program(step))
-            for _ in range(3):  # the second and third take the graphs of the first
-                out = program(*given)
-                out.sum().backward()
-            return (out.detach(), *(tensor.grad for tensor in given))
+        attend = attention_on(world, dtype)
+        program = compiler(step_program(attend, attend.plan(PLAN)))
+        for _ in range(3):  # the second and third take the graphs of the first
+            out = program(*given)
+            out.sum().backward()
+        return (out.detach(), *(tensor.grad for tensor in given))
 
     return on_two_ranks(body)
 
 
-def test_attention_step(backend):
+def test_attention(backend):
     kind = torch.float32 if backend == "eager" else torch.bfloat16
     got = run_step(lambda f: torch.compile(f, backend=backend), kind)
     for ours, theirs in zip(got, run_step(lambda f: f, kind)):
@@ -68,33 +74,11 @@ def test_attention_step(backend):
             torch.testing.assert_close(a, b, rtol=0.02, atol=0.1)
 
 
-def test_the_graphs_of_a_step():
-    """One before, one between, one behind, on each rank: nothing of Waybill is compiled."""
+def test_the_graphs_of_attention():
+    """One before and one after, on each rank: nothing of Waybill is compiled."""
     graphs = Graphs()
     run_step(lambda f: torch.compile(f, backend=graphs), torch.float32)
-    assert graphs.count in (3, 6)  # ranks may share them
-
-
-def test_recomputed_attention():
-    def body(world):
-        results = []
-        for compiler in (lambda f: f, lambda f: torch.compile(f, backend="aot_eager")):
-            given = leaves(world.rank)
-            with wt.SequenceDispatcher(world) as dispatcher:
-                step = wt.AttentionStep(dispatcher, PLAN.to_routing(), *given)
-
-                def attend(_, q, k, v):
-                    return attention(q, k, v)
-
-                def program(q, k, v, step=step, attend=attend):
-                    return wt.recomputed_attention(attend, step, step, q * 2, k, v) * 2
-
-                compiler(program)(*given).sum().backward()
-            results.append([tensor.grad for tensor in given])
-        for a, b in zip(*results):
-            same(a, b)
-
-    on_two_ranks(body)
+    assert graphs.count in (2, 4)  # ranks may share them
 
 
 def test_sequence_dispatcher(backend):
@@ -217,19 +201,19 @@ def test_a_whole_module():
 
 def test_compiled_autograd():
     """Backward as a graph of its own ends where a backward call is collective."""
-    alone = waybill.QkvPlan(1, [0, 1], [ROWS], [0], [0, 1], [0]).to_routing()
 
     def body(world):
         given = leaves(0)
-        with wt.SequenceDispatcher(world) as dispatcher:
-            step = wt.AttentionStep(dispatcher, alone, *given)
-            with dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-                step_program(step)(*given).sum().backward()
-            return [tensor.grad for tensor in given]
+        attend = attention_on(world, torch.float32)
+        plan = attend.plan([[ROWS]])
+        with dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            step_program(attend, plan)(*given).sum().backward()
+        return [tensor.grad for tensor in given]
 
     (grads,) = wt.run_threads(1, body)
     q, k, v = leaves(0)
-    (attention(q * 2, k + 1, v * 3) * 2).sum().backward()
+    whole = wt.kernels.Sequences.of([ROWS], [ROWS])
+    (attention(q * 2, k + 1, v * 3, whole, None) * 2).sum().backward()
     for got, tensor in zip(grads, (q, k, v)):
         same(got, tensor.grad)
 

@@ -97,17 +97,18 @@ def test_rank_0_plans_for_all(tmp_path):
     distributed.init_process_group("gloo", init_method=group, rank=rank, world_size=2)
     lengths = [900, 300, 50, 700]
     plan = waybill.plan(lengths, 2, tokens_per_rank=0)
-    sent = [plan, plan.to_routing(), wt.plan_metadata(plan)] if rank == 0 else [None] * 3
+    planned = wt.BatchPlanner(2, 1, 1, 2, dtype="float32", in_place=False).plan(plan)
+    sent = [plan, planned, wt.plan_metadata(plan)] if rank == 0 else [None] * 3
     distributed.broadcast_object_list(sent)
-    assert sent[0] == plan and sent[1].fwd_kv == plan.to_routing().fwd_kv
+    assert sent[0] == plan and sent[1].qkv_plan == plan.to_qkv_plan()
     assert sent[2].fwd_q == wt.plan_metadata(plan).fwd_q
     world = waybill.World.from_process_group()
-    with wt.SequenceDispatcher(world) as dispatcher:
-        format_ = wt.TensorFormat(torch.float32, (2,))
-        step = wt.AttentionStep(dispatcher, sent[1], format_, format_)
-        rows = int(plan.home_tokens[rank])
-        q, kv = step.dispatch_qkv(torch.ones(rows, 2), torch.ones(rows, 2))
-        assert step.return_outputs(q * 2).eq(2).all()
+    kernel = lambda q, k, v, *_: q * 2
+    attend = wt.ContextParallelAttention(
+        world, 1, 1, 2, dtype="float32", in_place=False, kernel=kernel
+    )
+    rows = torch.ones(int(plan.home_tokens[rank]), 1, 2)
+    assert attend(sent[1], rows, rows, rows).eq(2).all()
     distributed.destroy_process_group()
     print("rank", rank, "of", 2, "is well")
     """
@@ -119,9 +120,6 @@ def test_what_cannot_says_why():
         refuses(world, "World.from_environment")
         dispatcher = wt.SequenceDispatcher(world)
         refuses(dispatcher, "on each rank's world")
-        routing = waybill.plan(LENGTHS, 2, 1024).to_routing()
-        format_ = wt.TensorFormat(torch.float32, (2,))
-        refuses(wt.AttentionStep(dispatcher, routing, format_, format_), "from the routing")
         layer = EPAll2AllLayer(world, 4, 8, 1, world.rank, 2, 2, 2, torch.float32)
         refuses(layer, "on each rank's world or group")
         tokens, ids = torch.ones(2, 8), torch.zeros(2, 1, dtype=torch.int64)

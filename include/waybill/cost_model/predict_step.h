@@ -153,7 +153,7 @@ struct StepPrediction {
 /// their phase before has ended: there is no barrier. docs/functions/predictions.md has the
 /// formulas. Linear in shards, copies, hops and ranks, but for a sort of what is forwarded.
 ///
-/// The work of a query follows the mask's window; without one, the plan's ranges.
+/// The work of a query is its keys that the mask shows in the plan's range.
 ///
 /// @throws InvalidArgument when options.check() or plan.check() does, for TransferMode::relay
 ///   without a schedule, and for bytes that exceed 2^62.

@@ -30,8 +30,10 @@ struct DocumentPiece {
 struct StaticPlanOptions {
   std::int32_t world_size = 8;
   std::int64_t tokens_per_rank = 65536;
-  std::int32_t degree = 8;           ///< ranks of a context-parallel group; a divisor of world_size
-  MaskKind mask = MaskKind::causal;  ///< its ranges are the plan's; cuts are the same
+  std::int32_t degree = 8;  ///< ranks of a context-parallel group; a divisor of world_size
+  /// Cuts are the same for all; a plan needs whole documents where queries meet keys after
+  /// themselves, else all keys before a query.
+  AttentionMask mask = {};
 
   /// The default degree of a world: its largest divisor of at most `ranks_per_node`.
   [[nodiscard]] static std::int32_t degree_of(std::int32_t world_size, std::int32_t ranks_per_node);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 from .. import _core
 from .._arrays import AnyArray, IntArray, instance, numbers
@@ -137,11 +137,14 @@ def summarize(
 _MOST_COST = 1e18
 
 
-def cost_options(
-    who: str, speeds: Dict[str, Any], seconds: Dict[str, Any], num_sms: Any, path: Any
-) -> Any:
-    """The compiled options of predictions; ``seconds`` that are not given are the model's."""
-    given = {name: check_speed(speed, f"{who}: {name}") for name, speed in speeds.items()}
+def cost_options(who: str, speeds: Tuple[Any, ...], num_sms: Any, path: Any, **seconds: Any) -> Any:
+    """The compiled options of predictions; ``seconds`` that are not given are the model's.
+
+    :param speeds: of NVLink, the network and a block
+    """
+    links = zip(("nvlink", "network", "block"), speeds)
+    named = {f"{link}_bytes_per_second": speed for link, speed in links}
+    given = {name: check_speed(speed, f"{who}: {name}") for name, speed in named.items()}
     costs = numbers(who, **seconds)
     for name, cost in costs.items():
         least = 1 if name == "path_bytes_per_second" else 0
@@ -217,19 +220,12 @@ def predict(
     :raises InvalidArgument: naming argument and rank
     """
     who = "predict"
-    speeds = {
-        "nvlink_bytes_per_second": nvlink_bytes_per_second,
-        "network_bytes_per_second": network_bytes_per_second,
-        "block_bytes_per_second": block_bytes_per_second,
-    }
-    seconds = {
-        "message_seconds": message_seconds,
-        "phase_seconds": phase_seconds,
-        "network_message_seconds": network_message_seconds,
-        "network_post_seconds": network_post_seconds,
-        "path_bytes_per_second": path_bytes_per_second,
-    }
-    costed = cost_options(who, speeds, seconds, num_sms, path)
+    costed = cost_options(
+        who, (nvlink_bytes_per_second, network_bytes_per_second, block_bytes_per_second), num_sms,
+        path, message_seconds=message_seconds, phase_seconds=phase_seconds,
+        network_message_seconds=network_message_seconds, network_post_seconds=network_post_seconds,
+        path_bytes_per_second=path_bytes_per_second,
+    )  # fmt: skip
     spare = spare_options(spare_experts, limit, min_rows, who)
     compiled, options, arrays = choices_of(config, exp_indices, dropped_id, payload, who, **spare)
     calls = _core.predict_experts(compiled, options, arrays, costed)

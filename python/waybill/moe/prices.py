@@ -71,12 +71,8 @@ def price_copies(
     :raises InvalidArgument: naming argument and rank
     """
     who = "price_copies"
-    speeds = {
-        "nvlink_bytes_per_second": nvlink_bytes_per_second,
-        "network_bytes_per_second": network_bytes_per_second,
-        "block_bytes_per_second": block_bytes_per_second,
-    }
-    costed = cost_options(who, speeds, {}, num_sms, path)
+    speeds = (nvlink_bytes_per_second, network_bytes_per_second, block_bytes_per_second)
+    costed = cost_options(who, speeds, num_sms, path)
     spare = spare_options(spare_experts, limit, min_rows, who)
     spare["expert_alignment"] = int64(expert_alignment, f"{who}: expert_alignment")
     compiled, options, arrays = choices_of(config, exp_indices, dropped_id, payload, who, **spare)

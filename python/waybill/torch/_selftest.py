@@ -11,21 +11,21 @@ import torch
 
 from .._selftest.checks import (
     HIDDEN,
+    LENGTHS,
     TIMEOUT_S,
     Check,
     expect,
     expected_rows,
     payloads,
     planned,
-    planned_step,
     run_golden,
 )
 from ..moe import simulate_dispatch
 from ..world import World, num_gpus
-from .attention_step import AttentionStep
+from .attention.module import ContextParallelAttention
 from .functions import metadata_of, orchestrate_simulate
+from .kernels import AttentionShape, Sequences
 from .moe import EPAll2AllLayer, EPConfig
-from .sequence_dispatcher import SequenceDispatcher
 from .world import run_threads
 
 _TOKENS, _EXPERTS, _TOPK, _MAX = (5, 0, 7, 3), 8, 2, 8
@@ -38,10 +38,11 @@ def golden() -> str:
     return run_golden(face, lambda array: torch.from_numpy(np.array(array)))
 
 
-def check_step() -> str:
-    """AttentionStep forward and backward against the simulation."""
-    _step("cpu", 4, 4)
-    return "4 ranks, forward and backward: equal to the simulation"
+def check_attention() -> str:
+    """ContextParallelAttention forward and backward against whole documents."""
+    for per_node in (4, 2):
+        _attention("cpu", 4, per_node)
+    return "4 ranks on 1 and on 2 nodes: equal to whole documents"
 
 
 def check_layer() -> str:
@@ -74,33 +75,47 @@ def _on_gpus(check: Callable[..., None]) -> str:
     ranks = max(2, gpus)
     check("cuda", ranks, ranks, backward=gpus == ranks)
     both = "forward and backward" if gpus == ranks else "forward"
-    return f"{ranks} ranks on {gpus} GPUs, {both}: equal to the simulation"
+    return f"{ranks} ranks on {gpus} GPUs, {both}: equal to what was expected"
 
 
-def _step(device: str, world_size: int, per_node: int, backward: bool = True) -> None:
-    routing, q, k, want_q, want_k, want_sums = planned_step(world_size)
+def _sums_so_far(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, shape: AttentionShape
+) -> torch.Tensor:
+    """A kernel of exact results: each query and the sum of all K and V that it sees."""
+    keys = torch.split(k + v, list(sequences.k_lens))
+    return q + torch.cat([t.cumsum(0)[len(t) - n :] for t, n in zip(keys, sequences.q_lens)])
+
+
+def _attention(device: str, world_size: int, per_node: int, backward: bool = True) -> None:
+    made = planned(world_size)
+    given = [payloads(made, world_size, kind) for kind in range(4)]  # q, k, v, gradient
+    q, k, v, gradient = (np.split(np.concatenate(t), np.cumsum(LENGTHS)[:-1]) for t in given)
+    out = [q_ + (k_ + v_).cumsum(0) for q_, k_, v_ in zip(q, k, v)]
+    of_keys = [g[::-1].cumsum(0)[::-1] for g in gradient]
 
     def body(world: World) -> Tuple[Any, ...]:
-        mine = [torch.from_numpy(part[world.rank]).to(world.device) for part in (q, k)]
-        for tensor in mine:
-            tensor.requires_grad_(backward)
-        with SequenceDispatcher(world) as dispatcher:
-            step = AttentionStep(dispatcher, routing, *mine)
-            got_q, got_k = step.dispatch_qkv(*mine)
-            home = step.return_outputs(got_q)
-            if backward:  # the rows that arrived go home again
-                torch.autograd.backward([got_k, home], [got_k.detach(), mine[0].detach()])
-            dispatcher.synchronize()
-            return _arrays(got_q, got_k, home, mine[1].grad, mine[0].grad)
+        mine = [torch.from_numpy(t[world.rank][:, None]).to(world.device) for t in given]
+        leaves = [t.requires_grad_(backward) for t in mine[:3]]
+        attention = ContextParallelAttention(
+            world, 1, 1, HIDDEN, dtype=torch.float32, kernel=_sums_so_far, in_place=True
+        )
+        plan = attention.plan(made)
+        attention.prepare(plan)
+        result = attention(plan, leaves[0], leaves[1], leaves[2])
+        if backward:
+            torch.autograd.backward([result], [mine[3]])
+        found = _arrays(result, *(t.grad for t in leaves))
+        attention.close()
+        return found
 
     results = run_threads(
         world_size, body, device=device, ranks_per_node=per_node, timeout_s=TIMEOUT_S
     )
-    names = ("Q", "K", "Q home", "gradient of K", "gradient of Q")
-    for rank, result in enumerate(results):
-        wanted = (want_q[rank], want_k[rank], q[rank], want_sums[rank], q[rank])
-        for name, got, want in zip(names, result, wanted):
-            expect(_same(got, want), f"rank {rank} of {world_size} on {device}: {name} differs")
+    names = ("output", "gradient of Q", "gradient of K", "gradient of V")
+    for name, *ranks, whole in zip(names, *results, (out, gradient, of_keys, of_keys)):
+        if ranks[0] is not None:
+            got, want = (np.concatenate(parts) for parts in (ranks, whole))
+            expect(_same(got[:, 0], want), f"{world_size} ranks on {device}: {name} differs")
 
 
 def _layer(device: str, world_size: int, per_node: int, backward: bool = True) -> None:
@@ -151,9 +166,12 @@ def _same(got: Any, want: Any) -> bool:
     return got is None or (got.shape == want.shape and bool((got == want).all()))
 
 
-CHECKS: list[Tuple[str, Check]] = [("AttentionStep", check_step), ("EPAll2AllLayer", check_layer)]
+CHECKS: list[Tuple[str, Check]] = [
+    ("ContextParallelAttention", check_attention),
+    ("EPAll2AllLayer", check_layer),
+]
 GPU_CHECKS: list[Tuple[str, Check]] = [
     ("simulation on a GPU", check_gpu_simulation),
-    ("AttentionStep on GPUs", lambda: _on_gpus(_step)),
+    ("ContextParallelAttention on GPUs", lambda: _on_gpus(_attention)),
     ("EPAll2AllLayer on GPUs", lambda: _on_gpus(_layer)),
 ]

@@ -298,11 +298,11 @@ def say_no_gradients(who: str, instead: str, *values: Any) -> None:
         warnings.warn(
             f"{who}: got a tensor that requires gradients, and carries none: {instead}; detach() it"
             " where none are meant",
-            stacklevel=_callers_level(),
+            stacklevel=callers_level(),
         )
 
 
-def _callers_level() -> int:
+def callers_level() -> int:
     """The stacklevel, for who calls this, of the first frame that is not of Waybill."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
@@ -329,17 +329,9 @@ def save_mark(ctx: Any, like: torch.Tensor) -> None:
     ctx.save_for_backward(like.new_empty(0))
 
 
-def read_mark(ctx: Any, again: str = "") -> None:
-    """Before the calls of a backward: what a checkpoint computes again comes before them.
-
-    :param again: what is said of a second backward, instead of torch's words
-    """
-    try:
-        _ = ctx.saved_tensors
-    except RuntimeError as error:
-        if again and "backward through the graph a second time" in str(error):
-            raise InvalidArgument(again) from error
-        raise
+def read_mark(ctx: Any) -> None:
+    """Before the calls of a backward: what a checkpoint computes again comes before them."""
+    _ = ctx.saved_tensors
 
 
 def payload(value: torch.Tensor, name: str) -> Tuple[AnyArray, str]:

@@ -1,7 +1,11 @@
-"""Q, K and V to the ranks that attend to them, and attention's output back, for autograd."""
+"""Q, K and V to the ranks that attend to them, and attention's output back, for autograd.
+
+Names that go in 0.3: ContextParallelAttention takes plans of one's own, relays and kernels.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Dict, Optional, Tuple
 
@@ -15,6 +19,7 @@ from ..plans import QkvRouting, RankAttention
 from ..sequence_dispatcher import PlanHandle, of_qkv
 from ._tensors import (
     adjacent_rows,
+    callers_level,
     first_order,
     read_mark,
     require_moved,
@@ -28,27 +33,20 @@ __all__ = ["AttentionStep", "recomputed_attention"]
 
 Attend = Callable[..., torch.Tensor]
 
-_AGAIN = (
-    "{}: its backward was called before: either the loss was, without retain_graph=True, or two"
-    " dispatch_qkv came before their return_outputs, which belongs to the last one: call them in"
-    " pairs, or make an AttentionStep for each batch in flight"
-)
-
 
 class AttentionStep(OfThisProcess):
     """One rank's plans of one routing: Q, K and V out, attention's output home, and the ways back
     of their gradients.
 
-    ``dispatch_qkv``, then attention on what came, then ``return_outputs``; autograd knows both. The
-    two come in pairs: a batch whose outputs are returned after another's dispatch needs a step of
-    its own. All ranks make the same calls, forward and backward. A rank that receives no rows is no
-    exception: its backward calls happen although its attention computes nothing.
+    .. deprecated:: 0.2
+        Use ContextParallelAttention with the plan and a function as its kernel; goes in 0.3.
 
-    Results are tensors of their own, since autograd keeps them: one copy on the device each.
-    Windows are reserved here, which all ranks wait for, never in a backward pass.
+    ``dispatch_qkv``, attention on what came, ``return_outputs``, in pairs: two batches in flight
+    take a step each. All ranks make the same calls, forward and backward, also those that receive
+    no rows. Results are tensors of their own.
 
     Args:
-        dispatcher: of this rank; kept alive. Several steps may share it, one after another.
+        dispatcher: of this rank; kept alive.
         routing: the same on all ranks.
         q, kv: their formats: tensors, or TensorFormat. K and V, or one tensor that holds both.
         out: the format of attention's output; that of q without.
@@ -63,6 +61,12 @@ class AttentionStep(OfThisProcess):
         self, dispatcher: SequenceDispatcher, routing: QkvRouting, q: Any, *kv: Any, out: Any = None
     ) -> None:
         who = "AttentionStep"
+        warnings.warn(
+            f"{who}: use ContextParallelAttention, whose plan() takes a QkvPlan or an AttentionPlan"
+            " and whose kernel may be a function; goes in 0.3",
+            DeprecationWarning,
+            stacklevel=callers_level(),
+        )
         expected = "a waybill.torch.SequenceDispatcher"
         instance(dispatcher, SequenceDispatcher, f"{who}: dispatcher", expected)
         if len(kv) == 0:
@@ -91,12 +95,7 @@ class AttentionStep(OfThisProcess):
 
     @outside_graphs
     def varlen(self) -> Sequences:
-        """The attention layout for kernels of variable lengths: int32 cu_seqlens on the device, and
-        the most. Queries begin with row 0, keys with the first context.
-
-        Raises InvalidArgument where contexts overlap, or leave rows out, as cu_seqlens cannot say
-        that: kv_layout="per_query" gives every query shard one of its own.
-        """
+        """The attention layout for kernels of variable lengths; kv_layout="per_query" has one."""
         _, q_begin, q_len, kv_begin, kv_len = (t.tolist() for t in self.attention)
         for name, begins, lens in (("queries", q_begin, q_len), ("keys", kv_begin, kv_len)):
             for i in range(1, len(begins)):
@@ -140,9 +139,7 @@ class AttentionStep(OfThisProcess):
 
     @outside_graphs
     def replace_routing(self, routing: QkvRouting) -> None:
-        """Puts another routing into the memory of this one: a captured graph replays the new one.
-        Not collective. Raises as SequenceDispatcher.replace_plan; unusable after that.
-        """
+        """Puts another routing into the memory of this one, as SequenceDispatcher.replace_plan."""
         for name, parts in self._parts(routing).items():
             self.dispatcher.replace_plan(self._plans[name], *parts)
         self.routing = routing
@@ -192,7 +189,7 @@ class _QkvDispatch(torch.autograd.Function):
     @outside_graphs
     @first_order
     def backward(ctx: Any, *gradients: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
-        read_mark(ctx, _AGAIN.format("dispatch_qkv"))
+        _read_mark(ctx, "dispatch_qkv")
         step, (q_rows, *kv_rows) = ctx.step, ctx.rows
         q, *kv = gradients[:-1]
         dq: Optional[torch.Tensor] = None
@@ -222,7 +219,7 @@ class _OutputReturn(torch.autograd.Function):
     @outside_graphs
     @first_order
     def backward(ctx: Any, gradient: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
-        read_mark(ctx, _AGAIN.format("return_outputs"))
+        _read_mark(ctx, "return_outputs")
         step = ctx.step
         there = step._moved("output_gradient", gradient, ctx.rows, ctx.number)
         token = there.new_zeros(0, dtype=torch.float32) if ctx.needs_input_grad[2] else None
@@ -239,16 +236,22 @@ def recomputed_attention(
 ) -> torch.Tensor:
     """Collective: attention's output in the rows of q, with nothing kept in the attention layout.
 
-    Backward dispatches Q, K and V again under ``backward``, whose routing may be another one,
-    computes attention again, and sends the gradients home. That keeps a rank's memory to its own
-    rows, and lets the backward pass be balanced by itself.
+    .. deprecated:: 0.2
+        Use ContextParallelAttention under torch.utils.checkpoint; goes in 0.3.
+
+    Backward dispatches Q, K and V again under ``backward``, whose routing may be another one, and
+    computes attention again.
 
     Args:
         attend: ``attend(step, q, *kv)`` computes the output of this rank's queries, where
-            ``step.attention`` says; gradients flow to q and kv alone. Random numbers are drawn
-            anew in backward.
+            ``step.attention`` says; gradients flow to q and kv alone.
     """
     who = "recomputed_attention"
+    warnings.warn(
+        f"{who}: use ContextParallelAttention under torch.utils.checkpoint; goes in 0.3",
+        DeprecationWarning,
+        stacklevel=callers_level(),
+    )
     if not callable(attend):
         raise InvalidArgument(f"{who}: attend is a {type(attend).__name__}, expected a function")
     for name, step in (("forward", forward), ("backward", backward)):
@@ -280,6 +283,20 @@ class _Recomputed(torch.autograd.Function):
         wanted = [leaf for leaf, n in zip(leaves, needed) if n]
         found = iter(torch.autograd.grad(out, wanted, gradient))
         return (None, None, None, *(next(found) if n else None for n in needed))
+
+
+def _read_mark(ctx: Any, who: str) -> None:
+    try:
+        read_mark(ctx)
+    except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            raise InvalidArgument(
+                f"{who}: its backward was called before: either the loss was, without"
+                " retain_graph=True, or two dispatch_qkv came before their return_outputs, which"
+                " belongs to the last one: call them in pairs, or make an AttentionStep for each"
+                " batch in flight"
+            ) from error
+        raise
 
 
 def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:

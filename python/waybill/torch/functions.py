@@ -226,58 +226,36 @@ if TYPE_CHECKING:  # the functions below as tensors see them
 
     @overload
     def compute_metadata_kv(
-        kv_to_q_mapping: torch.Tensor,
-        kv_to_q_rank: torch.Tensor,
-        kv_context_size: torch.Tensor,
-        q_to_num_kv_seq: torch.Tensor,
-        q_to_num_kv_token: torch.Tensor,
-        seq_len: torch.Tensor,
-        num_seqs: torch.Tensor,
-        q_dispatch: torch.Tensor,
-        q_seq_to_dst: Optional[torch.Tensor] = ...,
-        max_num_local_seqs: Optional[int] = ...,
+        kv_to_q_mapping: torch.Tensor, kv_to_q_rank: torch.Tensor, kv_context_size: torch.Tensor,
+        q_to_num_kv_seq: torch.Tensor, q_to_num_kv_token: torch.Tensor, seq_len: torch.Tensor,
+        num_seqs: torch.Tensor, q_dispatch: torch.Tensor,
+        q_seq_to_dst: Optional[torch.Tensor] = ..., max_num_local_seqs: Optional[int] = ...,
         return_intermediate: Literal[False] = ...,
-    ) -> Tuple[Metadata, Metadata]: ...
+    ) -> Tuple[Metadata, Metadata]: ...  # fmt: skip
     @overload
     def compute_metadata_kv(
-        kv_to_q_mapping: torch.Tensor,
-        kv_to_q_rank: torch.Tensor,
-        kv_context_size: torch.Tensor,
-        q_to_num_kv_seq: torch.Tensor,
-        q_to_num_kv_token: torch.Tensor,
-        seq_len: torch.Tensor,
-        num_seqs: torch.Tensor,
-        q_dispatch: torch.Tensor,
-        q_seq_to_dst: Optional[torch.Tensor] = ...,
-        max_num_local_seqs: Optional[int] = ...,
+        kv_to_q_mapping: torch.Tensor, kv_to_q_rank: torch.Tensor, kv_context_size: torch.Tensor,
+        q_to_num_kv_seq: torch.Tensor, q_to_num_kv_token: torch.Tensor, seq_len: torch.Tensor,
+        num_seqs: torch.Tensor, q_dispatch: torch.Tensor,
+        q_seq_to_dst: Optional[torch.Tensor] = ..., max_num_local_seqs: Optional[int] = ...,
         return_intermediate: bool = ...,
-    ) -> Tuple[Any, ...]: ...
+    ) -> Tuple[Any, ...]: ...  # fmt: skip
     def compute_metadata_kv(*args: Any, **options: Any) -> Any: ...
 
     @overload
     def compute_e2e_metadata(
-        mlp_seq_len: torch.Tensor,
-        mlp_num_seqs: torch.Tensor,
-        mlp_q_dispatch: torch.Tensor,
-        kv_to_q_mapping: torch.Tensor,
-        kv_to_q_rank: torch.Tensor,
-        kv_context_size: torch.Tensor,
-        q_to_num_kv_seq: torch.Tensor,
-        q_to_num_kv_token: torch.Tensor,
+        mlp_seq_len: torch.Tensor, mlp_num_seqs: torch.Tensor, mlp_q_dispatch: torch.Tensor,
+        kv_to_q_mapping: torch.Tensor, kv_to_q_rank: torch.Tensor, kv_context_size: torch.Tensor,
+        q_to_num_kv_seq: torch.Tensor, q_to_num_kv_token: torch.Tensor,
         return_intermediate: Literal[False] = ...,
-    ) -> Tuple[Metadata, Metadata, Metadata, Metadata, _Sums]: ...
+    ) -> Tuple[Metadata, Metadata, Metadata, Metadata, _Sums]: ...  # fmt: skip
     @overload
     def compute_e2e_metadata(
-        mlp_seq_len: torch.Tensor,
-        mlp_num_seqs: torch.Tensor,
-        mlp_q_dispatch: torch.Tensor,
-        kv_to_q_mapping: torch.Tensor,
-        kv_to_q_rank: torch.Tensor,
-        kv_context_size: torch.Tensor,
-        q_to_num_kv_seq: torch.Tensor,
-        q_to_num_kv_token: torch.Tensor,
+        mlp_seq_len: torch.Tensor, mlp_num_seqs: torch.Tensor, mlp_q_dispatch: torch.Tensor,
+        kv_to_q_mapping: torch.Tensor, kv_to_q_rank: torch.Tensor, kv_context_size: torch.Tensor,
+        q_to_num_kv_seq: torch.Tensor, q_to_num_kv_token: torch.Tensor,
         return_intermediate: bool = ...,
-    ) -> Tuple[Any, ...]: ...
+    ) -> Tuple[Any, ...]: ...  # fmt: skip
     def compute_e2e_metadata(*args: Any, **options: Any) -> Any: ...
 else:
     compute_metadata_kv = as_torch(routing.compute_metadata_kv, "kv_to_q_mapping", "q_dispatch")
@@ -293,28 +271,19 @@ index_put_with_neg_padding_1d = _like_its_tensor(routing.index_put_with_neg_padd
 
 @overload
 def compute_metadata(
-    seq_len: torch.Tensor,
-    global_dispatch: torch.Tensor,
-    return_intermediate: Literal[False] = ...,
-    *,
-    undispatched: str = ...,
-) -> Tuple[Metadata, Metadata]: ...
+    seq_len: torch.Tensor, global_dispatch: torch.Tensor, return_intermediate: Literal[False] = ...,
+    *, undispatched: str = ...,
+) -> Tuple[Metadata, Metadata]: ...  # fmt: skip
 @overload
 def compute_metadata(
-    seq_len: torch.Tensor,
-    global_dispatch: torch.Tensor,
-    return_intermediate: Literal[True],
-    *,
+    seq_len: torch.Tensor, global_dispatch: torch.Tensor, return_intermediate: Literal[True], *,
     undispatched: str = ...,
-) -> Tuple[Metadata, Metadata, Tuple[torch.Tensor, torch.Tensor, torch.Tensor]]: ...
+) -> Tuple[Metadata, Metadata, Tuple[torch.Tensor, torch.Tensor, torch.Tensor]]: ...  # fmt: skip
 @overload
 def compute_metadata(
-    seq_len: torch.Tensor,
-    global_dispatch: torch.Tensor,
-    return_intermediate: bool,
-    *,
+    seq_len: torch.Tensor, global_dispatch: torch.Tensor, return_intermediate: bool, *,
     undispatched: str = ...,
-) -> Tuple[Any, ...]: ...
+) -> Tuple[Any, ...]: ...  # fmt: skip
 @outside_graphs
 def compute_metadata(
     seq_len: torch.Tensor,
@@ -400,13 +369,9 @@ def gen_seq_lens(
 
 @outside_graphs
 def create_raw_qkv_dispatch(
-    world_size: int,
-    total_seq_len: int,
-    num_seqs: int,
-    max_cp_degree: int,
-    return_mlp_no_shard_seq_lens: bool = False,
-    seed: Optional[int] = None,
-) -> RawQkvDispatch:
+    world_size: int, total_seq_len: int, num_seqs: int, max_cp_degree: int,
+    return_mlp_no_shard_seq_lens: bool = False, seed: Optional[int] = None,
+) -> RawQkvDispatch:  # fmt: skip
     """A random plan: each sequence is cut into a power of two of shards for different ranks."""
     who = "create_raw_qkv_dispatch"
     sizes = (world_size, total_seq_len, num_seqs, max_cp_degree)
@@ -421,34 +386,22 @@ def create_raw_qkv_dispatch(
 
 @overload
 def create_qkv_dispatch(
-    world_size: int,
-    total_seq_len: int,
-    num_seqs: int,
-    max_cp_degree: int,
-    return_intermediate: Literal[False] = ...,
-    return_mlp_no_shard_seq_lens: Literal[False] = ...,
+    world_size: int, total_seq_len: int, num_seqs: int, max_cp_degree: int,
+    return_intermediate: Literal[False] = ..., return_mlp_no_shard_seq_lens: Literal[False] = ...,
     seed: Optional[int] = ...,
-) -> Tuple[Metadata, Metadata, Metadata, Metadata, AttnLayout]: ...
+) -> Tuple[Metadata, Metadata, Metadata, Metadata, AttnLayout]: ...  # fmt: skip
 @overload
 def create_qkv_dispatch(
-    world_size: int,
-    total_seq_len: int,
-    num_seqs: int,
-    max_cp_degree: int,
-    return_intermediate: bool = ...,
-    return_mlp_no_shard_seq_lens: bool = ...,
+    world_size: int, total_seq_len: int, num_seqs: int, max_cp_degree: int,
+    return_intermediate: bool = ..., return_mlp_no_shard_seq_lens: bool = ...,
     seed: Optional[int] = ...,
-) -> Tuple[Any, ...]: ...
+) -> Tuple[Any, ...]: ...  # fmt: skip
 @outside_graphs
 def create_qkv_dispatch(
-    world_size: int,
-    total_seq_len: int,
-    num_seqs: int,
-    max_cp_degree: int,
-    return_intermediate: bool = False,
-    return_mlp_no_shard_seq_lens: bool = False,
+    world_size: int, total_seq_len: int, num_seqs: int, max_cp_degree: int,
+    return_intermediate: bool = False, return_mlp_no_shard_seq_lens: bool = False,
     seed: Optional[int] = None,
-) -> Tuple[Any, ...]:
+) -> Tuple[Any, ...]:  # fmt: skip
     """A random plan with all its metadata: (fwd_q, rev_q, fwd_k, rev_k, attention layout, ...)."""
     who = "create_qkv_dispatch"
     sizes = (world_size, total_seq_len, num_seqs, max_cp_degree)
@@ -489,7 +442,7 @@ def _drawn(
 
 
 _WHO = "orchestrate_simulate"
-_INSTEAD = "AttentionStep is known to autograd"
+_INSTEAD = "ContextParallelAttention is known to autograd"
 
 
 @outside_graphs

@@ -23,7 +23,7 @@ from ._tensors import (
 
 __all__ = ["SequenceDispatcher"]
 
-_INSTEAD = "AttentionStep.dispatch_qkv and return_outputs are known to autograd"
+_INSTEAD = "ContextParallelAttention is known to autograd"
 
 
 class SequenceDispatcher(Dispatcher[torch.Tensor]):
@@ -38,7 +38,7 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
     is then raised by the next call, or by synchronize(); the GPU is lost to the process.
 
     Gradients do not flow through these calls, and dispatch warns where a tensor requires them:
-    AttentionStep has functions that autograd knows.
+    ContextParallelAttention is known to autograd.
     """
 
     _device: torch.device

@@ -281,7 +281,11 @@ def counts_of(
     ranks = ids // (num_experts // num_ranks)  # num_ranks: of none
     inside = torch.zeros(num_tokens, num_ranks + 1, dtype=torch.bool, device=device)
     inside = inside.scatter_(1, ranks, True)[:, :num_ranks].contiguous()
-    choices = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-    flat = ids.reshape(-1)
-    choices.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
-    return inside.sum(0, dtype=torch.int32), choices[:num_experts], inside
+    return inside.sum(0, dtype=torch.int32), occurrences(ids, num_experts), inside
+
+
+def occurrences(places: torch.Tensor, size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """[size]: how often each of 0..size - 1 is among the places; ``size`` stands for none."""
+    flat = places.reshape(-1).to(torch.int64)
+    counts = torch.zeros(size + 1, dtype=dtype, device=places.device)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=dtype))[:size]

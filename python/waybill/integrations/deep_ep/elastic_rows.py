@@ -8,7 +8,7 @@ import torch
 
 from ..._lifetime import OfThisProcess
 from ...errors import InvalidArgument, Unsupported
-from .arguments import Call, counts_of
+from .arguments import Call, counts_of, occurrences
 from .events import Queue
 from .handles import LayerKey, Layers, Received, reads_handle
 from .intranode import Intranode, local_counts
@@ -286,10 +286,7 @@ class Expanded:
         tags = layout.recv_tags
         place = torch.arange(tags.shape[0], dtype=torch.int32, device=tags.device)
         first = (tags[:, 3] == place) & (place < layout.recv_expert_offsets[-1])
-        source = torch.where(first, tags[:, 0], self._ranks).to(torch.int64)
-        counts = torch.zeros(self._ranks + 1, dtype=torch.int32, device=tags.device)
-        ones = torch.ones_like(source, dtype=torch.int32)
-        return counts.scatter_add_(0, source, ones)[: self._ranks]
+        return occurrences(torch.where(first, tags[:, 0], self._ranks), self._ranks)
 
     def choices_of(self, handle: EPHandle) -> torch.Tensor:
         """[local experts] int32"""

@@ -13,7 +13,7 @@ from ..._lifetime import OfThisProcess
 from ...errors import InvalidArgument, Unsupported
 from ...torch.moe import EPAll2AllLayer
 from ...world import World
-from .arguments import Call
+from .arguments import Call, occurrences
 from .events import Queue
 
 _MOST_RANKS = 32  # topk slots of a token in a layer
@@ -246,11 +246,10 @@ class LowLatencyHandle(_Handle):
     def _ranges(self) -> torch.Tensor:
         tags, slots = self._tags()
         size, ranks = self.num_local * self.num_slots, self._owner.num_ranks
-        counts = torch.zeros(self.num_local * ranks + 1, dtype=torch.int64, device=tags.device)
         places = (slots // self.num_slots) * ranks + tags[:, 0]
         places = torch.where(slots < size, places, self.num_local * ranks)
-        counts.scatter_add_(0, places, torch.ones_like(places))
-        counts = counts[:-1].view(self.num_local, ranks)
+        counts = occurrences(places, self.num_local * ranks, torch.int64)
+        counts = counts.view(self.num_local, ranks)
         first = counts.cumsum(1) - counts
         return (first << 32) | counts
 

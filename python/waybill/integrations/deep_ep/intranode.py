@@ -10,7 +10,7 @@ import torch
 from ..._errors import shown
 from ...errors import Disagreement, InvalidArgument
 from ...torch._tensors import require_known_ids
-from .arguments import COUNTS, WINDOWS, Call, counts_of
+from .arguments import COUNTS, WINDOWS, Call, counts_of, occurrences
 from .handles import DispatchHandle, LayerKey, Layers, Received
 
 
@@ -248,10 +248,7 @@ def _rows(view: Any, number: int) -> Any:
 
 def local_counts(ids: torch.Tensor, num_local: int) -> torch.Tensor:
     """[local experts] int32: how often the ids have each; -1 is none."""
-    flat = ids.reshape(-1).to(torch.int64)
-    counts = torch.zeros(num_local + 1, dtype=torch.int32, device=ids.device)
-    ones = torch.ones_like(flat, dtype=torch.int32)
-    return counts.scatter_add_(0, torch.where(flat < 0, num_local, flat), ones)[:num_local]
+    return occurrences(torch.where(ids < 0, num_local, ids), num_local)
 
 
 def _on_host(numbers: torch.Tensor) -> List[int]:

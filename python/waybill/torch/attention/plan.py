@@ -378,7 +378,7 @@ class BatchPlan(WrittenOnce):
 
 def _own_tables(plan: QkvPlan, window: Optional[int], who: str) -> list[IntArray]:
     """The pieces of each rank in a plan of a caller's own: runs of its shards. Raises where a shard
-    does not get all keys that its queries see.
+    does not get all keys that its queries see, or some after them, which kernels would take in.
     """
     length, shards = plan.shard_len, plan.doc_shards
     counts = np.diff(plan.doc_shard_offsets)
@@ -387,6 +387,14 @@ def _own_tables(plan: QkvPlan, window: Optional[int], who: str) -> list[IntArray
     ends = np.cumsum(length[shards])
     before = np.concatenate([[0], ends])[plan.doc_shard_offsets[:-1]]
     offset[shards] = ends - length[shards] - np.repeat(before, counts)
+    if plan.mask == "causal" and len(plan.kv_end):
+        after = np.zeros(len(length), np.int64)
+        after[shards] = np.arange(len(shards)) - np.repeat(plan.doc_shard_offsets[:-1], counts) + 1
+        for n in np.flatnonzero((plan.kv_end > after) & (length > 0)).tolist():
+            raise InvalidArgument(
+                f"{who}: the plan's shard {n} has kv_end = {plan.kv_end[n]}, expected {after[n]} or"
+                " fewer: mask = causal"
+            )
     if len(plan.kv_begin):
         first = offset[shards[plan.doc_shard_offsets[document] + plan.kv_begin]]
         seen = np.maximum(0, offset - (window or 2**62) + 1)

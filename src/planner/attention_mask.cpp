@@ -1,0 +1,80 @@
+#include "waybill/planner/attention_mask.h"
+
+#include <cmath>
+
+#include "waybill/core/error.h"
+
+namespace waybill {
+
+std::string_view to_string(MaskKind mask) { return mask == MaskKind::full ? "full" : "causal"; }
+
+MaskKind mask_from_name(const char* who, std::string_view name) {
+  require(name == "causal" || name == "full", who, ": mask = \"", name,
+          "\", expected \"causal\" or \"full\"");
+  return name == "full" ? MaskKind::full : MaskKind::causal;
+}
+
+std::string to_string(const AttentionMask& mask) {
+  if (mask.window > 0) return concat(to_string(mask.kind), ", window ", mask.window);
+  return std::string(to_string(mask.kind));
+}
+
+void AttentionMask::check(const char* who) const {
+  constexpr std::int64_t max_tokens = std::int64_t{1} << 40;
+  require(0 <= window && window <= max_tokens, who, ": mask.window = ", window, ", expected 0..",
+          max_tokens);
+  require(!is_full() || window == 0, who, ": mask.window = ", window,
+          ", expected 0: the mask is full");
+}
+
+AttentionMask AttentionMask::as_in(const QkvPlan& plan, const char* who) const {
+  const bool whole = plan.needs_whole_documents();
+  require(!is_full() || whole || plan.num_shards() == 0, who,
+          ": mask = full, expected causal, as the plan's ranges");
+  require(window == 0 || !whole, who, ": mask.window = ", window,
+          ", expected 0: the plan needs whole documents");
+  return whole ? AttentionMask{.kind = MaskKind::full} : *this;
+}
+
+// Keys per query grow by one until the window, so work is the area of a trapezoid. The work of a
+// row besides its keys counts as if the document began so many rows earlier.
+double AttentionMask::begin_for(double end, double work, std::int64_t doc_len, double row) const {
+  const auto keys = static_cast<double>(window);
+  if (is_full()) return std::max(0.0, end - work / (static_cast<double>(doc_len) + row));
+  if (window > 0 && work <= (end - keys) * (keys + row)) return end - work / (keys + row);
+  const double ramp_end = window > 0 ? std::min(end, keys) : end;
+  const double left = work - (window > 0 ? (end - ramp_end) * (keys + row) : 0);
+  const double square = ramp_end * (ramp_end + 1 + 2 * row) - 2 * left + row * row;
+  return std::max(0.0, std::sqrt(std::max(0.0, square)) - row);
+}
+
+std::int64_t AttentionMask::end_for(std::int64_t begin, double work, std::int64_t doc_len,
+                                    double row) const {
+  if (is_full())
+    return begin + static_cast<std::int64_t>(work / (static_cast<double>(doc_len) + row)) + 1;
+  const double b = static_cast<double>(begin) + row;
+  const double keys = static_cast<double>(window) + row;
+  const auto on_ramp = [&] {
+    return static_cast<std::int64_t>(std::sqrt(b * b + 2 * work) - row) + 1;
+  };
+  if (window == 0) return on_ramp();
+  if (b >= keys) return begin + static_cast<std::int64_t>(work / keys) + 1;
+  const double ramp = (keys * keys - b * b) / 2;
+  if (work <= ramp) return on_ramp();
+  return static_cast<std::int64_t>(keys - row + (work - ramp) / keys) + 1;
+}
+
+double AttentionMask::keys_of_parts(TokenRange queries, double num_parts,
+                                    std::int64_t doc_len) const {
+  const auto begin = static_cast<double>(queries.begin);
+  const auto end = static_cast<double>(queries.end);
+  const auto rows = static_cast<double>(keys(queries.begin, queries.end, doc_len).rows());
+  if (is_full()) return rows * num_parts;
+  if (window > 0) return rows + (num_parts - 1) * static_cast<double>(window - 1);
+  if (num_parts <= 1) return rows;
+  // The sum of the contexts of slabs with equal work: by its integral.
+  return num_parts * 2.0 / 3.0 * (end * end + end * begin + begin * begin) / (end + begin) +
+         (end - begin) / 2;
+}
+
+}  // namespace waybill
