@@ -23,6 +23,16 @@ class GpuEvenExpertsTest : public ::testing::Test {
   void SetUp() override { cuda_ok(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
   void TearDown() override { cuda_ok(cudaStreamDestroy(stream_)); }
 
+  /// The cases at the edges, which come first, and some of the others: each takes memory of a
+  /// device and gives it back, which takes long.
+  static std::vector<EvenExpertsCase> some_of(const std::vector<EvenExpertsCase>& cases,
+                                              std::size_t step) {
+    constexpr std::size_t num_edges = 8;
+    std::vector<EvenExpertsCase> some(cases.begin(), cases.begin() + num_edges);
+    for (std::size_t i = num_edges; i < cases.size(); i += step) some.push_back(cases[i]);
+    return some;
+  }
+
   /// int32 on the device.
   template <class Number>
   [[nodiscard]] std::shared_ptr<std::int32_t> upload(const std::vector<Number>& numbers) const {
@@ -65,15 +75,16 @@ class GpuEvenExpertsTest : public ::testing::Test {
 };
 
 TEST_F(GpuEvenExpertsTest, PlansAsThePlanner) {
-  for (const EvenExpertsCase& one : test::even_experts_cases(test::num_random_cases(12))) {
-    expect_as_planner(one, 8);
+  for (const EvenExpertsCase& one :
+       some_of(test::even_experts_cases(test::num_random_cases(12)), 17)) {
+    expect_as_planner(one, 4);
     if (HasFailure()) return;
   }
 }
 
 TEST_F(GpuEvenExpertsTest, TheLowestTryWinsWithAnyNumberOfWarps) {
-  for (const EvenExpertsCase& one : test::even_experts_cases(3)) {
-    for (const std::int32_t warps : {1, 3, 32}) expect_as_planner(one, warps);
+  for (const EvenExpertsCase& one : some_of(test::even_experts_cases(3), 23)) {
+    for (const std::int32_t warps : {1, 3, 16}) expect_as_planner(one, warps);
     if (HasFailure()) return;
   }
 }
@@ -82,7 +93,7 @@ TEST_F(GpuEvenExpertsTest, APlannerUsedAgainPlansAsANewOne) {
   Random random(11);
   const EvenExpertsOptions options{.spare_experts = 2, .limit = 1.01};
   const GpuEvenExperts planner(64, 256, options, stream_);
-  for (int call = 0; call < 50; ++call) {
+  for (int call = 0; call < 20; ++call) {
     const auto rows =
         test::rows_of(test::weights_of("lognormal", 256, 4, random), 64, 100 + 40 * call, random);
     const auto on_device = upload(rows);

@@ -45,6 +45,15 @@ struct Lanes {
   friend Lanes operator/(const Lanes& a, const Lanes& b) {
     return map<T>(a, b, [](T x, T y) { return static_cast<T>(x / y); });
   }
+  friend Lanes operator&(const Lanes& a, const Lanes& b) {
+    return map<T>(a, b, [](T x, T y) { return static_cast<T>(x & y); });
+  }
+  friend Lanes operator|(const Lanes& a, const Lanes& b) {
+    return map<T>(a, b, [](T x, T y) { return static_cast<T>(x | y); });
+  }
+  friend Lanes operator>>(const Lanes& a, int bits) {
+    return map<T>(a, a, [&](T x, T /*same*/) { return static_cast<T>(x >> bits); });
+  }
   friend Lanes<bool> operator<(const Lanes& a, const Lanes& b) {
     return map<bool>(a, b, [](T x, T y) { return x < y; });
   }
@@ -86,6 +95,7 @@ struct HostWarp {
     for (int i = 0; i < cuda::warp_lanes; ++i)
       if (mask.values[i]) base[idx.values[i]] = value.values[i];
   }
+  static void put(int* at, int value) { *at = value; }
   template <class T>
   static Lanes<T> select(const Mask& mask, const Lanes<T>& yes, const Lanes<T>& no) {
     Lanes<T> result;
@@ -93,10 +103,15 @@ struct HostWarp {
       result.values[i] = mask.values[i] ? yes.values[i] : no.values[i];
     return result;
   }
-  static void add_one(int* base, const Int& idx, const Mask& mask) {
+  static void add(int* base, const Int& idx, int value, const Mask& mask) {
     for (int i = 0; i < cuda::warp_lanes; ++i)
-      if (mask.values[i]) ++base[idx.values[i]];
+      if (mask.values[i]) base[idx.values[i]] += value;
   }
+  template <class T>
+  static Lanes<T> larger(const Lanes<T>& a, const Lanes<T>& b) {
+    return select(a > b, a, b);
+  }
+  static Int smaller(const Int& a, const Int& b) { return select(a < b, a, b); }
   template <class T>
   static T reduce_min(const Lanes<T>& lanes) {
     return *std::ranges::min_element(lanes.values);
@@ -116,7 +131,29 @@ struct HostWarp {
     return lanes;
   }
   static int lowest(std::uint32_t lanes) { return std::countr_zero(lanes); }
-  static int broadcast(const Int& lanes, int lane) { return lanes.values[lane]; }
+  static int count(std::uint32_t lanes) { return std::popcount(lanes); }
+  static Int count_below(std::uint32_t lanes) {
+    Int below;
+    for (int i = 0; i < cuda::warp_lanes; ++i)
+      below.values[i] = std::popcount(lanes & ((1U << static_cast<unsigned>(i)) - 1U));
+    return below;
+  }
+  template <class T>
+  static T broadcast(const Lanes<T>& lanes, int lane) {
+    return lanes.values[lane];
+  }
+  template <class T>
+  static Lanes<T> exchange(const Lanes<T>& lanes, int step) {
+    Lanes<T> other;
+    for (int i = 0; i < cuda::warp_lanes; ++i) other.values[i] = lanes.values[i ^ step];
+    return other;
+  }
+  static Int scan(const Int& lanes) {
+    Int sums;
+    std::partial_sum(std::begin(lanes.values), std::end(lanes.values), sums.values);
+    return sums;
+  }
+  static int bit_width(unsigned value) { return std::bit_width(value); }
   static void sync() {}
 
   template <class T>
@@ -124,9 +161,21 @@ struct HostWarp {
     return shared;
   }
   static int keep(int value) { return value; }
+  static Int hold(const Int& value) { return value; }
   static int read(const int* at) { return *at; }
   static int look(const int* at) { return std::atomic_ref(*const_cast<int*>(at)).load(); }
-  static std::int32_t load(const std::int32_t* at) { return *at; }
+  struct Four {
+    int x, y, z, w;
+  };
+  static Four read_four(const int* at) { return {at[0], at[1], at[2], at[3]}; }
+  template <std::size_t Width>
+  static void load(const std::int32_t* at, std::int32_t (&to)[Width]) {
+    std::copy_n(at, Width, to);
+  }
+  template <std::size_t Width>
+  static void store(int* at, const unsigned (&from)[Width]) {
+    std::copy_n(from, Width, at);
+  }
   static int take_next(int* number) { return std::atomic_ref(*number).fetch_add(1); }
   static void block_max(int* at, int value) { *at = std::max(*at, value); }
   static void block_min(int* at, int value) {
@@ -135,10 +184,8 @@ struct HostWarp {
     while (value < now && !shared.compare_exchange_weak(now, value)) {
     }
   }
-  static void block_add(int* at, int value) { *at += value; }
+  static int block_add(int* at, int value) { return std::exchange(*at, *at + value); }
 };
-
-using Phases = cuda::EvenExpertsPhases<HostWarp>;
 
 /// A block of `warps` warps; a plan as the kernel writes it.
 class HostBlock {
@@ -172,39 +219,8 @@ class HostBlock {
   }
 
   int run() {
-    const int threads = warps_ * cuda::warp_lanes;
-    // What is not written must not be read: numbers that no plan has.
-    std::vector<int> words(cuda::EvenExpertsMemory::words(p_, threads), -1000000007);
-    const cuda::EvenExpertsMemory m(words.data(), p_);
-    std::vector<Phases> block;
-    for (int t = 0; t < threads; ++t) block.emplace_back(p_, m, t, threads);
-    const auto all = [&](auto phase) {
-      for (Phases& thread : block) (thread.*phase)();
-    };
-    const auto each_warp = [&](const auto& phase) {
-      for (int w = 0; w < warps_; ++w) phase(block[w * cuda::warp_lanes], w);
-    };
-    all(&Phases::clear);
-    all(&Phases::sum_some_ranks);
-    all(&Phases::sum_experts);
-    all(&Phases::sum_ranks);
-    all(&Phases::order_ranks);
-    if (m.block->status != 0) {
-      all(&Phases::write_failure);
-      return figures_[cuda::figure_status];
-    }
-    all(&Phases::choose_sums);
-    each_warp([&](Phases& phases, int w) { phases.find_bound(w, warps_); });
-    try_all(block);
-    each_warp([&](Phases& phases, int w) { phases.name_winner(w, true); });
-    all(&Phases::check_homeward);
-    all(&Phases::count_places);
-    all(&Phases::order_copies);
-    block[0].send_home();
-    all(&Phases::fill_slots);
-    all(&Phases::write_slots);
-    each_warp([&](Phases& phases, int w) { phases.write_first_rows(w, warps_); });
-    return figures_[cuda::figure_status];
+    if (p_.num_ranks <= 32) return run_as<1>();
+    return p_.num_ranks <= 64 ? run_as<2>() : run_as<4>();
   }
 
   void expect_equal(const EvenExperts& plan) const {
@@ -225,16 +241,52 @@ class HostBlock {
   [[nodiscard]] int attempt() const { return figures_[cuda::figure_try]; }
 
  private:
-  void try_all(std::vector<Phases>& block) const {
-    const auto tries = [&](int w) {
-      Phases& phases = block[w * cuda::warp_lanes];
-      if (p_.num_ranks <= 32) phases.try_limits<1>(w);
-      if (p_.num_ranks > 32 && p_.num_ranks <= 64) phases.try_limits<2>(w);
-      if (p_.num_ranks > 64) phases.try_limits<4>(w);
+  template <int Own>
+  int run_as() {
+    using Phases = cuda::EvenExpertsPhases<HostWarp, Own>;
+    const int threads = warps_ * cuda::warp_lanes;
+    // What is not written must not be read: numbers that no plan has.
+    std::vector<int> words(cuda::EvenExpertsMemory::words(p_, threads), -1000000007);
+    const cuda::EvenExpertsMemory m(words.data(), p_);
+    std::vector<Phases> block;
+    for (int t = 0; t < threads; ++t) block.emplace_back(p_, m, t, threads);
+    const auto all = [&](auto phase) {
+      for (Phases& thread : block) (thread.*phase)();
     };
-    if (p_.pass_warps == 1) return tries(0);
-    std::vector<std::jthread> warps;
-    for (int w = 0; w < p_.pass_warps; ++w) warps.emplace_back(tries, w);
+    const auto each_warp = [&](auto phase) {
+      for (int w = 0; w < warps_; ++w) phase(block[w * cuda::warp_lanes], w);
+    };
+    all(&Phases::clear);
+    all(&Phases::sum_some_ranks);
+    all(&Phases::note_status);
+    each_warp([&](Phases& phases, int w) { phases.sum_ranks(w, warps_); });
+    each_warp([&](Phases& phases, int w) { phases.order_ranks(w, warps_); });
+    all(&Phases::clear_ties);
+    if (m.block->status != 0) {
+      all(&Phases::write_failure);
+      return figures_[cuda::figure_status];
+    }
+    int sums = 0;
+    each_warp([&](Phases& phases, int /*warp*/) { sums += phases.choose_sums() ? 1 : 0; });
+    EXPECT_TRUE(sums == 0 || sums == warps_);
+    if (sums > 0) {
+      all(&Phases::sort_experts);
+      each_warp([&](Phases& phases, int w) { phases.find_bound(w, warps_); });
+    }
+    std::vector<std::jthread> passes;
+    for (int w = 1; w < p_.pass_warps; ++w)
+      passes.emplace_back([&, w] { block[w * cuda::warp_lanes].try_limits(w); });
+    block[0].try_limits(0);
+    passes.clear();
+    write<Phases>(block);
+    return figures_[cuda::figure_status];
+  }
+
+  template <class Phases>
+  void write(std::vector<Phases>& block) const {
+    for (Phases& thread : block) thread.fill_slots();
+    for (int w = 0; w < warps_; ++w) block[w * cuda::warp_lanes].write_homes(w, warps_);
+    for (int w = 0; w < warps_; ++w) block[w * cuda::warp_lanes].write_copies(w, warps_);
   }
 
   std::vector<std::int32_t> rows_;

@@ -9,7 +9,7 @@ namespace waybill::cuda {
 namespace {
 
 constexpr auto in_even_experts = "GpuEvenExperts";
-constexpr std::int32_t default_pass_warps = 8;
+constexpr std::int32_t default_pass_warps = 4;  // one per scheduler of an SM
 
 /// Shared memory that a block of the current device may have.
 std::int64_t max_shared_bytes() {

@@ -23,18 +23,22 @@ struct DeviceWarp {
   __device__ static void scatter(int* base, int idx, int value, bool mask) {
     if (mask) base[idx] = value;
   }
+  /// All lanes write the same: no lane has to be told apart.
+  __device__ static void put(int* at, int value) { *at = value; }
   template <class Number>
   __device__ static Number select(bool mask, Number yes, Number no) {
     return mask ? yes : no;
   }
-  __device__ static void add_one(int* base, int idx, bool mask) {
-    if (mask) atomicAdd(base + idx, 1);
+  __device__ static void add(int* base, int idx, int value, bool mask) {
+    if (mask) atomicAdd(base + idx, value);
   }
+  template <class Number>
+  __device__ static Number larger(Number a, Number b) {
+    return a > b ? a : b;
+  }
+  __device__ static int smaller(int a, int b) { return a < b ? a : b; }
 
   __device__ static int reduce_min(int value) { return __reduce_min_sync(whole_warp, value); }
-  __device__ static unsigned reduce_min(unsigned value) {
-    return __reduce_min_sync(whole_warp, value);
-  }
   __device__ static unsigned long long reduce_min(unsigned long long value) {
     return ~reduce_max(~value);
   }
@@ -52,9 +56,28 @@ struct DeviceWarp {
   __device__ static int reduce_add(int value) { return __reduce_add_sync(whole_warp, value); }
   __device__ static std::uint32_t ballot(bool mask) { return __ballot_sync(whole_warp, mask); }
   __device__ static int lowest(std::uint32_t lanes) { return __ffs(static_cast<int>(lanes)) - 1; }
-  __device__ static int broadcast(int value, int lane) {
+  __device__ static int count(std::uint32_t lanes) { return __popc(lanes); }
+  /// Those of `lanes` that are lower than the lane.
+  __device__ static int count_below(std::uint32_t lanes) {
+    return __popc(lanes & ((1U << static_cast<unsigned>(lane())) - 1U));
+  }
+  template <class Number>
+  __device__ static Number broadcast(Number value, int lane) {
     return __shfl_sync(whole_warp, value, lane);
   }
+  template <class Number>
+  __device__ static Number exchange(Number value, int step) {
+    return __shfl_xor_sync(whole_warp, value, step);
+  }
+  /// The sum of the lane's number and of those of lower lanes.
+  __device__ static int scan(int value) {
+    for (int step = 1; step < warp_lanes; step *= 2) {
+      const int below = __shfl_up_sync(whole_warp, value, step);
+      if (lane() >= step) value += below;
+    }
+    return value;
+  }
+  __device__ static int bit_width(unsigned value) { return 32 - __clz(static_cast<int>(value)); }
   __device__ static void sync() { __syncwarp(); }
 
   /// An address in shared memory that stays in a register: where the compiler knows how it came
@@ -65,12 +88,30 @@ struct DeviceWarp {
     asm volatile("" : "+r"(address));
     return static_cast<T*>(__cvta_shared_to_generic(address));
   }
-  /// A parameter that stays in a register: the compiler does not see through a broadcast.
-  __device__ static int keep(int value) { return broadcast(value, 0); }
+  /// A parameter that stays in a register, known to be the same in all lanes: the compiler does not
+  /// see through a reduction, and would read the parameter at each use.
+  __device__ static int keep(int value) { return reduce_max(value); }
+  /// A number that is computed here, not only where it is needed.
+  __device__ static int hold(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+  }
   __device__ static int read(const int* at) { return *static_cast<const volatile int*>(at); }
   /// Another warp may change the number meanwhile: all lanes get the same.
   __device__ static int look(const int* at) { return broadcast(read(at), 0); }
-  __device__ static std::int32_t load(const std::int32_t* at) { return __ldg(at); }
+  using Four = int4;
+  __device__ static Four read_four(const int* at) { return *reinterpret_cast<const int4*>(at); }
+  __device__ static void load(const std::int32_t* at, std::int32_t (&to)[1]) { to[0] = __ldg(at); }
+  __device__ static void load(const std::int32_t* at, std::int32_t (&to)[4]) {
+    const int4 four = __ldg(reinterpret_cast<const int4*>(at));
+    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+  }
+  __device__ static void store(int* at, const unsigned (&from)[1]) {
+    *at = static_cast<int>(from[0]);
+  }
+  __device__ static void store(int* at, const unsigned (&from)[4]) {
+    *reinterpret_cast<uint4*>(at) = make_uint4(from[0], from[1], from[2], from[3]);
+  }
   __device__ static int take_next(int* number) {
     int next = 0;
     if (lane() == 0) next = atomicAdd(number, 1);
@@ -78,45 +119,29 @@ struct DeviceWarp {
   }
   __device__ static void block_max(int* at, int value) { atomicMax(at, value); }
   __device__ static void block_min(int* at, int value) { atomicMin(at, value); }
-  __device__ static void block_add(int* at, int value) { atomicAdd(at, value); }
+  /// @return the number before
+  __device__ static int block_add(int* at, int value) { return atomicAdd(at, value); }
 };
 
-using Phases = EvenExpertsPhases<DeviceWarp>;
-
 /// Sums, order of ranks and bound. False: rows or present copies are wrong.
+template <class Phases>
 __device__ bool count(Phases& phases, const EvenExpertsMemory& m, int warp, int warps) {
   phases.clear();
-  __syncthreads();
   phases.sum_some_ranks();
   __syncthreads();
-  phases.sum_experts();
+  phases.note_status();
+  phases.sum_ranks(warp, warps);
   __syncthreads();
-  phases.sum_ranks();
-  __syncthreads();
-  phases.order_ranks();
+  phases.order_ranks(warp, warps);
+  phases.clear_ties();
   __syncthreads();
   if (m.block->status != static_cast<int>(EvenExpertsStatus::good)) return false;
-  phases.choose_sums();
+  if (!phases.choose_sums()) return true;
+  phases.sort_experts();
   __syncthreads();
   phases.find_bound(warp, warps);
   __syncthreads();
   return true;
-}
-
-__device__ void write_plan(Phases& phases, int warp, int warps) {
-  phases.check_homeward();
-  __syncthreads();
-  phases.count_places();
-  __syncthreads();
-  phases.order_copies();
-  __syncthreads();
-  if (warp == 0) phases.send_home();
-  __syncthreads();
-  phases.fill_slots();
-  __syncthreads();
-  phases.write_slots();
-  __syncthreads();
-  phases.write_first_rows(warp, warps);
 }
 
 template <int Own>
@@ -125,21 +150,23 @@ __global__ void __launch_bounds__(even_experts_threads, 1)
   extern __shared__ __align__(16) int words[];
   const EvenExpertsMemory m(words, p);
   const auto thread = static_cast<int>(threadIdx.x);
-  const int warp = thread / warp_lanes;
+  const int warp =
+      DeviceWarp::broadcast(thread / warp_lanes, 0);  // the same in all lanes: known so
   constexpr int warps = even_experts_threads / warp_lanes;
-  Phases phases(p, m, thread, even_experts_threads);
+  EvenExpertsPhases<DeviceWarp, Own> phases(p, m, thread, even_experts_threads);
   const auto begin = static_cast<unsigned>(clock());
   if (!count(phases, m, warp, warps)) {
     phases.write_failure();
     return;
   }
   const auto counted = static_cast<unsigned>(clock());
-  if (warp < p.pass_warps) phases.template try_limits<Own>(warp);
-  __syncthreads();
-  phases.name_winner(warp, thread % warp_lanes == 0);
+  if (warp < p.pass_warps) phases.try_limits(warp);
   __syncthreads();
   const auto tried = static_cast<unsigned>(clock());
-  write_plan(phases, warp, warps);
+  phases.fill_slots();
+  phases.write_homes(warp, warps);
+  __syncthreads();
+  phases.write_copies(warp, warps);
   if (thread > 0) return;
   p.figures[figure_count_cycles] = static_cast<int>(counted - begin);
   p.figures[figure_try_cycles] = static_cast<int>(tried - counted);

@@ -1,15 +1,17 @@
 #pragma once
 
-#include "even_experts_rule.h"
+#include "even_experts_pass.h"
 
 namespace waybill::cuda {
 
-/// The phases of a call. All threads call each; a barrier of the block follows. Some take the
-/// number of the warp.
-template <class Warp>
+/// The phases of a call. All threads call each; a barrier of the block follows unless a phase says
+/// otherwise. Some take the number of the warp.
+template <class Warp, int Own>
 class EvenExpertsPhases {
  public:
   using Int = typename Warp::Int;
+  using Unsigned = typename Warp::Unsigned;
+  using Wide = typename Warp::Wide;
   using Mask = typename Warp::Mask;
 
   WAYBILL_HOST_DEVICE EvenExpertsPhases(const EvenExpertsParams& p, const EvenExpertsMemory& m,
@@ -19,316 +21,225 @@ class EvenExpertsPhases {
         thread_(thread),
         threads_(threads),
         copies_(p.num_ranks * p.spare),
-        slots_per_rank_(p.homes + p.spare) {}
+        slots_per_rank_(p.homes + p.spare),
+        groups_(EvenExpertsMemory::partial_sums(p, threads)) {}
 
+  /// In one phase with sum_some_ranks.
   WAYBILL_HOST_DEVICE void clear() {
     if (thread_ == 0) {
       *m_.block = {};
       m_.block->best_try = INT_MAX;
-      m_.block->winner = -1;
+      m_.block->next_try = p_.pass_warps;
     }
     WAYBILL_UNROLL(1)
-    for (int r = thread_; r < p_.num_ranks; r += threads_) {
-      m_.needs_sum[r] = 0;
-      m_.weights_out[r] = 0;
+    for (int r = thread_; r < p_.num_ranks; r += threads_) m_.weights_out[r] = m_.weights_in[r] = 0;
+    WAYBILL_UNROLL(1)
+    for (int i = thread_; i < copies_; i += threads_) {
+      m_.final_copy[i] = -1;
+      m_.final_quota[i] = m_.final_rest[i] = 0;
     }
+    const int after = p_.num_experts + thread_;
+    if (after < EvenExpertsMemory::experts_in_fours(p_)) m_.expert_rows[after] = 0;
   }
 
-  /// Each thread sums the rows of an expert over some ranks.
+  /// Each thread sums the rows of four experts, or of one, over some ranks.
   WAYBILL_HOST_DEVICE void sum_some_ranks() {
-    const int groups = EvenExpertsMemory::partial_sums(p_, threads_);
-    auto* const partial = reinterpret_cast<std::int64_t*>(m_.warps);
-    WAYBILL_UNROLL(1)
-    for (int i = thread_; i < groups * p_.num_experts; i += threads_) {
-      const int expert = i % p_.num_experts;
-      const std::int32_t* const from = p_.rows + expert;
-      std::int64_t sum = 0;
-      std::int32_t any = 0;  // its sign tells of a negative number
-      WAYBILL_UNROLL(16)
-      for (int r = i / p_.num_experts; r < p_.num_ranks; r += groups) {
-        const std::int32_t n = Warp::load(from + std::int64_t{r} * p_.num_experts);
-        sum += n;
-        any |= n;
-      }
-      partial[i] = sum;
-      if (any < 0) fail(EvenExpertsStatus::negative_rows);
+    if (EvenExpertsMemory::sum_width(p_) == 4) {
+      sum_of_width<4>();
+    } else {
+      sum_of_width<1>();
     }
     sort_present();
   }
 
-  WAYBILL_HOST_DEVICE void sum_experts() {
-    const int groups = EvenExpertsMemory::partial_sums(p_, threads_);
-    const auto* const partial = reinterpret_cast<const std::int64_t*>(m_.warps);
+  /// Tells errors of the phase that cleared. In one phase with sum_ranks.
+  WAYBILL_HOST_DEVICE void note_status() {
+    if (status_ != EvenExpertsStatus::good) fail(status_);
+  }
+
+  /// Warps: sums of experts, then of ranks, and the largest expert of each rank. As many lanes have
+  /// a rank as it has homes, rounded up to a power of two.
+  WAYBILL_HOST_DEVICE void sum_ranks(int warp, int warps) {
+    const int bits = home_bits(), width = 1 << bits, ranks = warp_lanes >> bits;
+    const Int home_of_lane = Warp::lane() & Int(width - 1);
+    for (int first = warp * ranks; first < p_.num_ranks; first += warps * ranks) {
+      const Int rank = Int(first) + (Warp::lane() >> bits);
+      Unsigned sum = Unsigned(0), any = Unsigned(0);  // the high bit of any tells of too many
+      Int most = Int(0), largest = rank * Int(p_.homes);
+      WAYBILL_UNROLL(1)
+      for (int h = 0; h < p_.homes; h += width) {
+        const Int home = home_of_lane + Int(h), expert = rank * Int(p_.homes) + home;
+        const Mask is_home = rank < Int(p_.num_ranks) && home < Int(p_.homes);
+        Unsigned rows = Unsigned(0);
+        WAYBILL_UNROLL(8)
+        for (int g = 0; g < groups_; ++g) {
+          const Int part = Warp::gather(m_.warps + g * p_.num_experts, expert, is_home, 0);
+          rows = rows + Unsigned(part);
+          any = any | rows;
+        }
+        Warp::scatter(m_.expert_rows, expert, Int(rows), is_home);
+        largest = Warp::select(Int(rows) > most, expert, largest);
+        most = Warp::larger(Int(rows), most);
+        sum = sum + rows;
+        any = any | sum;
+      }
+      WAYBILL_UNROLL(1)
+      for (int step = width / 2; step > 0; step /= 2) {
+        sum = sum + Warp::exchange(sum, step);
+        any = any | sum;
+        const Int other_most = Warp::exchange(most, step), other = Warp::exchange(largest, step);
+        const Mask better = other_most > most || (other_most == most && other < largest);
+        most = Warp::select(better, other_most, most);
+        largest = Warp::select(better, other, largest);
+      }
+      const Mask writes = rank < Int(p_.num_ranks) && home_of_lane == Int(0);
+      Warp::scatter(m_.rank_rows, rank, Int(sum), writes);
+      Warp::scatter(m_.top_rows, rank, most, writes);
+      Warp::scatter(m_.top_expert, rank, largest, writes);
+      if (Warp::ballot(Int(any) < Int(0)) != 0) fail(EvenExpertsStatus::too_many_rows);
+    }
+  }
+
+  /// Warps: places of ranks, fullest first; of equals the lower rank. All rows.
+  WAYBILL_HOST_DEVICE void order_ranks(int warp, int warps) {
+    Int rows[Own];
+    WAYBILL_UNROLL(4)
+    for (int k = 0; k < Own; ++k) rows[k] = of_rank(m_.rank_rows, k, INT_MIN);
+    WAYBILL_UNROLL(2)
+    for (int r = warp; r < p_.num_ranks; r += warps) {
+      const int own = Warp::read(m_.rank_rows + r);
+      int position = 0;
+      WAYBILL_UNROLL(4)
+      for (int k = 0; k < Own; ++k) {
+        const Mask before = rows[k] > Int(own) || (rows[k] == Int(own) && rank_of(k) < Int(r));
+        position += Warp::count(Warp::ballot(before));
+      }
+      const Mask first_lane = Warp::lane() == Int(0);
+      Warp::scatter(m_.position, Int(r), Int(position), first_lane);
+      Warp::scatter(m_.sorted_rows, Int(position), Int(own), first_lane);
+    }
+    if (warp == warps - 1) note_total(rows);
+  }
+
+  /// In one phase with order_ranks.
+  WAYBILL_HOST_DEVICE void clear_ties() {
+    WAYBILL_UNROLL(1)
+    for (int e = thread_; e < p_.num_experts; e += threads_) m_.ties[e] = 0;
+  }
+
+  /// The k fullest ranks are a bound for those k where it can be above the mean: the largest
+  /// experts are at least average, so most k need no sum. No barrier follows.
+  /// @return whether there are such k; all threads get the same
+  WAYBILL_HOST_DEVICE bool choose_sums() {
+    std::uint32_t any = 0;
+    int before = 0;  // rows of the ranks of lower k
+    WAYBILL_UNROLL(4)
+    for (int k = 0; k < Own; ++k) {
+      const Int held = Warp::scan(of_rank(m_.sorted_rows, k, 0)) + Int(before);
+      before = Warp::broadcast(held, warp_lanes - 1);
+      const Int ranks = rank_of(k) + Int(1);
+      const Int room = Int(p_.spare) * (Int(p_.num_ranks) - ranks);
+      const Int experts = ranks * Int(p_.homes);
+      const Mask can_be = ranks < Int(p_.num_ranks) && room < experts;
+      // Whole numbers up to 2^31 * E: E is far below 2^32.
+      const Wide kept = Wide(held) * Wide(experts - room);
+      const Wide mean = Wide(Int(m_.block->mean)) * Wide(ranks) * Wide(experts);
+      needed_[k] = Warp::ballot(can_be && kept > mean);
+      any |= needed_[k];
+    }
+    return any != 0;
+  }
+
+  /// Places of experts, those of most rows first, and the places of their homes.
+  WAYBILL_HOST_DEVICE void sort_experts() {
     WAYBILL_UNROLL(1)
     for (int e = thread_; e < p_.num_experts; e += threads_) {
-      std::int64_t sum = 0;
-      for (int g = 0; g < groups; ++g) sum += partial[g * p_.num_experts + e];
-      m_.expert_rows[e] = in_range(sum);
-    }
-  }
-
-  WAYBILL_HOST_DEVICE void sum_ranks() {
-    WAYBILL_UNROLL(1)
-    for (int r = thread_; r < p_.num_ranks; r += threads_) {
-      std::int64_t sum = 0;
-      int most = 0, expert = r * p_.homes;
-      for (int e = r * p_.homes; e < (r + 1) * p_.homes; ++e) {
-        const int rows = m_.expert_rows[e];
-        sum += rows;
-        expert = rows > most ? e : expert;
-        most = rows > most ? rows : most;
+      const int own = m_.expert_rows[e];
+      int larger = 0;
+      WAYBILL_UNROLL(4)
+      for (int i = 0; i < p_.num_experts; i += 4) {
+        const typename Warp::Four rows = Warp::read_four(m_.expert_rows + i);
+        larger += (rows.x > own ? 1 : 0) + (rows.y > own ? 1 : 0);
+        larger += (rows.z > own ? 1 : 0) + (rows.w > own ? 1 : 0);
       }
-      m_.rank_rows[r] = in_range(sum);
-      m_.top_rows[r] = most;
-      m_.top_expert[r] = expert;
+      // Equal ones take places in any order: only sums are asked of them.
+      const int place = larger + Warp::block_add(m_.ties + larger, 1);
+      m_.sorted_expert_rows[place] = own;
+      m_.sorted_position[place] = m_.position[e / p_.homes];
     }
   }
 
-  /// Places of ranks, fullest first; of equals the lower rank.
-  WAYBILL_HOST_DEVICE void order_ranks() {
-    WAYBILL_UNROLL(1)
-    for (int r = thread_; r < p_.num_ranks; r += threads_) {
-      const int own = m_.rank_rows[r];
-      int position = 0;
-      std::int64_t total = 0;
-      WAYBILL_UNROLL(8)
-      for (int q = 0; q < p_.num_ranks; ++q) {
-        const int rows = m_.rank_rows[q];
-        position += rows > own || (rows == own && q < r) ? 1 : 0;
-        total += rows;
-      }
-      m_.position[r] = position;
-      m_.sorted_rows[position] = own;
-      if (position == 0) {
-        m_.block->fullest = own;
-        m_.block->total = in_range(total);
-        m_.block->mean = static_cast<int>((total + p_.num_ranks - 1) / p_.num_ranks);
-        m_.block->bound = m_.block->mean;
-      }
-    }
-  }
-
-  /// The largest experts are at least average: most k need no sum, as it is not above the mean.
-  WAYBILL_HOST_DEVICE void choose_sums() {
-    WAYBILL_UNROLL(1)
-    for (int k = thread_ + 1; k < p_.num_ranks; k += threads_) {
-      std::int64_t held = 0;
-      WAYBILL_UNROLL(8)
-      for (int i = 0; i < k; ++i) held += m_.sorted_rows[i];
-      const std::int64_t room = std::int64_t{p_.spare} * (p_.num_ranks - k);
-      const std::int64_t experts = std::int64_t{k} * p_.homes;
-      // Whole numbers up to 2^31 * E: E is far below 2^32.
-      if (room < experts && held * (experts - room) > std::int64_t{m_.block->mean} * k * experts)
-        m_.needs_sum[k] = 1;
-    }
-    WAYBILL_UNROLL(1)
-    for (int e = thread_; e < p_.num_experts; e += threads_)
-      m_.expert_position[e] = m_.position[e / p_.homes];
-  }
-
-  /// The rows that the k fullest ranks keep if the others take their largest experts, over k.
+  /// Warps: the rows that the k fullest ranks keep if the others take their largest experts, over
+  /// k.
   WAYBILL_HOST_DEVICE void find_bound(int warp, int warps) {
     for (int k = warp + 1; k < p_.num_ranks; k += warps) {
-      if (m_.needs_sum[k] == 0) continue;
-      const int kept = kept_by_fullest(k, p_.spare * (p_.num_ranks - k));
-      Warp::block_max(&m_.block->bound, (kept - 1) / k + (kept > 0 ? 1 : 0));
+      if ((needed_of(k - 1) >> ((k - 1) % warp_lanes) & 1U) == 0) continue;
+      const auto kept = static_cast<unsigned>(kept_by_fullest(k, p_.spare * (p_.num_ranks - k)));
+      const auto ranks = static_cast<unsigned>(k);
+      Warp::block_max(&m_.block->bound, static_cast<int>((kept + ranks - 1) / ranks));
     }
   }
 
-  /// The limit of a rung. No limit above the fullest rank changes anything.
-  WAYBILL_HOST_DEVICE int limit_of(int rung) const {
-    constexpr std::int64_t max_exact = std::int64_t{1} << 53;
-    const double wanted = static_cast<double>(m_.block->bound) * p_.limit_factor;
-    const auto base = static_cast<std::int64_t>(
-        wanted < static_cast<double>(max_exact) ? wanted : static_cast<double>(max_exact));
-    const std::int64_t fullest = m_.block->fullest;
-    if (base >= fullest) return static_cast<int>(fullest);
-    constexpr std::int64_t cube =
-        std::int64_t{even_rungs - 1} * (even_rungs - 1) * (even_rungs - 1);
-    const std::int64_t above = fullest - base;
-    const std::int64_t cubed = std::int64_t{rung} * rung * rung;
-    return static_cast<int>(base + above / cube * cubed + above % cube * cubed / cube);
-  }
-
-  /// Warps take tries in order until one has succeeded; the lowest wins.
-  template <int Own>
+  /// Warps take tries in order until one has succeeded; the lowest wins, and its copies go home.
   WAYBILL_HOST_DEVICE void try_limits(int warp) {
     const EvenExpertsWarp own = m_.warp(p_, warp);
-    const int ways = p_.present == nullptr ? even_ways - 1 : even_ways;  // the first needs present
     EvenExpertsPass<Warp, Own> pass(p_, m_, own);
-    for (;;) {
-      const int number = Warp::take_next(&m_.block->next_try);
-      const int attempt = number / ways * even_ways + number % ways + even_ways - ways;
-      if (attempt >= even_rungs * even_ways || Warp::look(&m_.block->best_try) < attempt) return;
-      if (pass.run(attempt, limit_of(attempt / even_ways)) != PassResult::success) continue;
-      pass.finish();
-      Warp::block_min(&m_.block->best_try, attempt);
-      succeeded_ = attempt;
+    for (int number = warp;; number = Warp::take_next(&m_.block->next_try)) {
+      const int attempt = attempt_of(number);
+      if (attempt >= even_rungs * even_ways) return;
+      if (Warp::look(&m_.block->best_try) < attempt * EvenExpertsBlock::max_warps) return;
+      if (!pass.run(attempt, limit_of(attempt / even_ways))) continue;
+      Warp::block_min(&m_.block->best_try, attempt * EvenExpertsBlock::max_warps + warp);
+      pass.send_home();
       return;
-    }
-  }
-
-  /// After try_limits: whether this warp's try has won.
-  WAYBILL_HOST_DEVICE void name_winner(int warp, bool first_lane) {
-    if (succeeded_ == m_.block->best_try && first_lane) m_.block->winner = warp;
-  }
-
-  /// Whether any copy can go home at all, and how many copies there are.
-  WAYBILL_HOST_DEVICE void check_homeward() {
-    const EvenExpertsWarp own = m_.warp(p_, m_.block->winner);
-    const int limit = limit_of(m_.block->best_try / even_ways);
-    WAYBILL_UNROLL(1)
-    for (int i = thread_; i < copies_; i += threads_) {
-      const bool is_copy = i % p_.spare < p_.spare - own.free_slots[i / p_.spare];
-      m_.place[i] = 0;
-      if (!is_copy) own.copy_rows[i] = 0;
-      if (!is_copy) continue;
-      Warp::block_add(&m_.block->num_copies, 1);
-      m_.keys[i] = key_of(own, i);
-      const int home = own.copy_expert[i] / p_.homes;
-      if (own.load[home] + own.copy_rows[i] <= limit) Warp::block_max(&m_.block->any_fits, 1);
-    }
-  }
-
-  /// How many copies go home before each: new ones before present ones, smallest first. Several
-  /// threads count for one copy.
-  WAYBILL_HOST_DEVICE void count_places() {
-    if (m_.block->any_fits == 0) return;
-    const EvenExpertsWarp own = m_.warp(p_, m_.block->winner);
-    const int parts = threads_ > copies_ ? threads_ / copies_ : 1;
-    WAYBILL_UNROLL(1)
-    for (int i = thread_; i < copies_ * parts; i += threads_) {
-      const int copy = i % copies_;
-      if (own.copy_rows[copy] == 0) continue;
-      int before = 0;
-      for (int j = i / copies_; j < copies_; j += parts)
-        before += own.copy_rows[j] > 0 && m_.keys[j] < m_.keys[copy] ? 1 : 0;
-      if (before > 0) Warp::block_add(m_.place + copy, before);
-    }
-  }
-
-  WAYBILL_HOST_DEVICE void order_copies() {
-    if (m_.block->any_fits == 0) return;
-    const EvenExpertsWarp own = m_.warp(p_, m_.block->winner);
-    WAYBILL_UNROLL(1)
-    for (int i = thread_; i < copies_; i += threads_)
-      if (own.copy_rows[i] > 0) m_.order[m_.place[i]] = i;
-  }
-
-  /// One warp: copies go home while home has room.
-  WAYBILL_HOST_DEVICE void send_home() {
-    if (m_.block->any_fits == 0) return;
-    const EvenExpertsWarp own = m_.warp(p_, m_.block->winner);
-    const int limit = limit_of(m_.block->best_try / even_ways);
-    const Mask first_lane = Warp::lane() == Int(0);
-    for (int next = 0; next < m_.block->num_copies;) {
-      const Int place = Warp::lane() + next;
-      const Mask there = place < Int(m_.block->num_copies);
-      const Int copy = Warp::gather(m_.order, place, there, 0);
-      const Int rows = Warp::gather(own.copy_rows, copy, there, 0);
-      const Int home = Warp::gather(own.copy_expert, copy, there, 0) / Int(p_.homes);
-      const Mask fits = there && Warp::gather(own.load, home, there, 0) + rows <= Int(limit);
-      const std::uint32_t lanes = Warp::ballot(fits);
-      if (lanes == 0) {
-        next += warp_lanes;
-        continue;
-      }
-      const int lane = Warp::lowest(lanes);
-      next += lane + 1;
-      const int goes = Warp::broadcast(copy, lane), count = Warp::broadcast(rows, lane);
-      const int to = Warp::broadcast(home, lane), from = goes / p_.spare;
-      const int expert = Warp::read(own.copy_expert + goes);
-      const int to_load = Warp::read(own.load + to) + count;
-      const int from_load = Warp::read(own.load + from) - count;
-      const int at_home = Warp::read(own.home_rows + expert) + count;
-      Warp::sync();
-      Warp::scatter(own.load, Int(to), Int(to_load), first_lane);
-      Warp::scatter(own.load, Int(from), Int(from_load), first_lane);
-      Warp::scatter(own.home_rows, Int(expert), Int(at_home), first_lane);
-      Warp::scatter(own.copy_rows, Int(goes), Int(0), first_lane);
-      Warp::sync();
     }
   }
 
   /// A present copy keeps its slot, and stays there unused until a new copy needs the slot. New
   /// copies, by expert, take empty slots first.
   WAYBILL_HOST_DEVICE void fill_slots() {
-    const EvenExpertsWarp own = m_.warp(p_, m_.block->winner);
-    WAYBILL_UNROLL(1)
-    for (int r = thread_; r < p_.num_ranks; r += threads_) {
-      const int first = r * p_.spare;
-      int* const expert = m_.final_expert + first;
-      int* const quota = m_.final_quota + first;
-      for (int s = 0; s < p_.spare; ++s) {
-        expert[s] = p_.present == nullptr ? -1 : m_.present[first + s];
-        quota[s] = 0;
-      }
-      int came = 0;
+    const EvenExpertsWarp own = winner();
+    if (p_.present == nullptr) {
       WAYBILL_UNROLL(1)
-      for (int s = 0; s < p_.spare; ++s) {
-        const int rows = own.copy_rows[first + s];
-        const int place = rows > 0 ? present_place(r, own.copy_expert[first + s]) : -1;
-        if (place >= 0) quota[place] = rows;
-      }
-      for (int after = -1;;) {
-        const int copy = next_new_copy(own, r, after);
-        if (copy < 0) break;
-        after = own.copy_expert[copy];
-        const int place = free_place(expert, quota);
-        expert[place] = after;
-        quota[place] = own.copy_rows[copy];
-        Warp::block_add(m_.weights_out + after / p_.homes, 1);
-        ++came;
-      }
-      p_.weights_in[r] = came;
+      for (int i = thread_; i < copies_; i += threads_) place_copy(own, i);
+    } else {
+      WAYBILL_UNROLL(1)
+      for (int r = thread_; r < p_.num_ranks; r += threads_) place_among_present(own, r);
     }
   }
 
-  /// Slots, quotas and the rows of a slot's own rank.
-  WAYBILL_HOST_DEVICE void write_slots() {
-    const EvenExpertsWarp own = m_.warp(p_, m_.block->winner);
-    WAYBILL_UNROLL(1)
-    for (int i = thread_; i < p_.num_experts; i += threads_) {
-      const int rank = i / p_.homes, quota = own.home_rows[i];
-      m_.home_rest[i] = write_slot(rank, i % p_.homes, i, quota);
+  /// Warps: slots of homes, in one phase with fill_slots.
+  WAYBILL_HOST_DEVICE void write_homes(int warp, int warps) {
+    const EvenExpertsWarp own = winner();
+    const int bits = home_bits(), width = 1 << bits, ranks = warp_lanes >> bits;
+    const Int home_of_lane = Warp::lane() & Int(width - 1);
+    for (int first = warp * ranks; first < p_.num_ranks; first += warps * ranks) {
+      const Int rank = Int(first) + (Warp::lane() >> bits);
+      WAYBILL_UNROLL(1)
+      for (int h = 0; h < p_.homes; h += width) {
+        const Int home = home_of_lane + Int(h), expert = rank * Int(p_.homes) + home;
+        const Mask is_home = rank < Int(p_.num_ranks) && home < Int(p_.homes);
+        const Int quota = Warp::gather(own.home_rows, expert, is_home, 0);
+        const Int of_rank = Warp::gather(p_.rows, rank * Int(p_.num_experts) + expert, is_home, 0);
+        const Int local = Warp::smaller(of_rank, quota);
+        const Int slot = rank * Int(slots_per_rank_) + home;
+        Warp::scatter(m_.home_rest, expert, quota - local, is_home);
+        Warp::scatter(p_.slots, slot, expert, is_home);
+        Warp::scatter(p_.quotas, slot, quota, is_home);
+        Warp::scatter(p_.local_rows, slot, local, is_home);
+        Warp::scatter(p_.first_row, slot, Int(0), is_home);
+      }
     }
-    WAYBILL_UNROLL(1)
-    for (int i = thread_; i < copies_; i += threads_) {
-      const int rank = i / p_.spare;
-      m_.final_rest[i] =
-          write_slot(rank, p_.homes + i % p_.spare, m_.final_expert[i], m_.final_quota[i]);
-    }
-    WAYBILL_UNROLL(1)
-    for (int r = thread_; r < p_.num_ranks; r += threads_) p_.weights_out[r] = m_.weights_out[r];
-    if (thread_ == threads_ - 1) write_figures(own);
   }
 
-  /// Warps: where the other rows of a copy, and of its home, begin.
-  WAYBILL_HOST_DEVICE void write_first_rows(int warp, int warps) {
-    for (int c = warp; c < copies_; c += warps) {
-      const int expert = m_.final_expert[c], quota = m_.final_quota[c];
-      if (quota == 0) continue;
-      const int rank = c / p_.spare, home = expert / p_.homes;
-      Int before = Int(0), before_home = Int(0);
-      for (int i = 0; i < copies_; i += warp_lanes) {
-        const Int other = Warp::lane() + i;
-        const Mask there = other < Int(copies_);
-        const Mask same = there && Warp::gather(m_.final_expert, other, there, -1) == Int(expert) &&
-                          Warp::gather(m_.final_quota, other, there, 0) > Int(0);
-        const Int rest = Warp::gather(m_.final_rest, other, same, 0);
-        const Int other_rank = other / Int(p_.spare);
-        before = before + Warp::select(same && other_rank < Int(rank), rest, Int(0));
-        before_home = before_home + Warp::select(same && other_rank < Int(home), rest, Int(0));
-      }
-      const int first = Warp::reduce_add(before) + (home < rank ? m_.home_rest[expert] : 0);
-      const int first_home = Warp::reduce_add(before_home);
-      const bool home_takes = m_.warp(p_, m_.block->winner).home_rows[expert] > 0;
-      const Mask first_lane = Warp::lane() == Int(0);
-      Warp::scatter(p_.first_row, Int(rank * slots_per_rank_ + p_.homes + c % p_.spare), Int(first),
-                    first_lane);
-      Warp::scatter(p_.first_row, Int(home * slots_per_rank_ + expert % p_.homes),
-                    Int(home_takes ? first_home : 0), first_lane);
+  /// Warps: copies, and where their other rows and those of their homes begin.
+  WAYBILL_HOST_DEVICE void write_copies(int warp, int warps) {
+    const EvenExpertsWarp own = winner();
+    for (int r = warp; r < p_.num_ranks; r += warps) {
+      WAYBILL_UNROLL(1)
+      for (int s = 0; s < p_.spare; ++s) write_copy(own, r, s);
     }
+    if (warp == warps - 1) write_figures(own);
   }
 
   /// Only where the rows or the present copies are wrong.
@@ -341,11 +252,49 @@ class EvenExpertsPhases {
     Warp::block_max(&m_.block->status, static_cast<int>(status));
   }
 
-  /// Loads are int; INT_MAX stands for none.
-  WAYBILL_HOST_DEVICE int in_range(std::int64_t rows) {
-    if (rows < INT_MAX) return static_cast<int>(rows);
-    fail(EvenExpertsStatus::too_many_rows);
-    return 0;
+  WAYBILL_HOST_DEVICE void fail_later(EvenExpertsStatus status) {
+    if (status > status_) status_ = status;
+  }
+
+  WAYBILL_HOST_DEVICE static Int rank_of(int k) { return Warp::lane() + Int(k * warp_lanes); }
+  WAYBILL_HOST_DEVICE Int of_rank(const int* numbers, int k, int otherwise) const {
+    return Warp::gather(numbers, rank_of(k), rank_of(k) < Int(p_.num_ranks), otherwise);
+  }
+
+  /// When a warp looks at homes, a rank has 2 to this power lanes.
+  WAYBILL_HOST_DEVICE int home_bits() const {
+    const int bits = Warp::bit_width(static_cast<unsigned>(p_.homes - 1));
+    return bits < 5 ? bits : 5;
+  }
+
+  template <int Width>
+  WAYBILL_HOST_DEVICE void sum_of_width() {
+    const int columns = p_.num_experts / Width;
+    WAYBILL_UNROLL(1)
+    for (int i = thread_; i < groups_ * columns; i += threads_) {
+      const int first = static_cast<int>(static_cast<unsigned>(i) / static_cast<unsigned>(columns));
+      const int expert = (i - first * columns) * Width;
+      const std::int32_t* from = p_.rows + std::int64_t{first} * p_.num_experts + expert;
+      unsigned sums[Width] = {};
+      unsigned any_number = 0, any_sum = 0;  // their high bits tell of negative and of too many
+      WAYBILL_UNROLL(8)
+      for (int r = first; r < p_.num_ranks; r += groups_) {
+        std::int32_t rows[Width];
+        Warp::load(from, rows);
+        from += std::int64_t{groups_} * p_.num_experts;
+        for (int j = 0; j < Width; ++j) {
+          any_number |= static_cast<unsigned>(rows[j]);
+          sums[j] += static_cast<unsigned>(rows[j]);
+          any_sum |= sums[j];
+        }
+      }
+      Warp::store(m_.warps + first * p_.num_experts + expert, sums);
+      if (static_cast<int>(any_number) < 0) {
+        fail_later(EvenExpertsStatus::negative_rows);
+      } else if (static_cast<int>(any_sum) < 0) {
+        fail_later(EvenExpertsStatus::too_many_rows);
+      }
+    }
   }
 
   /// Present experts of each rank in order. They are no home experts of the rank, and none twice.
@@ -353,130 +302,232 @@ class EvenExpertsPhases {
     if (p_.present == nullptr) return;
     WAYBILL_UNROLL(1)
     for (int r = thread_; r < p_.num_ranks; r += threads_) {
-      int* const sorted = m_.present_expert + r * p_.spare;
+      int* const sorted = m_.present_copy + r * p_.spare;
       int count = 0;
       WAYBILL_UNROLL(1)
       for (int s = 0; s < p_.spare; ++s) {
         const int expert = p_.present[r * p_.present_stride + s];
-        const bool good =
-            expert >= -1 && expert < p_.num_experts && (expert < 0 || expert / p_.homes != r);
-        if (!good) fail(EvenExpertsStatus::wrong_present);
-        m_.present[r * p_.spare + s] = good ? expert : -1;
-        if (!good || expert < 0) continue;
+        const int home = expert / p_.homes;
+        const bool good = expert >= -1 && expert < p_.num_experts && (expert < 0 || home != r);
+        if (!good) fail_later(EvenExpertsStatus::wrong_present);
+        const int copy = good && expert >= 0 ? EvenExpertsCopy::pack(expert, home, r) : -1;
+        m_.present[r * p_.spare + s] = copy;
+        if (copy < 0) continue;
         int place = count++;
-        for (; place > 0 && sorted[place - 1] >= expert; --place) {
-          if (sorted[place - 1] == expert) fail(EvenExpertsStatus::wrong_present);
+        for (; place > 0 && sorted[place - 1] >= copy; --place) {
+          if (sorted[place - 1] == copy) fail_later(EvenExpertsStatus::wrong_present);
           sorted[place] = sorted[place - 1];
         }
-        sorted[place] = expert;
+        sorted[place] = copy;
       }
       for (; count < p_.spare; ++count) sorted[count] = -1;
     }
   }
 
+  WAYBILL_HOST_DEVICE void note_total(const Int (&rows)[Own]) {
+    Int low = Int(0), high = Int(0), most = Int(0);
+    WAYBILL_UNROLL(4)
+    for (int k = 0; k < Own; ++k) {
+      const Int own = Warp::select(rank_of(k) < Int(p_.num_ranks), rows[k], Int(0));
+      low = low + (own & Int(0xFFFF));
+      high = high + (own >> 16 & Int(0xFFFF));
+      most = Warp::larger(most, own);
+    }
+    const std::int64_t total = (std::int64_t{Warp::reduce_add(high)} << 16) + Warp::reduce_add(low);
+    // Loads are int; INT_MAX stands for none.
+    if (total >= INT_MAX) fail(EvenExpertsStatus::too_many_rows);
+    const auto ranks = static_cast<unsigned>(p_.num_ranks);
+    m_.block->total = static_cast<int>(total);
+    m_.block->mean = m_.block->bound =
+        static_cast<int>((static_cast<unsigned>(total) + ranks - 1) / ranks);
+    m_.block->fullest = Warp::reduce_max(most);
+  }
+
+  WAYBILL_HOST_DEVICE std::uint32_t needed_of(int place) const {
+    std::uint32_t needed = needed_[0];
+    WAYBILL_UNROLL(4)
+    for (int k = 1; k < Own; ++k)
+      if (place / warp_lanes == k) needed = needed_[k];
+    return needed;
+  }
+
   /// All but the `room` largest experts of the k fullest ranks.
   WAYBILL_HOST_DEVICE int kept_by_fullest(int k, int room) const {
-    int low = 0, high = m_.block->fullest;  // the least with at most `room` experts above it
-    while (low < high) {
-      const int middle = low + (high - low) / 2;
-      Int above = Int(0);
-      for (int e = 0; e < p_.num_experts; e += warp_lanes)
-        above = above + Warp::select(members(e, k) > Int(middle), Int(1), Int(0));
-      if (Warp::reduce_add(above) > room) {
-        low = middle + 1;
-      } else {
-        high = middle;
-      }
+    Int kept = Int(0);
+    int before = 0;
+    WAYBILL_UNROLL(4)
+    for (int i = 0; i < p_.num_experts; i += warp_lanes) {
+      const Int place = Warp::lane() + Int(i);
+      const Mask there = place < Int(p_.num_experts);
+      const Mask is_member = Warp::gather(m_.sorted_position, place, there, INT_MAX) < Int(k);
+      const std::uint32_t members = Warp::ballot(is_member);
+      const Mask stays = is_member && Int(before) + Warp::count_below(members) >= Int(room);
+      kept = kept + Warp::gather(m_.sorted_expert_rows, place, stays, 0);
+      before += Warp::count(members);
     }
-    Int above = Int(0), rows = Int(0);
-    for (int e = 0; e < p_.num_experts; e += warp_lanes) {
-      const Int n = members(e, k);
-      const Mask is_above = n > Int(low);
-      above = above + Warp::select(is_above, Int(1), Int(0));
-      rows = rows + Warp::select(is_above, Int(0), n);
-    }
-    return Warp::reduce_add(rows) - (room - Warp::reduce_add(above)) * low;
+    return Warp::reduce_add(kept);
   }
 
-  /// Rows of the lanes' experts from `first` on, 0 for those that are not on the k fullest ranks.
-  WAYBILL_HOST_DEVICE Int members(int first, int k) const {
-    const Int expert = Warp::lane() + first;
-    const Mask there = expert < Int(p_.num_experts);
-    const Mask is_member = there && Warp::gather(m_.expert_position, expert, there, 0) < Int(k);
-    return Warp::gather(m_.expert_rows, expert, is_member, 0);
+  /// The rung and way of a try: the first way needs present copies.
+  WAYBILL_HOST_DEVICE int attempt_of(int number) const {
+    if (p_.present != nullptr) return number;
+    const auto place = static_cast<unsigned>(number);
+    return static_cast<int>(place + place / (even_ways - 1) + 1);
   }
 
-  WAYBILL_HOST_DEVICE int present_place(int rank, int expert) const {
-    if (p_.present == nullptr) return -1;
+  /// The limit of a rung. No limit above the fullest rank changes anything.
+  WAYBILL_HOST_DEVICE int limit_of(int rung) const {
+    const int fullest = m_.block->fullest;
+    const double wanted = static_cast<double>(m_.block->bound) * p_.limit_factor;
+    if (wanted >= static_cast<double>(fullest)) return fullest;
+    const int base = static_cast<int>(wanted);
+    constexpr auto top = static_cast<unsigned>(even_rungs - 1);
+    constexpr unsigned cube = top * top * top;
+    const auto above = static_cast<unsigned>(fullest - base);
+    const auto step = static_cast<unsigned>(rung);
+    const unsigned cubed = step * step * step;
+    return base + static_cast<int>(above / cube * cubed + above % cube * cubed / cube);
+  }
+
+  WAYBILL_HOST_DEVICE EvenExpertsWarp winner() const {
+    return m_.warp(p_, m_.block->best_try % EvenExpertsBlock::max_warps);
+  }
+
+  /// A slot of `quota` rows takes as many of its own rank's tokens as there are.
+  WAYBILL_HOST_DEVICE int local_rows(int rank, int expert, int quota) const {
+    std::int32_t own[1];
+    Warp::load(p_.rows + std::int64_t{rank} * p_.num_experts + expert, own);
+    return own[0] < quota ? own[0] : quota;
+  }
+
+  WAYBILL_HOST_DEVICE void set_slot(int place, int copy, int quota) {
+    const int rank = EvenExpertsCopy::rank(copy), expert = EvenExpertsCopy::expert(copy);
+    m_.final_copy[place] = copy;
+    m_.final_quota[place] = quota;
+    m_.final_rest[place] = quota - local_rows(rank, expert, quota);
+  }
+
+  WAYBILL_HOST_DEVICE void count_copy(int copy) {
+    Warp::block_add(m_.weights_out + EvenExpertsCopy::home(copy), 1);
+    Warp::block_add(m_.weights_in + EvenExpertsCopy::rank(copy), 1);
+  }
+
+  /// Without present copies: those of a rank lie in the order of their experts.
+  WAYBILL_HOST_DEVICE void place_copy(const EvenExpertsWarp& own, int i) {
+    const int rows = own.copy_rows[i];
+    if (rows == 0) return;
+    const int copy = own.copies[i];
+    const int first = EvenExpertsCopy::rank(copy) * p_.spare;
+    int place = first;
+    WAYBILL_UNROLL(2)
+    for (int s = first; s < first + p_.spare; ++s)
+      place += own.copy_rows[s] > 0 && own.copies[s] < copy ? 1 : 0;
+    set_slot(place, copy, rows);
+    count_copy(copy);
+  }
+
+  WAYBILL_HOST_DEVICE void place_among_present(const EvenExpertsWarp& own, int rank) {
+    const int first = rank * p_.spare, end = first + p_.spare;
     WAYBILL_UNROLL(1)
-    for (int s = 0; s < p_.spare; ++s) {
-      if (m_.present[rank * p_.spare + s] == expert) return s;
+    for (int i = first; i < end; ++i) m_.final_copy[i] = m_.present[i];
+    WAYBILL_UNROLL(1)
+    for (int i = first; i < end; ++i) {
+      if (own.copy_rows[i] == 0 || own.copies[i] >= 0) continue;
+      const int copy = own.copies[i] & INT_MAX;
+      int place = first;
+      while (m_.present[place] != copy) ++place;
+      set_slot(place, copy, own.copy_rows[i]);
     }
-    return -1;
+    for (int after = -1;;) {
+      const int i = next_new_copy(own, first, after);
+      if (i < 0) return;
+      after = own.copies[i];
+      set_slot(free_place(first), after, own.copy_rows[i]);
+      count_copy(after);
+    }
   }
 
-  /// (is present, rows, expert, rank)
-  WAYBILL_HOST_DEVICE std::uint64_t key_of(const EvenExpertsWarp& own, int copy) const {
-    const int rank = copy / p_.spare, expert = own.copy_expert[copy];
-    const std::uint64_t present = present_place(rank, expert) >= 0 ? 1 : 0;
-    const std::uint64_t pair =
-        static_cast<std::uint64_t>(expert) * static_cast<std::uint64_t>(p_.num_ranks) +
-        static_cast<std::uint64_t>(rank);
-    return present << 63U | static_cast<std::uint64_t>(own.copy_rows[copy]) << 32U | pair;
-  }
-
-  /// The copy of the lowest expert above `after` on this rank that is not present; -1: none.
-  WAYBILL_HOST_DEVICE int next_new_copy(const EvenExpertsWarp& own, int rank, int after) const {
+  /// The copy of the lowest expert above `after` on this rank that was not present; -1: none.
+  WAYBILL_HOST_DEVICE int next_new_copy(const EvenExpertsWarp& own, int first, int after) const {
     int next = -1;
     WAYBILL_UNROLL(1)
-    for (int i = rank * p_.spare; i < (rank + 1) * p_.spare; ++i) {
-      if (own.copy_rows[i] == 0 || own.copy_expert[i] <= after) continue;
-      if (next >= 0 && own.copy_expert[i] > own.copy_expert[next]) continue;
-      if (present_place(rank, own.copy_expert[i]) < 0) next = i;
+    for (int i = first; i < first + p_.spare; ++i) {
+      // One that was present is negative.
+      if (own.copy_rows[i] == 0 || own.copies[i] <= after) continue;
+      if (next < 0 || own.copies[i] < own.copies[next]) next = i;
     }
     return next;
   }
 
-  WAYBILL_HOST_DEVICE int free_place(const int* expert, const int* quota) const {
+  WAYBILL_HOST_DEVICE int free_place(int first) const {
     WAYBILL_UNROLL(1)
-    for (int s = 0; s < p_.spare; ++s) {
-      if (expert[s] == -1) return s;
+    for (int i = first; i < first + p_.spare; ++i) {
+      if (m_.final_copy[i] == -1) return i;
     }
-    int place = 0;
-    while (quota[place] != 0) ++place;
+    int place = first;
+    while (m_.final_quota[place] != 0) ++place;
     return place;
   }
 
-  /// @return rows of other ranks that the slot takes
-  WAYBILL_HOST_DEVICE int write_slot(int rank, int slot, int expert, int quota) {
-    const int i = rank * slots_per_rank_ + slot;
-    int local = 0;
+  WAYBILL_HOST_DEVICE void write_copy(const EvenExpertsWarp& own, int rank, int s) {
+    const int place = rank * p_.spare + s;
+    const int copy = Warp::read(m_.final_copy + place);
+    const int quota = Warp::read(m_.final_quota + place);
+    const int expert = copy < 0 ? -1 : EvenExpertsCopy::expert(copy);
+    const Mask first_lane = Warp::lane() == Int(0);
+    int first = 0;
     if (quota > 0) {
-      const int own = Warp::load(p_.rows + std::int64_t{rank} * p_.num_experts + expert);
-      local = own < quota ? own : quota;
+      const int home = EvenExpertsCopy::home(copy);
+      Int before = Int(0), before_home = Int(0);
+      WAYBILL_UNROLL(4)
+      for (int i = 0; i < copies_; i += warp_lanes) {
+        const Int other = Warp::lane() + Int(i);
+        const Mask there = other < Int(copies_);
+        const Int rest = Warp::gather(m_.final_rest, other, there, 0);
+        const Mask same =
+            EvenExpertsCopy::expert(Warp::gather(m_.final_copy, other, there, -1)) == Int(expert);
+        before = before + Warp::select(same && other < Int(rank * p_.spare), rest, Int(0));
+        before_home =
+            before_home + Warp::select(same && other < Int(home * p_.spare), rest, Int(0));
+      }
+      first = Warp::reduce_add(before);
+      if (home < rank) first += Warp::read(m_.home_rest + expert);
+      const int first_home = Warp::reduce_add(before_home);
+      const Mask home_takes = Mask(Warp::read(own.home_rows + expert) > 0) && first_lane;
+      Warp::scatter(p_.first_row, Int(home * slots_per_rank_ + expert - home * p_.homes),
+                    Int(first_home), home_takes);
     }
-    p_.slots[i] = expert;
-    p_.quotas[i] = quota;
-    p_.local_rows[i] = local;
-    p_.first_row[i] = 0;
-    return quota - local;
+    const Int slot = Int(rank * slots_per_rank_ + p_.homes + s);
+    const int rest = Warp::read(m_.final_rest + place);
+    Warp::scatter(p_.slots, slot, Int(expert), first_lane);
+    Warp::scatter(p_.quotas, slot, Int(quota), first_lane);
+    Warp::scatter(p_.local_rows, slot, Int(quota - rest), first_lane);
+    Warp::scatter(p_.first_row, slot, Int(first), first_lane);
   }
 
   WAYBILL_HOST_DEVICE void write_figures(const EvenExpertsWarp& own) {
-    int most = 0;
-    WAYBILL_UNROLL(8)
-    for (int r = 0; r < p_.num_ranks; ++r) most = own.load[r] > most ? own.load[r] : most;
+    Int most = Int(0);
+    WAYBILL_UNROLL(4)
+    for (int k = 0; k < Own; ++k) {
+      const Mask is_rank = rank_of(k) < Int(p_.num_ranks);
+      most = Warp::larger(most, of_rank(own.load, k, 0));
+      Warp::scatter(p_.weights_out, rank_of(k), of_rank(m_.weights_out, k, 0), is_rank);
+      Warp::scatter(p_.weights_in, rank_of(k), of_rank(m_.weights_in, k, 0), is_rank);
+    }
+    const int max_rows = Warp::reduce_max(most);
     p_.figures[figure_status] = static_cast<int>(EvenExpertsStatus::good);
-    p_.figures[figure_max_rows] = most;
+    p_.figures[figure_max_rows] = max_rows;
     p_.figures[figure_bound] = m_.block->bound;
     p_.figures[figure_total] = m_.block->total;
-    p_.figures[figure_try] = m_.block->best_try;
+    p_.figures[figure_try] = m_.block->best_try / EvenExpertsBlock::max_warps;
   }
 
   const EvenExpertsParams& p_;
   const EvenExpertsMemory& m_;
   int thread_, threads_, copies_, slots_per_rank_;
-  int succeeded_ = -1;
+  int groups_;  ///< threads that sum the same experts
+  EvenExpertsStatus status_ = EvenExpertsStatus::good;
+  std::uint32_t needed_[Own] = {};  ///< bit k - 1: the k fullest ranks may be a bound
 };
 
 }  // namespace waybill::cuda

@@ -208,7 +208,7 @@ class Store:
     """
 
     def __init__(self, size: int, num_ranks: int, spare: int) -> None:
-        self.buffer = torch.empty(size, dtype=torch.uint8)
+        self.weights = torch.empty(size, dtype=torch.uint8)
         #: [ranks, spare slots, 3]: number of the module, expert, stamp of its weights
         self.held = np.full((num_ranks, spare, 3), -1, np.int64)
 
@@ -235,8 +235,8 @@ class Exchange:
     def pool_of(self, size: int, num_ranks: int, spare: int) -> Store:
         """The pool, with room for so many bytes. Calls in flight keep the one that they had."""
         pool = self.pool
-        if pool is None or len(pool.buffer) < size or pool.held.shape[1] < spare:
-            larger = 0 if pool is None else len(pool.buffer)
+        if pool is None or len(pool.weights) < size or pool.held.shape[1] < spare:
+            larger = 0 if pool is None else len(pool.weights)
             more = 0 if pool is None else pool.held.shape[1]
             pool = self.pool = Store(max(size, larger), num_ranks, max(spare, more))
         return pool
@@ -328,7 +328,7 @@ class Copies:
         wide = (_wide(dtype).itemsize for _, dtype in self._parts)
         gradients = sum(math.prod(s) * n for (s, _), n in zip(self._parts, wide))
         return {
-            "copies": len(self._pool().buffer), "copy_gradients": self._spare * gradients,
+            "copies": len(self._pool().weights), "copy_gradients": self._spare * gradients,
             "copies_if_kept": self.size,
         }  # fmt: skip
 
@@ -383,15 +383,18 @@ class Copies:
             self._version += 1
         return self._version
 
-    def begin(self, layer: Any, layout: Any) -> Call:
+    def _remember(self, layer: Any, layout: Any) -> None:
+        kept = copy.copy(layout)  # without what holds the graph
+        kept._token = kept._weights = None
+        self._last = (layer, kept)
+
+    def begin(self, layer: Any, layout: Any) -> Any:
         """The copies that a dispatch has planned."""
         slots = layout.all_slot_experts.numpy().astype(np.int64)
         spare = slots[:, self._first_spare :]
         spare[layout.all_slot_quotas.numpy()[:, self._first_spare :] == 0] = -1
         if self.keep:
-            kept = copy.copy(layout)  # without what holds the graph
-            kept._token = kept._weights = None
-            self._last = (layer, kept)
+            self._remember(layer, layout)
             stamps = self._stamps
         else:
             self._exchange.num_calls += 1
@@ -399,7 +402,7 @@ class Copies:
         return Call(slots, self._first_spare, stamps, self._pool())
 
     def run(
-        self, call: Call, rows: torch.Tensor, ends: torch.Tensor, weights: Tensors
+        self, call: Any, rows: torch.Tensor, ends: torch.Tensor, weights: Tensors
     ) -> torch.Tensor:
         """What home experts and copies make of rows. Collective where there are copies."""
         home = self._experts.home()
@@ -412,17 +415,24 @@ class Copies:
         again: torch.Tensor = _Again.apply(self, call, outputs, token, rows, *weights)
         return again
 
-    def parts_of(self, store: Store) -> List[torch.Tensor]:
+    def parts_of(self, store: Any) -> List[torch.Tensor]:
         """[spare slots, ...] of each part of an expert, in a store."""
+        return self._views(store.weights, [dtype for _, dtype in self._parts])
+
+    def _views(self, memory: torch.Tensor, dtypes: Sequence[torch.dtype]) -> List[torch.Tensor]:
         begin, parts = 0, []
-        for shape, dtype in self._parts:
+        for (shape, _), dtype in zip(self._parts, dtypes):
             size = self._spare * math.prod(shape) * dtype.itemsize
-            part = store.buffer[begin : begin + size].view(dtype)
-            parts.append(part.view(self._spare, *shape))
+            parts.append(memory[begin : begin + size].view(dtype).view(self._spare, *shape))
             begin += _padded(size)
         return parts
 
-    def split(self, store: Store) -> List[torch.Tensor]:
+    def _sizes_of(self, which: Sequence[int]) -> List[Tuple[int, str]]:
+        """Elements and dtype of these parts."""
+        parts = (self._parts[part] for part in which)
+        return [(math.prod(shape), str(dtype).removeprefix("torch.")) for shape, dtype in parts]
+
+    def split(self, store: Any) -> List[torch.Tensor]:
         """Those as the experts take them."""
         made: List[torch.Tensor] = self._experts.split(self.parts_of(store))
         return made
@@ -491,12 +501,8 @@ class Copies:
 
         own = addresses(home, self._first_spare)
         theirs = addresses(copies, self._spare)
-        sizes = [
-            (math.prod(self._parts[part][0]), str(self._parts[part][1]).removeprefix("torch."))
-            for part in which
-        ]
         move = getattr(self._exchange.compiled, call)
-        move(slots, self.num_experts, sizes, own, theirs, self.number)
+        move(slots, self.num_experts, self._sizes_of(which), own, theirs, self.number)
 
 
 _ROWS = torch.contiguous_format

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any, Dict, List, Optional, Tuple
@@ -12,7 +11,7 @@ import torch
 from ... import _core
 from ..._graphs import outside_graphs
 from .._tensors import shown_memory, stream_of
-from .copies import _ROWS, Copies, Exchange, Tensors, _Again, _Fetch, _padded, _wide
+from .copies import _ROWS, Copies, Exchange, Tensors, _padded, _wide
 
 
 def copies_for(experts: Any, layer: Any, keep_copies: bool) -> Tuple[Copies, ...]:
@@ -70,6 +69,8 @@ class DeviceExchange(Exchange):
 class DeviceCall:
     """The copies of one forward, as tables on the device."""
 
+    has_copies = True  #: as far as the host knows
+
     def __init__(self, layout: Any, stamp: int, store: DeviceStore, fresh: bool) -> None:
         self.slots, self.quotas = layout.all_slot_experts, layout.all_slot_quotas
         self.stamp, self.store = stamp, store
@@ -119,34 +120,11 @@ class DeviceCopies(Copies):
     def begin(self, layer: Any, layout: Any) -> Any:
         self._exchange.num_calls += 1
         if self.keep:
-            kept = copy.copy(layout)  # without what holds the graph
-            kept._token = kept._weights = None
-            self._last = (layer, kept)
+            self._remember(layer, layout)
         # Replays have other weights than the capture: their copies come in each.
         own = self.keep and not _captures(layer.device)
         stamp = self._own_version() if own else -self._exchange.num_calls
         return DeviceCall(layout, stamp, self._pool(), not own)
-
-    def run(
-        self, call: Any, rows: torch.Tensor, ends: torch.Tensor, weights: Tensors
-    ) -> torch.Tensor:
-        home = self._experts.home()
-        token, *given = _Fetch.apply(self, call, rows[:0], *home)
-        outputs = self._experts.run(given[: len(home)], given[len(home) :], rows, ends, weights)
-        again: torch.Tensor = _Again.apply(self, call, outputs, token, rows, *weights)
-        return again
-
-    def _views(self, memory: torch.Tensor, dtypes: Sequence[torch.dtype]) -> List[torch.Tensor]:
-        """[spare slots, ...] of each part of an expert, in a part of a store."""
-        begin, parts = 0, []
-        for (shape, _), dtype in zip(self._parts, dtypes):
-            size = self._spare * math.prod(shape) * dtype.itemsize
-            parts.append(memory[begin : begin + size].view(dtype).view(self._spare, *shape))
-            begin += _padded(size)
-        return parts
-
-    def parts_of(self, store: Any) -> List[torch.Tensor]:
-        return self._views(store.weights, [dtype for _, dtype in self._parts])
 
     @outside_graphs
     def fetch(self, call: Any) -> None:
@@ -179,14 +157,11 @@ class DeviceCopies(Copies):
         """:param which: parts of an expert that move"""
         of_all = [self._experts.of_expert(home, at) for at in range(self._first_spare)]
         moved = [of_one[part].contiguous() for of_one in of_all for part in which]
-        sizes = [
-            (math.prod(self._parts[part][0]), str(self._parts[part][1]).removeprefix("torch."))
-            for part in which
-        ]
         getattr(call.store.compiled, name)(
-            (call.slots.data_ptr(), call.quotas.data_ptr()), (self.num_experts, self._spare), sizes,
-            [one.data_ptr() for one in moved], [parts[part].data_ptr() for part in which],
-            (self.number, call.stamp, fresh), stream_of(call.slots.device),
+            (call.slots.data_ptr(), call.quotas.data_ptr()), (self.num_experts, self._spare),
+            self._sizes_of(which), [one.data_ptr() for one in moved],
+            [parts[part].data_ptr() for part in which], (self.number, call.stamp, fresh),
+            stream_of(call.slots.device),
         )  # fmt: skip
 
 
