@@ -2,7 +2,7 @@
 
 #include <string_view>
 
-#include "rounding.cuh"
+#include "../../device/rounding.cuh"
 
 namespace waybill::cuda {
 
