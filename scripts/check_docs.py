@@ -2,6 +2,7 @@
 """Holds the pages to the code: prints one line for each offence and exits 1 when there is one.
 
 - every function, type and member function of the public headers is named on some page of docs/
+- every @param of a public header names an argument: the site takes it for an error else
 - every relative link of a Markdown file leads to a file, and its #part to a heading
 - every page of docs/functions has an example that runs, in C++ or Python, and stands in the index
 - every page stands in a section of the site (scripts/site/navigation.py)
@@ -36,6 +37,7 @@ NOT_NAMES = {
     "void",
     "operator",
 }
+PARAM = re.compile(r"@param\s+(\w+(?:,\s+\w+)*)")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -96,6 +98,22 @@ def check_names(pages):
         yield f"include/waybill:1: found only {count} names; the script no longer reads the headers"
 
 
+def check_params():
+    count = 0
+    for header in sorted((ROOT / "include" / "waybill").rglob("*.h")):
+        text = header.read_text(encoding="utf-8")
+        for match in re.finditer(r"(?:^ *///.*\n)+", text, re.MULTILINE):
+            declared = set(re.findall(r"\w+", re.split(r";|\n\n", text[match.end() :])[0]))
+            for names in PARAM.findall(match.group()):
+                for name in re.split(r",\s+", names):
+                    count += 1
+                    if name not in declared:
+                        line = text.count("\n", 0, match.start()) + 1
+                        yield f"{header.relative_to(ROOT)}:{line}: @param {name} is no argument"
+    if count < 50:
+        yield f"include/waybill:1: found only {count} @params; the script no longer reads them"
+
+
 def anchors(page):
     """The #parts of a page: its headings, as GitHub names them."""
     for line in page.read_text(encoding="utf-8").splitlines():
@@ -138,7 +156,7 @@ def main():
         if not SKIP_FOLDERS & set(page.relative_to(ROOT).parts)
     ]
     docs = [page for page in every_page if page.relative_to(ROOT).parts[0] == "docs"]
-    problems = [*check_names(docs), *check_functions(), *navigation.problems(ROOT)]
+    problems = [*check_names(docs), *check_params(), *check_functions(), *navigation.problems(ROOT)]
     for page in every_page:
         problems.extend(check_links(page))
     for problem in problems:

@@ -47,7 +47,8 @@ fi
 source=build/site/source
 "$venv/bin/python" scripts/site/stage.py "$source"
 rm -rf "$html" # pages that are gone
-"${without_network[@]}" "$venv/bin/python" -m sphinx -q -W --keep-going -c scripts/site \
+# -E: a name that has moved to another page would stand on both.
+"${without_network[@]}" "$venv/bin/python" -m sphinx -q -E -W --keep-going -c scripts/site \
   -d build/site/doctrees "$source" "$html"
 rm -f "$html/.buildinfo"
 "$venv/bin/python" scripts/site/versions.py build/site/html

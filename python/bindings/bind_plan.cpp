@@ -179,21 +179,19 @@ void bind_sparse(nb::module_& m) {
   bind_varlen(m);
 }
 
-PlannerOptions planner_options_py(std::int32_t world_size, std::int64_t tokens_per_rank,
-                                  std::int64_t q_hidden, std::int64_t kv_hidden,
-                                  std::string_view dtype, std::string_view mask,
-                                  std::int64_t window, std::int64_t max_tokens_per_rank, bool relay,
-                                  std::string_view kv_layout, std::int64_t block_tokens,
-                                  std::int32_t ranks_per_node, double imbalance_target,
-                                  double byte_weight, double message_seconds,
-                                  double pairs_per_second, double nvlink_bytes_per_second,
-                                  double network_bytes_per_second, std::int64_t row_pairs,
-                                  std::int64_t shard_pairs, bool tails) {
+PlannerOptions planner_options_py(
+    std::int32_t world_size, std::int64_t tokens_per_rank, std::int64_t q_hidden,
+    std::int64_t kv_hidden, std::string_view dtype, std::string_view mask, std::int64_t window,
+    std::int64_t chunk, std::int64_t max_tokens_per_rank, bool relay, std::string_view kv_layout,
+    std::int64_t block_tokens, std::int32_t ranks_per_node, double imbalance_target,
+    double byte_weight, double message_seconds, double pairs_per_second,
+    double nvlink_bytes_per_second, double network_bytes_per_second, std::int64_t row_pairs,
+    std::int64_t shard_pairs, bool tails) {
   PlannerOptions options;
   options.world_size = world_size;
   options.tokens_per_rank = tokens_per_rank;
   options.model = {q_hidden, kv_hidden, dtype_from_name(dtype)};
-  options.mask = {.window = window, .kind = mask_from_name("plan", mask)};
+  options.mask = {.window = window, .kind = mask_from_name("plan", mask), .chunk = chunk};
   options.kv_layout = kv_layout_from_name("plan", kv_layout);
   options.imbalance_target = imbalance_target;
   options.byte_weight = byte_weight;
@@ -323,10 +321,10 @@ StepOptions step_options_py(
     double forward_flops_per_second, double backward_flops_per_second,
     std::optional<std::int64_t> q_hidden, std::optional<std::int64_t> kv_hidden,
     std::optional<std::string_view> dtype, std::optional<std::int64_t> window,
-    std::optional<std::int32_t> ranks_per_node, std::optional<double> nvlink_bytes_per_second,
-    std::optional<double> network_bytes_per_second, std::optional<double> message_seconds,
-    std::optional<double> pairs_per_second, std::optional<std::int64_t> row_pairs,
-    std::optional<std::int64_t> shard_pairs) {
+    std::optional<std::int64_t> chunk, std::optional<std::int32_t> ranks_per_node,
+    std::optional<double> nvlink_bytes_per_second, std::optional<double> network_bytes_per_second,
+    std::optional<double> message_seconds, std::optional<double> pairs_per_second,
+    std::optional<std::int64_t> row_pairs, std::optional<std::int64_t> shard_pairs) {
   StepOptions options = usual_options(plan);
   const auto set = [](auto& field, const auto& given) {
     if (given) field = *given;
@@ -335,6 +333,7 @@ StepOptions step_options_py(
   set(options.model.kv_hidden, kv_hidden);
   if (dtype) options.model.dtype = dtype_from_name(*dtype);
   set(options.mask.window, window);
+  set(options.mask.chunk, chunk);
   set(options.hardware.ranks_per_node, ranks_per_node);
   set(options.hardware.nvlink_bytes_per_second, nvlink_bytes_per_second);
   set(options.hardware.network_bytes_per_second, network_bytes_per_second);
@@ -412,10 +411,10 @@ void bind_of_plan(nb::module_& m) {
         "pull_share"_a, "forward_share"_a, "network_message_seconds"_a, "forward_chunk_bytes"_a,
         "forward_flops_per_second"_a, "backward_flops_per_second"_a, "q_hidden"_a = nb::none(),
         "kv_hidden"_a = nb::none(), "dtype"_a = nb::none(), "window"_a = nb::none(),
-        "ranks_per_node"_a = nb::none(), "nvlink_bytes_per_second"_a = nb::none(),
-        "network_bytes_per_second"_a = nb::none(), "message_seconds"_a = nb::none(),
-        "pairs_per_second"_a = nb::none(), "row_pairs"_a = nb::none(),
-        "shard_pairs"_a = nb::none());
+        "chunk"_a = nb::none(), "ranks_per_node"_a = nb::none(),
+        "nvlink_bytes_per_second"_a = nb::none(), "network_bytes_per_second"_a = nb::none(),
+        "message_seconds"_a = nb::none(), "pairs_per_second"_a = nb::none(),
+        "row_pairs"_a = nb::none(), "shard_pairs"_a = nb::none());
   m.def(
       "predict_step",
       [](const Plan& plan, const StepOptions& options) {
@@ -554,9 +553,9 @@ void bind_plan(nb::module_& m) {
 void bind_planner(nb::module_& m) {
   nb::class_<PlannerOptions>(m, "PlannerOptions");
   m.def("planner_options", planner_options_py, "world_size"_a, "tokens_per_rank"_a, "q_hidden"_a,
-        "kv_hidden"_a, "dtype"_a, "mask"_a, "window"_a, "max_tokens_per_rank"_a, "relay"_a,
-        "kv_layout"_a, "block_tokens"_a, "ranks_per_node"_a, "imbalance_target"_a, "byte_weight"_a,
-        "message_seconds"_a, "pairs_per_second"_a, "nvlink_bytes_per_second"_a,
+        "kv_hidden"_a, "dtype"_a, "mask"_a, "window"_a, "chunk"_a, "max_tokens_per_rank"_a,
+        "relay"_a, "kv_layout"_a, "block_tokens"_a, "ranks_per_node"_a, "imbalance_target"_a,
+        "byte_weight"_a, "message_seconds"_a, "pairs_per_second"_a, "nvlink_bytes_per_second"_a,
         "network_bytes_per_second"_a, "row_pairs"_a, "shard_pairs"_a, "tails"_a);
   nb::class_<RelaySchedule> relay(m, "RelaySchedule");
   relay.def_prop_ro("empty", &RelaySchedule::empty);

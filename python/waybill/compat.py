@@ -48,8 +48,13 @@ MOVED = {
 _EXPERTS = "waybill.torch.moe"
 _DEEP_EP = "waybill.integrations.deep_ep"
 _KERNEL = "a kernel of a dispatch or combine: EPAll2AllLayer queues it"
+_ATTENTION = "a call of ContextParallelAttention by a plan"
+_HOME = "not needed: rows of ContextParallelAttention stay at home"
+#: Modules that say where these names are.
+_ASKED = ("waybill", "waybill.moe", "waybill.torch", _EXPERTS)
 
-#: The name in DistCA, Triton-distributed, DeepEP or Megatron, and where it is here.
+#: The name in DistCA, Triton-distributed, DeepEP, Megatron, MagiAttention or ring-flash-attention,
+#: and where it is here.
 ELSEWHERE = {
     "dispatch_kernel": "SequenceDispatcher.dispatch, which owns buffers and barriers",
     "test_comm_metadata": "the generators and test_qkv_dispatch of this module",
@@ -77,6 +82,16 @@ ELSEWHERE = {
     "MoEAlltoAllTokenDispatcher": "waybill.integrations.megatron, as WaybillTokenDispatcher",
     "MoEFlexTokenDispatcher": f"{_DEEP_EP}, whose install() serves it",
     "ContextParallelAttention": "waybill.torch",
+    "nvshmem_barrier_all_on_stream": "EPAll2AllLayer.ep_barrier_all(stream)",
+    "barrier_all_on_stream": "EPAll2AllLayer.ep_barrier_all(stream, intra_node_only=True)",
+    "finalize_distributed": "torch.distributed.destroy_process_group()",
+    "magi_attn_flex_key": "ContextParallelAttention.plan(pieces)",
+    "magi_attn_varlen_key": "ContextParallelAttention.plan(pieces)",
+    "calc_attn": _ATTENTION,
+    "undispatch": _HOME,
+    "ring_flash_attn_varlen_func": _ATTENTION,
+    "zigzag_ring_flash_attn_varlen_func": _ATTENTION,
+    "llama3_flash_attn_varlen_func": _ATTENTION,
 }
 
 
@@ -106,7 +121,7 @@ class _Finder(MetaPathFinder, Loader):
         self, fullname: str, path: Sequence[str] | None = None, target: object | None = None
     ) -> ModuleSpec | None:
         module, _, name = fullname.rpartition(".")
-        if name in ELSEWHERE and module in ("waybill", "waybill.torch", "waybill.torch.moe"):
+        if name in ELSEWHERE and module in _ASKED:
             raise ImportError(_text(module, name), name=fullname)
         return spec_from_loader(fullname, self) if fullname in MOVED else None
 

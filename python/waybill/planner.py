@@ -197,6 +197,7 @@ def plan(
     pairs_per_second: float = 0.0,
     costs: Optional[AttentionCosts] = None,
     tails: bool = False,
+    chunk: Optional[int] = None,
 ) -> AttentionPlan:
     """Decides which rank attends to which queries, so that the work is even and few bytes move.
 
@@ -225,6 +226,8 @@ def plan(
         costs: what the kernel takes for rows and shards besides pairs, as measured; plans make the
             sum even. Also gives pairs_per_second unless that is set.
         tails: a rank gives away ends of documents, never their middle: fewer shards, more bytes.
+        chunk: tokens after which a document's attention begins anew, counted from its beginning: a
+            query attends to keys of its own chunk alone, as mask and window say.
 
     Raises:
         InvalidArgument: names the option or document; "infeasible: rank 3 needs 71680 tokens,
@@ -238,6 +241,7 @@ def plan(
         "dtype": library_dtype_of(dtype, "plan: dtype"),
         "mask": _mask(mask, "plan"),
         "window": _limit(window, "window"),
+        "chunk": _limit(chunk, "chunk"),
         "max_tokens_per_rank": _limit(max_tokens_per_rank, "max_tokens_per_rank"),
         "relay": flag(relay, "plan: relay"),
         "kv_layout": kv_layout,

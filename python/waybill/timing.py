@@ -207,6 +207,7 @@ def predict_step(
     kv_hidden: Optional[int] = None,
     dtype: Optional[str] = None,
     window: Optional[int] = None,
+    chunk: Optional[int] = None,
     ranks_per_node: Optional[int] = None,
     nvlink_bytes_per_second: Optional[float] = None,
     network_bytes_per_second: Optional[float] = None,
@@ -252,7 +253,7 @@ def predict_step(
     given["forward_chunk_bytes"] = int64(forward_chunk_bytes, f"{who}: forward_chunk_bytes")
     whole = {
         "q_hidden": q_hidden, "kv_hidden": kv_hidden, "window": window,
-        "ranks_per_node": ranks_per_node,
+        "chunk": chunk, "ranks_per_node": ranks_per_node,
     }  # fmt: skip
     given.update({k: int64(v, f"{who}: {k}") for k, v in whole.items() if v is not None})
     if costs is not None:
@@ -303,6 +304,7 @@ def compare(
     network_bytes_per_second: float = LinkSpeeds.network_bytes_per_second,
     message_seconds: float = 0.4e-6,
     pairs_per_second: float = 0.0,
+    chunk: Optional[int] = None,
 ) -> Comparison:
     """The same documents by static zigzag ("zigzag"), by sharding each document ("per document"),
     by heads ("Ulysses", where they divide) and by ContextParallelAttention ("planner"), as
@@ -310,7 +312,7 @@ def compare(
 
     Args:
         doc_lengths: tokens, packed in order into the ranks.
-        mask, q_hidden, ranks_per_node and the others that are not below: as of ``plan``.
+        mask, chunk, q_hidden, ranks_per_node and the others that are not below: as of ``plan``.
         degree: ranks of a static context-parallel group, a divisor of world_size; None: the largest
             within a node, and for Ulysses the one that makes its step shortest.
         relay: whether ranks of "planner" may forward K and V, where that is predicted to pay.
@@ -324,6 +326,7 @@ def compare(
         "dtype": library_dtype_of(dtype, "compare: dtype"),
         "mask": _mask(mask, "compare"),
         "window": _limit(window, "window"),
+        "chunk": _limit(chunk, "chunk"),
         "max_tokens_per_rank": 0,
         "relay": flag(relay, "compare: relay"),
         "kv_layout": "per_rank",

@@ -233,7 +233,9 @@ Documents load_documents(const Options& options) {
   documents.plan.model = {.q_hidden = options.q_hidden,
                           .kv_hidden = options.kv_hidden,
                           .dtype = dtype_from_name(options.dtype)};
-  documents.plan.mask = {.window = options.window, .kind = mask_from_name("--mask", options.mask)};
+  documents.plan.mask = {.window = options.window,
+                         .kind = mask_from_name("--mask", options.mask),
+                         .chunk = options.chunk};
   documents.plan.max_tokens_per_rank = options.max_tokens;
   documents.plan.imbalance_target = options.imbalance;
   documents.plan.hardware.ranks_per_node = options.ranks_per_node;

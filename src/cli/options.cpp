@@ -177,6 +177,9 @@ void add_plan_options(Command command, Options& options, const std::string& rank
   command.number(
       "--window", options.window, 0, max_tokens,
       "Sliding window: number of keys that a query attends to, its own included; 0: no window");
+  command.number("--chunk", options.chunk, 0, max_tokens,
+                 "Tokens after which a document's attention begins anew: a query meets keys of its "
+                 "own chunk alone; 0: no chunks");
   command.number("--max-tokens", options.max_tokens, 0, max_tokens,
                  "Rows of Q, and of K and V, that fit in the buffers of a rank; 0: no limit");
   add_ranks_per_node(command, options);

@@ -60,6 +60,7 @@ void for_each_field(Is<PlannerOptions> auto& options, Visit&& visit) {
   visit("dtype", options.model.dtype);
   visit("window", options.mask.window);
   visit("mask", options.mask.kind, Presence::left_out);
+  visit("chunk", options.mask.chunk, Presence::left_out);
   visit("kv_layout", options.kv_layout);
   visit("imbalance_target", options.imbalance_target);
   visit("byte_weight", options.byte_weight);

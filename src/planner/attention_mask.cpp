@@ -15,8 +15,10 @@ MaskKind mask_from_name(const char* who, std::string_view name) {
 }
 
 std::string to_string(const AttentionMask& mask) {
-  if (mask.window > 0) return concat(to_string(mask.kind), ", window ", mask.window);
-  return std::string(to_string(mask.kind));
+  std::string text(to_string(mask.kind));
+  if (mask.window > 0) text += concat(", window ", mask.window);
+  if (mask.chunk > 0) text += concat(", chunks of ", mask.chunk);
+  return text;
 }
 
 void AttentionMask::check(const char* who) const {
@@ -25,9 +27,38 @@ void AttentionMask::check(const char* who) const {
           max_tokens);
   require(!is_full() || window == 0, who, ": mask.window = ", window,
           ", expected 0: the mask is full");
+  require(0 <= chunk && chunk <= max_tokens, who, ": mask.chunk = ", chunk, ", expected 0..",
+          max_tokens);
+}
+
+TokenRange AttentionMask::keys_in_chunks(std::int64_t begin, std::int64_t end,
+                                         std::int64_t doc_len) const {
+  const std::int64_t first = begin / chunk * chunk;
+  const std::int64_t last = std::max(begin, end - 1) / chunk * chunk;
+  const AttentionMask inside = in_chunk();
+  const std::int64_t first_len = std::min(chunk, doc_len - first);
+  const std::int64_t last_len = std::min(chunk, doc_len - last);
+  const std::int64_t at = begin - first;
+  return {first + inside.keys(at, std::min(end - first, first_len), first_len).begin,
+          last + inside.keys(0, end - last, last_len).end};
+}
+
+std::int64_t AttentionMask::pairs_in_chunks(std::int64_t end, std::int64_t doc_len) const {
+  const std::int64_t whole = end / chunk;
+  const std::int64_t rest = end - whole * chunk;
+  const AttentionMask inside = in_chunk();
+  std::int64_t pairs = rest == 0 ? 0 : inside.pairs(0, rest, std::min(chunk, doc_len - end + rest));
+  if (whole > 0) pairs += whole * inside.pairs(0, chunk, chunk);
+  return pairs;
 }
 
 AttentionMask AttentionMask::as_in(const QkvPlan& plan, const char* who) const {
+  if (chunk > 0) {
+    require(plan.num_shards() == 0 || is_full() != plan.kv_end.empty(), who,
+            ": mask = ", to_string(*this), ", expected ", is_full() ? "causal" : "full",
+            ", as the plan's ranges");
+    return *this;
+  }
   const bool whole = plan.needs_whole_documents();
   require(!is_full() || whole || plan.num_shards() == 0, who,
           ": mask = full, expected causal, as the plan's ranges");

@@ -14,9 +14,9 @@ namespace waybill::detail {
 
 /// Work and bytes of slabs.
 struct SlabCosts {
-  AttentionMask mask;
-  double q_row = 0;   ///< bytes
-  double kv_row = 0;  ///< bytes, K and V
+  AttentionMask mask;  ///< inside a chunk
+  double q_row = 0;    ///< bytes
+  double kv_row = 0;   ///< bytes, K and V
   std::int64_t block_tokens = 128;
   double fine_work = 0;  ///< a block with more work than this is cut finer
   HardwareFacts facts;

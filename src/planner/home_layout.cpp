@@ -16,6 +16,7 @@ constexpr const char* in_plan_pieces = "plan_pieces";
 constexpr std::int64_t max_tokens = std::int64_t{1} << 40;
 // The area of a mask over 2^31 tokens just fits int64.
 constexpr std::int64_t longest_document = std::int64_t{1} << 31;
+constexpr std::int64_t max_chunks = std::int64_t{1} << 24;
 
 /// Adds the length of a document, which `place` names, to those up to `idx`.
 template <class... Place>
@@ -28,9 +29,53 @@ void add_length(std::int64_t& total, std::int64_t length, const char* up_to, std
           total, " tokens, expected at most 2^40");
 }
 
+/// The documents of ordered pieces may have only so many chunks.
+void check_chunks(std::int64_t chunk, const HomeLayout& home) {
+  std::int64_t chunks = 0;
+  for (std::size_t k = 0; k < home.pieces.size(); ++k) {
+    const HomePiece& piece = home.pieces[k];
+    if (k + 1 == home.pieces.size() || home.pieces[k + 1].doc != piece.doc)
+      chunks += (piece.end - 1) / chunk + 1;
+  }
+  require(chunks <= max_chunks, in_plan_attention, ": mask.chunk = ", chunk,
+          ", expected more: documents have ", chunks, " chunks, of at most ", max_chunks);
+}
+
+/// Cuts pieces where chunks end; each chunk is a document from here on, with positions of its own.
+void cut_at_chunks(std::int64_t chunk, HomeLayout& home) {
+  const std::vector<HomePiece> whole = std::exchange(home.pieces, {});
+  std::vector<std::int32_t> first_of(whole.size() + 1);  // piece as given -> its first part
+  home.doc_chunks.assign(1, 0);
+  for (std::size_t k = 0; k < whole.size(); ++k) {
+    const HomePiece& piece = whole[k];
+    const std::int32_t before = home.doc_chunks.back();
+    for (std::int64_t begin = piece.begin; begin < piece.end;) {
+      const std::int64_t number = begin / chunk;
+      const std::int64_t end = std::min(piece.end, (number + 1) * chunk);
+      home.pieces.push_back({{begin - number * chunk, end - number * chunk},
+                             before + static_cast<std::int32_t>(number),
+                             piece.rank});
+      begin = end;
+    }
+    first_of[k + 1] = static_cast<std::int32_t>(home.pieces.size());
+    if (k + 1 == whole.size() || whole[k + 1].doc != piece.doc)
+      home.doc_chunks.push_back(home.pieces.back().doc + 1);
+  }
+  std::vector<std::int32_t> order = std::exchange(home.by_rank, {});
+  for (const std::int32_t k : order) {
+    for (std::int32_t part = first_of[k]; part < first_of[k + 1]; ++part)
+      home.by_rank.push_back(part);
+  }
+}
+
 /// Fills what follows from the pieces, which are ordered by document and position.
 /// @param home `by_rank` is set, or empty: that is the order of the rows, too
 void finish(const PlannerOptions& options, HomeLayout& home) {
+  home.doc_chunks.clear();
+  if (options.mask.chunk > 0) {
+    check_chunks(options.mask.chunk, home);
+    cut_at_chunks(options.mask.chunk, home);
+  }
   home.world_size = options.world_size;
   home.tokens.assign(options.world_size, 0);
   home.rank_pieces.assign(options.world_size + 1, 0);
@@ -286,6 +331,23 @@ void write_ranges(const AttentionMask& mask, QkvPlan& plan) {
 }
 
 }  // namespace
+
+void join_chunks(const HomeLayout& home, QkvPlan& plan) {
+  if (home.doc_chunks.empty()) return;
+  const std::vector<std::int64_t> offsets = std::exchange(plan.doc_shard_offsets, {0});
+  for (std::size_t d = 0; d + 1 < home.doc_chunks.size(); ++d) {
+    const std::int64_t first = offsets[home.doc_chunks[d]];
+    for (std::int32_t c = home.doc_chunks[d]; c < home.doc_chunks[d + 1]; ++c) {
+      const auto before = static_cast<std::int32_t>(offsets[c] - first);
+      for (std::int64_t i = offsets[c]; i < offsets[c + 1]; ++i) {
+        const std::int32_t shard = plan.doc_shards[i];
+        plan.kv_begin[shard] += before;
+        if (!plan.kv_end.empty()) plan.kv_end[shard] += before;
+      }
+    }
+    plan.doc_shard_offsets.push_back(offsets[home.doc_chunks[d + 1]]);
+  }
+}
 
 void write_plan(const HomeLayout& home, std::span<const Move> moves, const PlannerOptions& options,
                 QkvPlan& plan) {

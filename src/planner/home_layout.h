@@ -31,8 +31,9 @@ struct Move {
   std::int32_t dst = 0;
 };
 
-/// Where documents lie. Pieces are numbered by document, then by position. Where documents are
-/// packed in order that is the order of the ranks and their rows too (`by_rank` is 0, 1, 2, ...).
+/// Where documents lie. Of a mask with chunks each chunk is a document here. Pieces are numbered by
+/// document, then by position. Where documents are packed in order that is the order of the ranks
+/// and their rows too (`by_rank` is 0, 1, 2, ...).
 struct HomeLayout {
   std::int32_t world_size = 0;
   std::int64_t tokens_per_rank = 0;  ///< as packed; of lists: the most that a rank has
@@ -40,7 +41,9 @@ struct HomeLayout {
   std::vector<std::int32_t> by_rank;      ///< [pieces]: rank by rank, in the order of the rows
   std::vector<std::int32_t> rank_pieces;  ///< [W + 1]: into by_rank
   std::vector<std::int32_t> doc_pieces;   ///< [D + 1]
-  std::vector<std::int64_t> tokens;       ///< [W]
+  /// [documents as given + 1] The documents here that are chunks of one; empty: all are as given.
+  std::vector<std::int32_t> doc_chunks;
+  std::vector<std::int64_t> tokens;  ///< [W]
 
   [[nodiscard]] std::int64_t num_docs() const { return std::ssize(doc_pieces) - 1; }
   /// The pieces of a rank, in the order of its rows.
@@ -60,6 +63,9 @@ void lay_out(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
 /// Pieces anywhere. @throws InvalidArgument, see plan_pieces.
 void lay_out(std::span<const std::vector<DocumentRange>> rank_pieces, const PlannerOptions& options,
              HomeLayout& home);
+
+/// Puts the chunks of each document together again, in a plan that write_plan made.
+void join_chunks(const HomeLayout& home, QkvPlan& plan);
 
 /// Turns moves, ordered by piece and position, into shards. Neighbours with the same destination
 /// are one shard. Keys are cut where the queries that travel begin to need them.

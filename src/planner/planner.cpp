@@ -75,6 +75,7 @@ struct Planner::Memory {
     options.check("plan_attention");
     detail::lay_out(lengths, options, home);
     compute(options);
+    detail::join_chunks(home, plan.plan);
     return plan;
   }
   void compute(const PlannerOptions& options);
@@ -181,6 +182,7 @@ QkvPlan plan_pieces(std::span<const std::vector<DocumentRange>> rank_pieces,
   balancer.run(home, options, options.imbalance_target);
   QkvPlan plan;
   detail::write_plan(home, balancer.moves(), options, plan);
+  detail::join_chunks(home, plan);
   return plan;
 }
 

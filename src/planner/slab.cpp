@@ -5,7 +5,7 @@
 namespace waybill::detail {
 
 SlabCosts::SlabCosts(const PlannerOptions& options)
-    : mask(options.mask),
+    : mask(options.mask.in_chunk()),
       q_row(static_cast<double>(options.model.q_row_bytes())),
       kv_row(static_cast<double>(options.model.kv_row_bytes())),
       block_tokens(options.block_tokens),

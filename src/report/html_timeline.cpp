@@ -121,6 +121,11 @@ std::string timeline_section(const std::vector<NamedStep>& steps) {
       "<section><h2>Predicted timeline</h2>\n<p class=\"note\">One attention layer, forward and "
       "backward, by the cost model; nothing was measured. Timelines are on one scale.";
   if (blocks) text += " A line is the rank of its block that ends last.";
+  if (std::ranges::find(steps, "planner", &NamedStep::name) != steps.end())
+    text +=
+        " Column \"planner\" is ContextParallelAttention's own plan, with what its ranks forward. "
+        "Loads, traffic and tables of this page are of the plan that waybill plan makes, which has "
+        "other shards.";
   text += "</p>\n" + figures(steps) + legend();
   for (const NamedStep& named : steps) text += timeline(named, longest);
   return text + "</section>\n";

@@ -52,6 +52,15 @@ class RunFinder {
     return plan_.end_needed(static_cast<std::int32_t>(shard(position)), position) - 1;
   }
 
+  /// Whether the queries at this position need no key before themselves: a sequence of its own.
+  [[nodiscard]] bool begins_anew(std::int32_t position) const {
+    if (plan_.kv_begin.empty()) return false;
+    std::int64_t keys_before = 0;
+    for (std::int32_t p = kv_first(position); p < position && keys_before == 0; ++p)
+      keys_before = plan_.shard_len[shard(p)];
+    return keys_before == 0;
+  }
+
   [[nodiscard]] QueryRun run_of(std::int32_t first, std::int32_t last) const {
     QueryRun run{.doc_begin = doc_begin_,
                  .first = first,
@@ -76,7 +85,9 @@ class RunFinder {
     for (std::int32_t p = 0; p < num_; ++p) {
       if (!can_stay(p)) continue;
       std::int32_t last = p;
-      while (last + 1 < num_ && block_[last + 1] == block_[p] && can_stay(last + 1)) ++last;
+      while (last + 1 < num_ && block_[last + 1] == block_[p] && !begins_anew(last + 1) &&
+             can_stay(last + 1))
+        ++last;
       candidates_.push_back(run_of(p, last));
       p = last;
     }
@@ -117,7 +128,7 @@ class RunFinder {
     for (std::int32_t p = 0; p < num_; ++p) {
       if (taken_[p] != 0) continue;
       std::int32_t last = p;
-      while (last + 1 < num_ && taken_[last + 1] == 0 &&
+      while (last + 1 < num_ && taken_[last + 1] == 0 && !begins_anew(last + 1) &&
              plan_.q_dst[shard(last + 1)] == plan_.q_dst[shard(p)])
         ++last;
       const QueryRun run = run_of(p, last);

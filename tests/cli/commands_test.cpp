@@ -74,11 +74,12 @@ TEST_F(CommandsTest, DemoCountsACorpus) {
 
 TEST_F(CommandsTest, PlanEqualsTheLibrarysOwn) {
   const std::string options =
-      "plan --lengths - --world-size 2 --window 3000 --q-hidden 512 --ranks-per-node 1 ";
+      "plan --lengths - --world-size 2 --window 3000 --chunk 4096 --q-hidden 512 "
+      "--ranks-per-node 1 ";
   ASSERT_EQ(run(options + "-o p.json", "9000 500 4000").exit_code, 0);
   ASSERT_EQ(run(options + "--full -o full.json", "9000 500 4000").exit_code, 0);
   PlannerOptions planner{.world_size = 2, .tokens_per_rank = 6750};
-  planner.mask.window = 3000;
+  planner.mask = {.window = 3000, .chunk = 4096};
   planner.model.q_hidden = 512;
   planner.hardware.ranks_per_node = 1;
   const std::vector<std::int64_t> lengths = {9000, 500, 4000};

@@ -108,8 +108,10 @@ TEST_F(StepCommandsTest, ReportsHaveTheColumnsOfCompare) {
   const std::string page = text_of(path("c.html"));
   EXPECT_TRUE(holds(page, {"<th>zigzag</th><th>per document</th><th>Ulysses</th><th>planner</th>",
                            "<th>work, max / mean</th>", "Verdict: ContextParallelAttention",
-                           "<dt>per document</dt><dd>static; the same cut of every document."}));
+                           "<dt>per document</dt><dd>static; the same cut of every document.",
+                           "Column \"planner\" is ContextParallelAttention's own plan"}));
   ASSERT_EQ(run("demo --html d.html" + two_nodes).exit_code, 0);
+  EXPECT_EQ(text_of(path("d.html")).find("Column \"planner\""), std::string::npos);
   EXPECT_TRUE(holds(text_of(path("d.html")), {"with relay", "without relay: ", "<th>direct</th>"}));
 }
 

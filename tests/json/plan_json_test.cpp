@@ -221,6 +221,10 @@ TEST(attention_plan_json, reads_back_equal) {
   AttentionPlan full = plan_attention(std::vector<std::int64_t>{300, 7},
                                       {.world_size = 2, .mask = {.kind = MaskKind::full}});
   EXPECT_EQ(attention_plan_from_json(to_json(full)), full);
+  const AttentionPlan chunks = plan_attention(
+      std::vector<std::int64_t>{300, 7},
+      {.world_size = 2, .tokens_per_rank = 0, .mask = {.kind = MaskKind::full, .chunk = 64}});
+  EXPECT_EQ(attention_plan_from_json(to_json(chunks)), chunks);
   const AttentionPlan nothing = plan_attention(std::vector<std::int64_t>{}, {.world_size = 2});
   EXPECT_EQ(attention_plan_from_json(to_json(nothing)), nothing);
 }

@@ -44,9 +44,11 @@ Lengths brute_force_work(const AttentionPlan& plan) {
       for (std::int64_t n = 0; n < plan.plan.shard_len[shard]; ++n, ++query) {
         for (std::int64_t key = 0; key < tokens; ++key) {
           const std::int64_t window = plan.options.mask.window;
+          const std::int64_t chunk = plan.options.mask.chunk;
           const bool meets = plan.options.mask.kind == MaskKind::full ||
                              (key <= query && (window == 0 || query - key < window));
-          if (meets) ++work[static_cast<std::size_t>(plan.plan.q_dst[shard])];
+          if (meets && (chunk == 0 || query / chunk == key / chunk))
+            ++work[static_cast<std::size_t>(plan.plan.q_dst[shard])];
         }
       }
     }
@@ -61,7 +63,8 @@ TEST(PlanAttention, RandomFlatDocumentsGiveValidPlans) {
     const Lengths lengths = test::random_flat(random, options);
     const AttentionPlan plan = plan_attention(lengths, options);
     ASSERT_EQ(text_of(validate(plan)), "") << "seed " << seed;
-    ASSERT_EQ(plan.plan.needs_whole_documents(), options.mask.kind == MaskKind::full);
+    ASSERT_EQ(plan.plan.needs_whole_documents(),
+              options.mask.kind == MaskKind::full && options.mask.chunk == 0);
     ASSERT_EQ(lengths_of(plan.plan), lengths) << "seed " << seed;
     // Home is where packing in order puts every token.
     std::int64_t left = std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});
@@ -94,9 +97,51 @@ TEST(PlanAttention, WorkIsTheAreaOfTheMask) {
     Random random(seed);
     PlannerOptions options = test::random_options(random, seed % 3 == 0);
     options.tokens_per_rank = 1 + random.below(120);
+    if (seed % 2 == 0) options.mask.chunk = 1 + options.tokens_per_rank / 3;
     const AttentionPlan plan = plan_attention(test::random_flat(random, options), options);
     ASSERT_EQ(plan.work, brute_force_work(plan)) << "seed " << seed;
   }
+}
+
+TEST(PlanAttention, ShardsOfChunksNeedTheKeysOfTheirOwn) {
+  for (std::uint64_t seed = 0; seed < 30; ++seed) {
+    Random random(seed);
+    PlannerOptions options = test::random_options(random);
+    options.mask = {.kind = seed % 3 == 0 ? MaskKind::full : MaskKind::causal,
+                    .chunk = 1 + random.below(500)};
+    const std::int64_t chunk = options.mask.chunk;
+    const Lengths lengths = test::random_flat(random, options);
+    const AttentionPlan plan = plan_attention(lengths, options);
+    ASSERT_EQ(lengths_of(plan.plan), lengths);
+    for (std::int64_t d = 0; d < plan.plan.num_documents(); ++d) {
+      Lengths ends{0};
+      const std::int64_t first = plan.plan.doc_shard_offsets[static_cast<std::size_t>(d)];
+      const std::int64_t last = plan.plan.doc_shard_offsets[static_cast<std::size_t>(d) + 1];
+      for (std::int64_t i = first; i < last; ++i)
+        ends.push_back(ends.back() + plan.plan.shard_len[static_cast<std::size_t>(i)]);
+      for (std::size_t p = 0; p + 1 < ends.size(); ++p) {
+        const auto shard = static_cast<std::int32_t>(first + static_cast<std::int64_t>(p));
+        const std::int64_t begin = ends[p] / chunk * chunk;
+        const std::int64_t end = std::min(begin + chunk, ends.back());
+        ASSERT_LE(ends[p + 1], end) << "seed " << seed;
+        ASSERT_EQ(ends[static_cast<std::size_t>(plan.plan.first_needed(shard))], begin);
+        const auto needed =
+            static_cast<std::size_t>(plan.plan.end_needed(shard, static_cast<std::int32_t>(p)));
+        ASSERT_EQ(ends[needed], options.mask.looks_ahead() ? end : ends[p + 1]);
+      }
+    }
+  }
+}
+
+TEST(PlanAttention, ChunksOfALongDocumentAreEven) {
+  PlannerOptions options{.world_size = 8, .tokens_per_rank = 16384, .mask = {.chunk = 8192}};
+  const AttentionPlan even = plan_attention(Lengths{8 * 16384}, options);
+  EXPECT_EQ(even.imbalance(), 1);
+  EXPECT_EQ(even.limit_seconds(), 0);  // every rank has whole chunks
+  options.mask.chunk = 7000;           // chunks lie across ranks
+  const AttentionPlan across = plan_attention(Lengths{8 * 16384}, options);
+  EXPECT_LE(across.imbalance(), 1.01);
+  EXPECT_LT(std::ranges::max(across.kv_tokens), 3 * 16384 / 2);
 }
 
 TEST(PlanAttention, EveryByteOfSmallPlansArrives) {
@@ -255,6 +300,9 @@ TEST(PlanAttention, ErrorsNameTheArgument) {
   EXPECT_TRUE(fails({4, 0}, {}, {"plan_attention", "doc_lengths[1] = 0"}));
   EXPECT_TRUE(fails({9, 8}, {.world_size = 2, .tokens_per_rank = 8}, {"17 tokens", "16"}));
   EXPECT_TRUE(fails({4}, {.world_size = 0}, {"world_size = 0"}));
+  EXPECT_TRUE(fails({4}, {.mask = {.chunk = -1}}, {"mask.chunk = -1"}));
+  EXPECT_TRUE(fails({std::int64_t{1} << 28}, {.world_size = 4096, .mask = {.chunk = 1}},
+                    {"mask.chunk = 1", "268435456 chunks, of at most 16777216"}));
   EXPECT_TRUE(fails({4}, {.block_tokens = 0}, {"block_tokens = 0"}));
   EXPECT_TRUE(fails({4}, {.imbalance_target = 1}, {"imbalance_target = 1"}));
   EXPECT_TRUE(fails({4}, {.byte_weight = 1}, {"byte_weight", "pairs_per_second"}));

@@ -232,7 +232,7 @@ PLAN = {
     "kv_layout": "per_query", "imbalance_target": 1.2, "byte_weight": 1.0, "block_tokens": 256,
     "ranks_per_node": 2, "nvlink_bytes_per_second": 1e10, "network_bytes_per_second": 1e9,
     "message_seconds": 1e-3, "pairs_per_second": 1e9, "tails": True,
-    "costs": waybill.AttentionCosts(1e9, row_pairs=300, shard_pairs=3000),
+    "costs": waybill.AttentionCosts(1e9, row_pairs=300, shard_pairs=3000), "chunk": 600,
 }  # fmt: skip
 
 

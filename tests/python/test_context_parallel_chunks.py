@@ -88,7 +88,7 @@ def test_plans_know_documents_and_balance_chunks():
     assert plan.positions(0)[-1] == 19999 and plan.last_rows(0).sum() == 1
     sizes = [n for lengths in held for n in lengths]
     chunks = [min(4096, n - at) for n in sizes for at in range(0, n, 4096)]
-    assert plan.qkv_plan.num_documents == len(chunks)
+    assert plan.qkv_plan.num_documents == len(sizes)
     assert plan.work.sum() == sum(n * (n + 1) // 2 for n in chunks)
     again = pickle.loads(pickle.dumps(plan))
     assert again.qkv_plan == plan.qkv_plan and again.planner.chunk == 4096
@@ -125,6 +125,29 @@ def test_a_plan_of_other_chunks_is_refused():
             module(world, chunk=4 + world.rank)
 
     wt.run_threads(2, body)
+
+
+@pytest.mark.parametrize("mask", [{}, {"mask": "full"}, {"window": 6}])
+def test_a_plan_of_the_planner_is_taken(mask):
+    lengths = [[90], [7, 33], [], [40]]
+    own = waybill.plan(lengths, 4, 0, q_hidden=16, kv_hidden=8, chunk=16, block_tokens=4, **mask)
+    assert own.validate() == [] and own.to_qkv_plan().num_documents == 4
+    pieces = [wt.BatchPlanner(4, 2, 1, 8, chunk=16, **mask).plan(own).pieces(r) for r in range(4)]
+    assert pieces == [[(0, 0, 90)], [(1, 0, 7), (2, 0, 33)], [], [(3, 0, 40)]]
+    tensors = tensors_of(pieces, 2, 1, 8, 8, 3)
+
+    def body(world):
+        attend = module(world, chunk=16, **mask)
+        q, k, v = leaves_of(tensors[world.rank])
+        out = attend(attend.plan(own), q, k, v)
+        (out * tensors[world.rank][3]).sum().backward()
+        return [out.detach(), q.grad, k.grad, v.grad]
+
+    for got, expected in zip(wt.run_threads(4, body), whole(chunked(pieces, 16), tensors, **mask)):
+        close(got, expected[:4])
+    for other in (8, 32):
+        with pytest.raises(waybill.InvalidArgument, match=f"chunk = {other}"):
+            wt.BatchPlanner(4, 2, 1, 8, chunk=other, **mask).plan(own)
 
 
 def test_edges():

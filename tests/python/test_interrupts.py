@@ -57,7 +57,7 @@ def finish(process):
 
 def finish_all(processes):
     """What they wrote; those that do not end are killed."""
-    alarm = threading.Timer(40, lambda: [process.kill() for process in processes])
+    alarm = threading.Timer(120, lambda: [process.kill() for process in processes])
     alarm.start()
     try:
         return [process.communicate()[0] for process in processes]

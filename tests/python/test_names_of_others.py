@@ -10,9 +10,10 @@ from waybill import compat
 
 pytest.importorskip("torch")
 
+import waybill.moe
 import waybill.torch.moe
 
-MODULES = (waybill, waybill.torch, waybill.torch.moe)
+MODULES = (waybill, waybill.moe, waybill.torch, waybill.torch.moe)
 
 
 @pytest.mark.parametrize("name", compat.ELSEWHERE)

@@ -1,5 +1,7 @@
 """waybill.plan: quality, figures, errors, and the way to metadata."""
 
+import pickle
+
 import numpy as np
 import pytest
 from error_texts import an_integer
@@ -74,6 +76,22 @@ def test_summary_and_page_speak_of_what_was_planned(tmp_path):
     assert "relay" not in direct and direct.splitlines() != text.splitlines()
 
 
+def test_chunks_are_of_documents():
+    lens = [30000, 900, 12000, 5000]
+    made = waybill.plan(lens, 4, 0, relay=False, chunk=4096)
+    assert made.validate() == [] and made.imbalance <= 1.01
+    assert made.to_qkv_plan().num_documents == 4
+    chunks = [min(4096, n - at) for n in lens for at in range(0, n, 4096)]
+    assert made.work.sum() == sum(n * (n + 1) // 2 for n in chunks)
+    assert made.work.sum() == made.to_qkv_plan().work.sum()
+    assert pickle.loads(pickle.dumps(made)) == made
+    alone = waybill.predict_step(made)
+    assert alone.seconds == waybill.predict_step(made.to_qkv_plan(), chunk=4096).seconds
+    steps = waybill.compare(lens, 4, 12000, chunk=4096)
+    whole = waybill.compare(lens, 4, 12000)
+    assert all(steps[way].seconds < whole[way].seconds for way in steps)
+
+
 def test_capacity_is_kept_or_refused():
     lens = [16384] * 4 + [1024] * 48
     made = waybill.plan(lens, 8, tokens_per_rank=16384, max_tokens_per_rank=24000)
@@ -90,6 +108,7 @@ def test_capacity_is_kept_or_refused():
         ({"mask": "fuller"}, 'plan: mask = "fuller", expected "causal" or "full"'),
         ({"mask": "full", "window": 9}, 'plan: window = 9, expected None with mask = "full"'),
         ({"window": 0}, "plan: window = 0, expected >= 1, or None"),
+        ({"chunk": 0}, "plan: chunk = 0, expected >= 1, or None"),
         ({"dtype": "float12"}, "float12"),
         ({"kv_layout": "x"}, 'kv_layout = "x"'),
         ({"doc_lengths": [[1], 2]}, "doc_lengths"),

@@ -173,6 +173,25 @@ TEST(VarlenRouting, ContextsThatOverlapAreNotBothInPlace) {
   check(plan, routing);
 }
 
+TEST(VarlenRouting, QueriesThatNeedNoKeyBeforeThemselvesAreASequence) {
+  // One document of chunks [0, 6) and [6, 11), all on rank 0, which attends to it but for the end.
+  const QkvPlan plan{.world_size = 2,
+                     .kv_layout = KvLayout::per_query,
+                     .rank_shard_offsets = {0, 4, 4},
+                     .shard_len = {4, 2, 3, 2},
+                     .q_dst = {0, 0, 0, 1},
+                     .doc_shard_offsets = {0, 4},
+                     .doc_shards = {0, 1, 2, 3},
+                     .kv_begin = {0, 0, 2, 2}};
+  const VarlenRouting routing = compute_varlen_routing(plan);
+  EXPECT_EQ(routing.ranks[0].in_place, (std::vector<VarlenSequence>{{0, 6, 0, 6}, {6, 3, 6, 3}}));
+  EXPECT_EQ(routing.ranks[1].dispatched, (std::vector<VarlenSequence>{{0, 2, 0, 5}}));
+  check(plan, routing);
+  const VarlenRouting all = compute_varlen_routing(plan, false);
+  EXPECT_EQ(all.ranks[0].dispatched, (std::vector<VarlenSequence>{{0, 6, 0, 6}, {6, 3, 6, 3}}));
+  check(plan, all);
+}
+
 TEST(VarlenRouting, ServesEveryQueryOfRandomPlans) {
   for (std::uint64_t seed = 0; seed < 300; ++seed) {
     SCOPED_TRACE(seed);

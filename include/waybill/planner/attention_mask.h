@@ -36,9 +36,13 @@ struct TokenRange {
 struct AttentionMask {
   std::int64_t window = 0;  ///< keys a query meets, itself included; 0: all that the kind allows
   MaskKind kind = MaskKind::causal;  ///< full: without a window
+  /// Tokens after which attention begins anew, counted from the document's beginning: a query meets
+  /// keys of its own chunk alone, as kind and window say; 0: never.
+  std::int64_t chunk = 0;
 
   /// The keys that the queries [begin, end) meet: from the first to the last.
   [[nodiscard]] TokenRange keys(std::int64_t begin, std::int64_t end, std::int64_t doc_len) const {
+    if (chunk > 0) return keys_in_chunks(begin, end, doc_len);
     if (is_full()) return {0, doc_len};
     return {window == 0 ? 0 : std::max<std::int64_t>(0, begin + 1 - window), end};
   }
@@ -47,13 +51,16 @@ struct AttentionMask {
   /// doc_len <= 2^31.
   [[nodiscard]] std::int64_t pairs(std::int64_t begin, std::int64_t end,
                                    std::int64_t doc_len) const {
+    if (chunk > 0) return pairs_in_chunks(end, doc_len) - pairs_in_chunks(begin, doc_len);
     return is_full() ? (end - begin) * doc_len : pairs_before(end) - pairs_before(begin);
   }
 
   /// Whether queries meet keys after themselves: plans then have a kv_end.
   [[nodiscard]] bool looks_ahead() const { return is_full(); }
   /// Whether later queries do not meet the first keys any more: plans then have a kv_begin.
-  [[nodiscard]] bool moves_on() const { return window > 0; }
+  [[nodiscard]] bool moves_on() const { return window > 0 || chunk > 0; }
+  /// The mask inside a chunk, which is a document then. The functions below are of such masks.
+  [[nodiscard]] AttentionMask in_chunk() const { return {.window = window, .kind = kind}; }
   /// Whether long ranges of queries have about as many keys per query wherever they begin.
   [[nodiscard]] bool is_even() const { return is_full() || window > 0; }
 
@@ -78,13 +85,17 @@ struct AttentionMask {
   ///   mask's
   [[nodiscard]] AttentionMask as_in(const QkvPlan& plan, const char* who) const;
 
-  /// @throws InvalidArgument "who: mask.window = got, expected ..."
+  /// @throws InvalidArgument "who: mask.window = got, expected ..." of window and chunk
   void check(const char* who) const;
 
   friend bool operator==(const AttentionMask&, const AttentionMask&) = default;
 
  private:
   [[nodiscard]] bool is_full() const { return kind == MaskKind::full; }
+
+  [[nodiscard]] TokenRange keys_in_chunks(std::int64_t begin, std::int64_t end,
+                                          std::int64_t doc_len) const;
+  [[nodiscard]] std::int64_t pairs_in_chunks(std::int64_t end, std::int64_t doc_len) const;
 
   // Queries [0, end): position p meets min(p + 1, window) keys.
   [[nodiscard]] std::int64_t pairs_before(std::int64_t end) const {
@@ -94,7 +105,7 @@ struct AttentionMask {
   }
 };
 
-/// "causal", "causal, window 4096", "full".
+/// "causal", "causal, window 4096", "full", "causal, chunks of 8192".
 [[nodiscard]] std::string to_string(const AttentionMask& mask);
 
 }  // namespace waybill

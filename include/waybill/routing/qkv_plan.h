@@ -43,7 +43,7 @@ struct QkvPlan {
   std::vector<std::int32_t> kv_end = {};
 
   /// The first position in its document that a query shard needs, and the one after the last.
-  /// @param position of the shard
+  /// `position` is that of the shard.
   [[nodiscard]] std::int32_t first_needed(std::int32_t shard) const {
     return kv_begin.empty() ? 0 : kv_begin[shard];
   }

@@ -5,6 +5,9 @@ Rows are ordered by local expert, then source rank, then token, then topk slot: 
 ``simulate_dispatch`` delivers is what a layer must deliver on any world, bit for bit.
 """
 
+import typing as _typing
+
+from .. import compat as _compat
 from .config import EPConfig
 from .copies import simulate_expert_copies, simulate_expert_copy_gradients
 from .even_experts import (
@@ -44,3 +47,6 @@ __all__ = [
     "slot_ids",
     "summarize",
 ]
+
+if not _typing.TYPE_CHECKING:
+    __getattr__ = _compat.say_where(__name__)

@@ -122,6 +122,7 @@ class BatchPlanner(WrittenOnce, Unchanging):
             "q_hidden": shape.heads * (shape.head_dim + shape.v_head_dim) // 2,
             "kv_hidden": max(1, (self.latent_dim or kv_row) // 2),
             "dtype": dtype_name(shape.dtype), "mask": mask, "window": window or 0,
+            "chunk": self.chunk or 0,
             "max_tokens_per_rank": 0, "relay": False, "kv_layout": "per_query",
             "block_tokens": at_least(block_tokens, 1, f"{who}: block_tokens"),
             "ranks_per_node": at_least(nodes, 1, f"{who}: ranks_per_node"),
@@ -160,27 +161,23 @@ class BatchPlanner(WrittenOnce, Unchanging):
 
     def _own(self, given: Union[QkvPlan, AttentionPlan], who: str) -> BatchPlan:
         plan = given.to_qkv_plan() if isinstance(given, AttentionPlan) else given
+        mask = plan.mask
+        if self.chunk is not None and len(plan.kv_end):
+            mask = self.shape.mask
         for name, got, expected in (
             ("world_size", plan.world_size, self.world_size),
-            ("mask", plan.mask, self.shape.mask),
-            ("chunk", None, self.chunk),
+            ("mask", mask, self.shape.mask),
         ):
             if got != expected:
                 raise InvalidArgument(f"{who}: the plan has {name} = {got}, expected {expected}")
-        tables = _own_tables(plan, self.shape.window, who)
+        tables = _own_tables(plan, mask, self.shape.window, self.chunk, who)
         own = given if isinstance(given, AttentionPlan) else None
         return BatchPlan._make(self, tables, plan, own)
 
     def _planned(self, tables: list[IntArray]) -> Any:
+        flat = np.concatenate(tables).ravel().tolist()
         options = _core.planner_options(**self._options)
-
-        def planned(given: Sequence[IntArray]) -> Any:
-            flat = np.concatenate(given).ravel().tolist()
-            return _core.plan_pieces([len(table) for table in given], flat, options)
-
-        if self.chunk is None or not _add_up(tables):  # errors name documents, not chunks
-            return planned(tables)
-        return planned(_in_chunks(tables, self.chunk))
+        return _core.plan_pieces([len(table) for table in tables], flat, options)
 
     def facts(self) -> dict[str, Any]:
         """All that plans and results depend on, by the names of arguments: planners of which one is
@@ -376,7 +373,9 @@ class BatchPlan(WrittenOnce):
         )
 
 
-def _own_tables(plan: QkvPlan, window: Optional[int], who: str) -> list[IntArray]:
+def _own_tables(
+    plan: QkvPlan, mask: str, window: Optional[int], chunk: Optional[int], who: str
+) -> list[IntArray]:
     """The pieces of each rank in a plan of a caller's own: runs of its shards. Raises where a shard
     does not get all keys that its queries see, or some after them, which kernels would take in.
     """
@@ -387,7 +386,7 @@ def _own_tables(plan: QkvPlan, window: Optional[int], who: str) -> list[IntArray
     ends = np.cumsum(length[shards])
     before = np.concatenate([[0], ends])[plan.doc_shard_offsets[:-1]]
     offset[shards] = ends - length[shards] - np.repeat(before, counts)
-    if plan.mask == "causal" and len(plan.kv_end):
+    if mask == "causal" and len(plan.kv_end):
         after = np.zeros(len(length), np.int64)
         after[shards] = np.arange(len(shards)) - np.repeat(plan.doc_shard_offsets[:-1], counts) + 1
         for n in np.flatnonzero((plan.kv_end > after) & (length > 0)).tolist():
@@ -395,13 +394,29 @@ def _own_tables(plan: QkvPlan, window: Optional[int], who: str) -> list[IntArray
                 f"{who}: the plan's shard {n} has kv_end = {plan.kv_end[n]}, expected {after[n]} or"
                 " fewer: mask = causal"
             )
+    first = np.zeros(len(length), np.int64)
     if len(plan.kv_begin):
         first = offset[shards[plan.doc_shard_offsets[document] + plan.kv_begin]]
-        seen = np.maximum(0, offset - (window or 2**62) + 1)
-        for n in np.flatnonzero((first > seen) & (length > 0)).tolist():
+    start = 0 * offset if chunk is None else offset // chunk * chunk
+    seen = np.maximum(start, offset - (window or 2**62) + 1)
+    for n in np.flatnonzero((first > seen) & (length > 0)).tolist():
+        raise InvalidArgument(
+            f"{who}: the plan's shard {n} gets keys from token {first[n]} of its document on,"
+            f" expected {seen[n]} or fewer: window = {window}, chunk = {chunk}"
+        )
+    if chunk is not None:
+        last = wanted = offset + length
+        if mask == "full":
+            ends_with = shards[plan.doc_shard_offsets[document] + plan.kv_end - 1]
+            last = (offset + length)[ends_with]
+            tokens = np.bincount(document, length, len(counts)).astype(np.int64)
+            wanted = np.minimum(start + chunk, tokens[document])
+        one = (first >= start) & (last == wanted) & (offset + length <= start + chunk)
+        for n in np.flatnonzero(~one & (length > 0)).tolist():
             raise InvalidArgument(
-                f"{who}: the plan's shard {n} gets keys from token {first[n]} of its document on,"
-                f" expected {seen[n]} or fewer: window = {window}"
+                f"{who}: the plan's shard {n}, tokens {offset[n]}..{offset[n] + length[n] - 1} of"
+                f" its document, gets keys {first[n]}..{last[n] - 1}, expected those of one chunk:"
+                f" chunk = {chunk}"
             )
     tables = []
     for begin, end in zip(plan.rank_shard_offsets[:-1], plan.rank_shard_offsets[1:]):
@@ -414,43 +429,6 @@ def _own_tables(plan: QkvPlan, window: Optional[int], who: str) -> list[IntArray
             merged[:, 2] = np.add.reduceat(table[:, 2], starts)
         tables.append(merged)
     return tables
-
-
-def _add_up(tables: Sequence[IntArray]) -> bool:
-    """Whether pieces may be whole documents: as many tokens as the last one says. Where two hold a
-    token, and none another, it is two that the planner sees.
-    """
-    document, offset, length = np.concatenate(tables).T
-    if (offset < 0).any() or (length < 1).any():
-        return False
-    _, place = np.unique(document, return_inverse=True)
-    ends = np.zeros(len(document), np.int64)
-    np.maximum.at(ends, place, offset + length)
-    held = np.zeros(len(document), np.int64)
-    np.add.at(held, place, length)
-    return bool((ends == held).all())
-
-
-def _in_chunks(tables: Sequence[IntArray], chunk: int) -> list[IntArray]:
-    """Pieces cut where chunks of documents end: each chunk is a document, with a number of its own
-    and positions of its own.
-    """
-    everything = np.concatenate(tables)
-    documents = np.unique(everything[:, 0])
-    most = int(everything[:, 1:].sum(1).max(initial=0)) // chunk + 1  # chunks of one, or more
-    cut = []
-    for table in tables:
-        first = table[:, 1] // chunk
-        counts = (table[:, 1] + table[:, 2] - 1) // chunk - first + 1
-        piece = np.repeat(np.arange(len(table)), counts)
-        nth = np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts)
-        document, offset, length = table[piece].T
-        number = first[piece] + nth
-        begin = np.maximum(offset, number * chunk)
-        end = np.minimum(offset + length, (number + 1) * chunk)
-        of_chunk = np.searchsorted(documents, document) * most + number
-        cut.append(np.stack([of_chunk, begin - number * chunk, end - begin], 1))
-    return cut
 
 
 def piece_table(held: Any, rank: int, who: str) -> IntArray:
