@@ -34,8 +34,8 @@ struct Eight {
   }
 };
 
-/// Loads neighbouring elements, past caches that others need more. @tparam Wide they are aligned to
-/// 16 bytes
+/// Loads neighbouring elements, which leave the caches first: nobody reads them again soon. @tparam
+/// Wide they are aligned to 16 bytes
 template <class Number, bool Wide>
 __device__ Eight<Number> load_eight(const std::byte* input, std::int64_t at) {
   using Stored = typename Number::Stored;
