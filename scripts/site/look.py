@@ -4,7 +4,8 @@
     look.py SITE_DIR OUT_DIR [PAGE ...]
 
 Prints a line for each page that is wider than the window, and for each text whose contrast with its
-ground is below 4.5 (3 for large text); exits 1 when there is one. Writes pictures of the pages that
+ground is below 4.5 (3 for large text); exits 1 when there is one. Looks at the pages that are
+named, or at all that are written by hand and some of the reference. Writes pictures of those that
 are named, or of a few, into OUT_DIR.
 """
 
@@ -148,15 +149,23 @@ def photographed(host: str, pages: list[str], out: Path) -> None:
             chromium(f"{host}/show", f"--screenshot={out / name}", f"--window-size={width},1800")
 
 
+def written_by_hand(site: Path) -> list[str]:
+    """The pages, but those that a script makes or fills."""
+    names = [page.relative_to(site).as_posix() for page in site.rglob("*.html")]
+    made = re.compile(r"reference/|files/|tests/|_|search\.html|genindex\.html|py-modindex\.html")
+    return [name for name in names if not made.match(name)]
+
+
 def main() -> int:
     site, out = Path(sys.argv[1]), Path(sys.argv[2])
-    pages = sys.argv[3:] or [page for page in SHOWN if (site / page).is_file()]
+    shown = sys.argv[3:] or [page for page in SHOWN if (site / page).is_file()]
+    pages = sys.argv[3:] or sorted({*shown, *written_by_hand(site)})
     handler = functools.partial(Handler, directory=str(site))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     host = f"http://127.0.0.1:{server.server_port}"
     found = measured(host, pages)
-    photographed(host, pages, out)
+    photographed(host, shown, out)
     server.shutdown()
     for line in dict.fromkeys(found):
         print(line)

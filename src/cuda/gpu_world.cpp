@@ -98,7 +98,11 @@ World make_nvshmem_world(std::shared_ptr<Bootstrap> bootstrap, int device,
 void run_gpu_thread_world(std::int32_t world_size, const std::function<void(World&)>& body,
                           const ThreadWorldOptions& options) {
   const int gpus = num_gpus();
-  if (gpus == 0) throw Unsupported("run_gpu_thread_world: there is no GPU");
+  if (gpus == 0) {
+    const std::string trouble = driver_trouble();
+    throw Unsupported(
+        concat("run_gpu_thread_world: ", trouble.empty() ? "there is no GPU" : trouble));
+  }
   run_ranks_as_threads(
       world_size,
       [&](std::shared_ptr<Bootstrap> bootstrap) {

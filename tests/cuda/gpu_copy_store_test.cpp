@@ -54,11 +54,11 @@ struct StoreCase {
 /// One rank's calls. Gradients lie behind weights in the store.
 class StoreRank {
  public:
-  static constexpr std::int64_t gradients_at = std::int64_t{16} << 20;
-  static constexpr std::int64_t size_bytes = std::int64_t{64} << 20;
+  static constexpr std::int64_t gradients_at = std::int64_t{4} << 20;
+  static constexpr std::int64_t size_bytes = 2 * gradients_at;
 
   StoreRank(World& world, std::int32_t spare)
-      : world_(world), arena_(world), store_(world, size_bytes, spare) {}
+      : world_(world), arena_(world, size_bytes), store_(world, size_bytes, spare) {}
 
   [[nodiscard]] CopyStore& store() { return store_; }
   [[nodiscard]] DeviceArena& arena() { return arena_; }
@@ -105,16 +105,16 @@ class StoreRank {
     const ExpertSlotTable slots = one_->drawn.slots();
     std::vector<std::byte> got(one_->spare() * one_->row_bytes);
     arena_.read(got.data(), store_.data(), std::ssize(got));
+    std::vector<std::byte> wanted(got.size(), static_cast<std::byte>(filled));
     for (std::int32_t s = 0; s < one_->spare(); ++s) {
       const std::int32_t slot = one_->homes() + s;
-      const bool is_empty = slots.experts[rank * slots.slots_per_rank() + slot] < 0;
-      for (std::int64_t i = 0; i < one_->row_bytes; ++i) {
-        const std::byte wanted = is_empty || !moved
-                                     ? static_cast<std::byte>(filled)
-                                     : one_->weights[rank][slot * one_->row_bytes + i];
-        ASSERT_EQ(got[s * one_->row_bytes + i], wanted) << "slot " << s << ", byte " << i;
-      }
+      if (!moved || slots.experts[rank * slots.slots_per_rank() + slot] < 0) continue;
+      std::copy_n(one_->weights[rank].begin() + slot * one_->row_bytes, one_->row_bytes,
+                  wanted.begin() + s * one_->row_bytes);
     }
+    const auto place = std::ranges::mismatch(got, wanted).in1 - got.begin();
+    ASSERT_EQ(place, std::ssize(got))
+        << "the first byte that differs; slots of " << one_->row_bytes;
     EXPECT_TRUE(arena_.guards_hold(own_));
   }
   void expect_sums() {
@@ -177,9 +177,9 @@ void run_cases(std::int32_t ranks, const std::vector<StoreCase>& cases) {
 }
 
 TEST(GpuCopyStore, DeliversWhatTheSimulationDelivers) {
-  for (const std::int32_t ranks : {2, 4, 8}) {
+  for (const std::int32_t ranks : {2, 8}) {  // a pair; copies that are forwarded
     std::vector<StoreCase> cases;
-    for (std::uint64_t seed = 0; seed < 4; ++seed) {
+    for (std::uint64_t seed = 0; seed < 2; ++seed) {
       cases.emplace_back(ranks, 2, 2, seed, 40, DType::float32);
       cases.emplace_back(ranks, 3, 1, seed, 37, DType::bfloat16);  // words of two bytes
       cases.emplace_back(ranks, 1, 3, seed, 64, DType::float16);
@@ -190,10 +190,10 @@ TEST(GpuCopyStore, DeliversWhatTheSimulationDelivers) {
 
 TEST(GpuCopyStore, MovesExpertsOfManyChunks) {
   std::vector<StoreCase> cases;
-  cases.emplace_back(3, 1, 2, 1, 600'000, DType::float32);  // 19 chunks
+  cases.emplace_back(3, 1, 2, 1, 160'000, DType::float32);  // five chunks
   cases.emplace_back(3, 2, 2, 4, 65'536, DType::bfloat16);  // one
-  cases.emplace_back(3, 2, 1, 3, 1'300'001, DType::float16);
-  cases.emplace_back(3, 1, 2, 5, 200'000, DType::float64);
+  cases.emplace_back(3, 2, 1, 3, 300'001, DType::float16);
+  cases.emplace_back(3, 1, 2, 5, 60'000, DType::float64);
   run_cases(3, cases);
 }
 
@@ -205,9 +205,9 @@ TEST(GpuCopyStore, WorksAloneWithoutCopiesAndWithoutElements) {
 
 /// A copy comes again only if its home's stamp has changed, or all are to come.
 TEST(GpuCopyStore, CopiesThatLieThereDoNotComeAgain) {
-  const StoreCase one(4, 2, 2, 3, 100, DType::float32);
+  const StoreCase one(3, 2, 2, 3, 100, DType::float32);
   run_gpu_thread_world(
-      4,
+      3,
       [&](World& world) {
         StoreRank rank(world, 3);
         rank.begin(one);
@@ -299,7 +299,7 @@ TEST(GpuProcess, ranks_that_move_other_copies_are_told) {
 TEST(GpuProcess, a_rank_that_moves_no_copies_is_named) {
   const auto texts = texts_of([](StoreRank& store, std::int32_t rank) {
     if (rank == 0) return store.fetch(true, 0);
-    std::this_thread::sleep_for(std::chrono::seconds(2));
+    std::this_thread::sleep_for(std::chrono::milliseconds(1500));
   });
   EXPECT_NE(texts[0].find("fetch_weights"), std::string::npos) << texts[0];
   EXPECT_NE(texts[0].find("rank 1"), std::string::npos) << texts[0];

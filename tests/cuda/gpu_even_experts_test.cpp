@@ -23,16 +23,6 @@ class GpuEvenExpertsTest : public ::testing::Test {
   void SetUp() override { cuda_ok(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
   void TearDown() override { cuda_ok(cudaStreamDestroy(stream_)); }
 
-  /// The cases at the edges, which come first, and some of the others: each takes memory of a
-  /// device and gives it back, which takes long.
-  static std::vector<EvenExpertsCase> some_of(const std::vector<EvenExpertsCase>& cases,
-                                              std::size_t step) {
-    constexpr std::size_t num_edges = 8;
-    std::vector<EvenExpertsCase> some(cases.begin(), cases.begin() + num_edges);
-    for (std::size_t i = num_edges; i < cases.size(); i += step) some.push_back(cases[i]);
-    return some;
-  }
-
   /// int32 on the device.
   template <class Number>
   [[nodiscard]] std::shared_ptr<std::int32_t> upload(const std::vector<Number>& numbers) const {
@@ -74,16 +64,17 @@ class GpuEvenExpertsTest : public ::testing::Test {
   cudaStream_t stream_ = nullptr;
 };
 
+// Each case takes memory of a device and gives it back, which takes long: there are few.
 TEST_F(GpuEvenExpertsTest, PlansAsThePlanner) {
-  for (const EvenExpertsCase& one :
-       some_of(test::even_experts_cases(test::num_random_cases(12)), 17)) {
+  const auto cases = test::some_even_experts_cases(test::num_random_cases(9), 22);
+  for (const EvenExpertsCase& one : cases) {
     expect_as_planner(one, 4);
     if (HasFailure()) return;
   }
 }
 
 TEST_F(GpuEvenExpertsTest, TheLowestTryWinsWithAnyNumberOfWarps) {
-  for (const EvenExpertsCase& one : some_of(test::even_experts_cases(3), 23)) {
+  for (const EvenExpertsCase& one : test::some_even_experts_cases(3, 41)) {
     for (const std::int32_t warps : {1, 3, 16}) expect_as_planner(one, warps);
     if (HasFailure()) return;
   }

@@ -121,4 +121,14 @@ inline std::vector<EvenExpertsCase> even_experts_cases(std::int64_t num_seeds) {
   return cases;
 }
 
+/// The cases at the edges, which come first, and each `step`-th of the others.
+inline std::vector<EvenExpertsCase> some_even_experts_cases(std::int64_t num_seeds,
+                                                            std::size_t step) {
+  constexpr std::size_t num_edges = 8;
+  std::vector<EvenExpertsCase> cases = even_experts_cases(num_seeds), some;
+  for (std::size_t i = 0; i < cases.size(); ++i)
+    if (i < num_edges || (i - num_edges) % step == 0) some.push_back(std::move(cases[i]));
+  return some;
+}
+
 }  // namespace waybill::test
