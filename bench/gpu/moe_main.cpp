@@ -348,6 +348,34 @@ void run_spare() {
   table.expect_right();
 }
 
+/// Rows of each format, given and quantised on the way, by a known routing.
+void run_payloads(const std::vector<int>& all_sms) {
+  const std::int32_t world_size = std::max(2, num_gpus());
+  Table table(world_size, 30);
+  const Call again = [](MoeRank& rank) { rank.dispatch_again(); };
+  for (const std::int64_t tokens : {std::int64_t{1}, std::int64_t{4096}}) {
+    const MoeWorkload workload = uniform_moe(world_size, tokens, 7168, 8, 256);
+    const EPConfig& config = workload.config;
+    for (const char* const name :
+         {"plain", "scaled_float8", "float8", "scaled_mxfp8", "mxfp8", "scaled_nvfp4", "nvfp4"}) {
+      EPDispatchOptions options;
+      options.rows = EPRows::compact;
+      options.payload = EPPayload::from_name(name, "payload");
+      const Call check = options.payload.is_quantized()
+                             ? Call([](MoeRank& rank) { rank.check_quantized_rows(); })
+                             : Call([](MoeRank& rank) { rank.check_rows(); });
+      const std::int64_t bytes = rows_of(workload).wire * (payload_row_bytes(config, options) +
+                                                           scale_row_bytes(config, options));
+      std::vector<Line> lines;
+      for (const int sms : all_sms) {
+        lines.push_back({name, sms, again, check, bytes, 0, tokens == 1});
+      }
+      table.run(workload, options, lines);
+    }
+  }
+  table.expect_right();
+}
+
 enum class Extent { all, quick, few };
 
 /// `few`: no more tokens than decoding has.
@@ -372,10 +400,10 @@ void run(Extent extent) {
 }  // namespace
 }  // namespace waybill::bench
 
-/// waybill_bench_gpu_moe [--quick | --few | --combine [SMS ...] | --ranks-per-node N | --spare]: a
-/// GPU for each rank; --few: at most 128 tokens; --combine: combines alone, with so many
-/// multiprocessors; --ranks-per-node: on logical nodes of N ranks; --spare: dispatches with and
-/// without copies of experts.
+/// waybill_bench_gpu_moe [--quick | --few | --combine [SMS ...] | --payloads [SMS ...] |
+/// --ranks-per-node N | --spare]: a GPU for each rank; --few: at most 128 tokens; --combine, and
+/// --payloads: combines, or formats of rows, alone, with so many multiprocessors; --ranks-per-node:
+/// on logical nodes of N ranks; --spare: dispatches with and without copies of experts.
 int main(int argc, char** argv) {
   if (waybill::num_gpus() < 1) {
     std::fprintf(stderr, "error: no GPU\n");
@@ -383,10 +411,11 @@ int main(int argc, char** argv) {
   }
   try {
     const std::string_view way = argc > 1 ? argv[1] : "";
-    if (way == "--combine") {
+    if (way == "--combine" || way == "--payloads") {
       std::vector<int> sms;
       for (int i = 2; i < argc; ++i) sms.push_back(std::max(1, std::atoi(argv[i])));
-      waybill::bench::run_combines(sms.empty() ? std::vector<int>{16, 32} : sms);
+      if (sms.empty()) sms = {16, 32};
+      way == "--combine" ? waybill::bench::run_combines(sms) : waybill::bench::run_payloads(sms);
     } else if (way == "--spare") {
       waybill::bench::run_spare();
     } else if (way == "--ranks-per-node" && argc > 2) {

@@ -148,6 +148,29 @@ void MoeRank::check_rows() {
   }
 }
 
+void MoeRank::check_quantized_rows() {
+  const std::byte* const window = memory_.dispatch_windows[(dispatches_ - 1) % 2].local;
+  const std::int64_t rows = tables_->wait_counts()[config_.rank];
+  const auto tags = download<std::int32_t>(window + memory_.window.tags, rows * 4);
+  const std::int64_t scale_bytes = scale_row_bytes(config_, options_);
+  std::vector<std::uint64_t> token(to_size(config_.hidden / 4));  // of bfloat16
+  std::vector<std::uint8_t> elements(to_size(row_bytes()));
+  std::vector<std::uint8_t> scales(to_size(scale_bytes));
+  for (std::int64_t row = 0; row < rows; row += 1 + rows / 97) {
+    const auto first = static_cast<std::uint64_t>(tags[row * 4 + 1]) * token.size();
+    for (std::size_t i = 0; i < token.size(); ++i) token[i] = word_of(tags[row * 4], 0, first + i);
+    quantize_row(options_.payload.format(), token.data(), config_.token_dtype, elements, scales);
+    if (download<std::uint8_t>(window + memory_.window.rows + row * row_bytes(), row_bytes()) !=
+            elements ||
+        download<std::uint8_t>(window + memory_.window.scales + row * scale_bytes, scale_bytes) !=
+            scales) {
+      throw InternalError(concat("moe: row ", row, " of rank ", config_.rank, " (token ",
+                                 tags[row * 4 + 1], " of rank ", tags[row * 4],
+                                 ") is not what quantize_row() makes of it"));
+    }
+  }
+}
+
 std::vector<float> MoeRank::sum_of(std::int64_t token, const std::vector<std::int32_t>& rows,
                                    bool local) const {
   const auto& ids = workload_.ids[config_.rank];

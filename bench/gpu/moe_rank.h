@@ -37,6 +37,8 @@ class MoeRank {
 
   /// Compares some rows, or sums, with what they should be. @throws InternalError
   void check_rows();
+  /// The same of rows of bfloat16 that were quantised on the way.
+  void check_quantized_rows();
   /// @param local each rank's part of a sum was rounded
   void check_sums(bool local = false);
 

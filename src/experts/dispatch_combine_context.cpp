@@ -18,17 +18,10 @@ constexpr const char* context_name = "DispatchCombineContext";
 constexpr std::int64_t int_bytes = sizeof(std::int32_t);
 constexpr std::int64_t max_rows = std::numeric_limits<std::int32_t>::max();
 
-/// Refuses sums in float64 on GPUs, which have none, and formats that no kernel quantises to.
+/// Refuses sums in float64 on GPUs, which have none.
 /// @throws Unsupported
-void check_dtypes(const World& world, const EPConfig& config, const EPPayload& payload,
-                  const char* who) {
+void check_dtypes(const World& world, const EPConfig& config, const char* who) {
   if (dynamic_cast<ExpertExecutorFactory*>(&world.executor()) == nullptr) return;
-  if (payload.is_quantized() && !payload.format().has_kernel) {
-    throw Unsupported(concat(who, ": payload = \"", payload.name(), "\" on GPUs, expected \"",
-                             EPPayload(payload.format(), true).name(),
-                             "\" with rows and scales that are given: ranks in host memory alone "
-                             "quantise to it"));
-  }
   for (const auto& [name, dtype] :
        {std::pair{"token_dtype", config.token_dtype}, {"weight_dtype", config.weight_dtype}}) {
     if (dtype != DType::float64) continue;
@@ -127,7 +120,7 @@ DispatchCombineContext DispatchCombineContext::make(const World& world, const EP
             world.topology().ranks_per_node, ", as the world has");
     require(config.rank == to_int(world.rank()), who, ": rank = ", config.rank, ", expected ",
             world.rank(), ", as in the world");
-    check_dtypes(world, config, layer.dispatch.payload, who);
+    check_dtypes(world, config, who);
     if (!given_rows) check_options(layer, who);
     rows = given_rows             ? *given_rows
            : layer.fixed_rows > 0 ? layer.fixed_rows

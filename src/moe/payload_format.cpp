@@ -23,7 +23,6 @@ constinit const std::array formats{
                   .element_name = "float8_e4m3fn",
                   .scale_name = "float32",
                   .group = 128,
-                  .has_kernel = true,
                   .quantize = detail::quantize_float8,
                   .dequantize = detail::dequantize_float8},
     PayloadFormat{.name = "float8_ue8m0",

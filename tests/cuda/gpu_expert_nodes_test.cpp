@@ -100,6 +100,13 @@ TEST(GpuExpertNodes, quantized_payload) {
   rounds.push_back(test::make_round("zeros and -1", std::move(sample), options, random));
   test::check_rounds(config, options, rounds, {4});
 }
+TEST(GpuExpertNodes, quantised_to_other_formats) {
+  EPDispatchOptions options;
+  for (const char* const name : {"float8_ue8m0", "nvfp4"}) {
+    options.payload = EPPayload::from_name(name, "payload");
+    check_both(on_nodes(config_of(2, 12, 4, 60, 384), 1), options, 3, 128, {8});
+  }
+}
 TEST(GpuExpertNodes, an_order_that_the_caller_chose) {
   check_orders_both(on_nodes(config_of(4, 16, 3, 60, 64), 2), 120);
 }

@@ -115,17 +115,20 @@ TEST(GpuExpert, payloads_of_other_formats) {
   }
 }
 
-TEST(GpuExpert, refuses_formats_that_no_kernel_quantises_to) {
-  run_gpu_thread_world(
-      2,
-      [](World& world) {
-        EPConfig config = config_of(2, 16, 4, 180, 512);
-        config.rank = to_int(world.rank());
-        EPLayerOptions options;
-        options.dispatch.payload = EPPayload::from_name("mxfp8", "payload");
-        EXPECT_THROW((void)EPAll2AllLayer(world, config, options), Unsupported);
-      },
-      test::world_options());
+/// Formats that are quantised on the way, in calls of few and of many tokens.
+TEST(GpuExpert, quantised_to_other_formats) {
+  std::uint64_t number = 26;
+  for (const PayloadFormat& format : payload_formats()) {
+    if (format.quantize == nullptr) continue;
+    EPDispatchOptions options;
+    options.payload = {format, false};
+    options.rows = number % 2 == 0 ? EPRows::grouped : EPRows::compact;
+    const DType dtype = number % 3 == 0 ? DType::float32 : DType::bfloat16;
+    check_random(config_of(2, 12, 4, 140, 512, dtype), options, 5, number++, {4});
+  }
+  EPDispatchOptions options;
+  options.payload = EPPayload::from_name("nvfp4", "payload");
+  check_random(config_of(1, 4, 2, 20, 48), options, 3, number, {4});
 }
 
 TEST(GpuExpert, an_order_that_the_caller_chose) {

@@ -28,7 +28,6 @@ struct PayloadFormat {
   /// A float32 for the whole row, too: in the last four bytes of its scales, which are padded with
   /// zeros to a multiple of 16 bytes.
   bool has_row_scale = false;
-  bool has_kernel = false;  ///< GPUs can quantise to it
   Quantize quantize = nullptr;
   Dequantize dequantize = nullptr;
 };

@@ -2,7 +2,6 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_fp8.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -78,12 +77,6 @@ auto for_number(DType dtype, Make&& make) -> decltype(make(Float32{})) {
     default:
       return nullptr;
   }
-}
-
-/// float32 to float8_e4m3fn, to nearest, ties to even, 448 at most; NaN becomes 0x7F.
-__device__ inline std::uint8_t float_to_e4m3(float value) {
-  if (value != value) return 0x7F;
-  return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
 }
 
 }  // namespace waybill::cuda

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 
 #include "params.h"
 #include "waybill/core/dtype.h"
@@ -123,8 +124,11 @@ cudaError_t launch_copy_rows(const StageParams& params, int word_bytes, int bloc
 cudaError_t launch_sum_rows(const StageParams& params, DType dtype, DType weights, bool wide,
                             int blocks, cudaStream_t stream);
 
-/// Converts rows to float8_e4m3fn with one float32 scale per 128 elements, see quantize_row().
-cudaError_t launch_quantize(const QuantizeParams& params, DType dtype, int blocks,
+/// @return cudaErrorInvalidValue if there is no kernel for the format with this name
+cudaError_t prepare_quantize(std::string_view format, DType dtype);
+
+/// Converts rows of `dtype` to a format, bit for bit as quantize_row(). It waits for nobody.
+cudaError_t launch_quantize(const QuantizeParams& params, std::string_view format, DType dtype,
                             cudaStream_t stream);
 
 /// Loads the barrier's kernel, see above.

@@ -319,12 +319,14 @@ struct StageParams {
   const std::int32_t* num_input_tokens;
 };
 
-/// Parameters of the conversion to float8 with scales, which precedes the dispatch.
+/// Parameters of the conversion to rows of a PayloadFormat, which precedes the dispatch.
 struct QuantizeParams {
-  const std::byte* input;  ///< [rows, groups * 128]
-  std::uint8_t* elements;
-  float* scales;            ///< [rows, groups]
-  std::int64_t num_groups;  ///< groups of all rows
+  const std::byte* input;  ///< [num_rows, hidden]
+  std::byte* elements;
+  std::byte* scales;  ///< [num_rows, scale_bytes]
+  std::int64_t num_rows;
+  std::int64_t hidden;
+  std::int64_t scale_bytes;
 };
 
 // The combine that pushes: each rank sends what its experts made of a token to a slab on the

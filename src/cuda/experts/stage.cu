@@ -1,4 +1,4 @@
-// Work on rows on their own rank before they travel: staging, sums of a token's rows, quantisation.
+// Work on expert outputs on their own rank before they travel: staging, sums of a token's rows.
 
 #include <type_traits>
 
@@ -170,59 +170,6 @@ StageKernel copy_kernel(int word_bytes) {
                   []<class Word>(Word) -> StageKernel { return copy_rows_kernel<Word>; });
 }
 
-/// Loads eight elements, in words of 16 bytes if they are aligned to that.
-template <class Number, bool Wide>
-__device__ void load_eight(const std::byte* input, std::int64_t at, float* x) {
-  constexpr int count = Wide ? 16 / static_cast<int>(sizeof(typename Number::Stored)) : 1;
-  const auto* const from = reinterpret_cast<const Pack<Number, count>*>(
-      input + at * static_cast<int>(sizeof(typename Number::Stored)));
-#pragma unroll
-  for (int w = 0; w < 8 / count; ++w) {
-    const Pack<Number, count> word = from[w];
-#pragma unroll
-    for (int e = 0; e < count; ++e) x[w * count + e] = Number::load(word.values[e]);
-  }
-}
-
-/// Quantises groups of 128 elements. Half a warp takes one group, 8 elements per lane.
-template <class Number, bool Wide>
-__global__ void __launch_bounds__(warps * 32) quantize_kernel(QuantizeParams p) {
-  const int lane = lane_id() % 16;
-  for (std::int64_t g = warp_id() * 2 + lane_id() / 16; g - lane_id() / 16 < p.num_groups;
-       g += num_warps() * 2) {
-    const bool is_group = g < p.num_groups;
-    float x[8] = {};
-    unsigned max_bits = 0;  // bits of |x|, which order like the numbers, with NaN above all
-    if (is_group) {
-      load_eight<Number, Wide>(p.input, g * 128 + lane * 8, x);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) max_bits = max(max_bits, __float_as_uint(x[e]) & 0x7FFFFFFFU);
-    }
-    for (int step = 8; step > 0; step /= 2) {
-      max_bits = max(max_bits, __shfl_xor_sync(all_lanes, max_bits, step, 16));
-    }
-    if (!is_group) continue;
-    const float scale = __fmul_rn(__uint_as_float(max_bits), 1.0F / 448.0F);
-    std::uint64_t bytes = 0;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const float q = scale == 0 ? 0.0F : __fdiv_rn(x[e], scale);
-      const float q_or_nan = scale == scale ? q : scale;
-      bytes |= std::uint64_t{float_to_e4m3(q_or_nan)} << (8 * e);
-    }
-    *reinterpret_cast<std::uint64_t*>(p.elements + g * 128 + lane * 8) = bytes;
-    if (lane == 0) p.scales[g] = scale;
-  }
-}
-
-using QuantizeKernel = void (*)(QuantizeParams);
-
-QuantizeKernel quantize_kernel_of(DType dtype, bool wide) {
-  return for_number(dtype, [&]<class Number>(Number) -> QuantizeKernel {
-    return wide ? quantize_kernel<Number, true> : quantize_kernel<Number, false>;
-  });
-}
-
 }  // namespace
 
 cudaError_t prepare_stage(DType dtype, DType weights) {
@@ -234,9 +181,8 @@ cudaError_t prepare_stage(DType dtype, DType weights) {
     if (status != cudaSuccess) return status;
   }
   for (const bool wide : {false, true}) {
-    const cudaError_t status =
-        load_kernels(sum_kernel(dtype, weights, false, wide),
-                     sum_kernel(dtype, weights, true, wide), quantize_kernel_of(dtype, wide));
+    const cudaError_t status = load_kernels(sum_kernel(dtype, weights, false, wide),
+                                            sum_kernel(dtype, weights, true, wide));
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;
@@ -256,15 +202,6 @@ cudaError_t launch_copy_rows(const StageParams& params, int word_bytes, int bloc
 cudaError_t launch_sum_rows(const StageParams& params, DType dtype, DType weights, bool wide,
                             int blocks, cudaStream_t stream) {
   const StageKernel kernel = sum_kernel(dtype, weights, params.weights != nullptr, wide);
-  if (kernel == nullptr) return cudaErrorInvalidValue;
-  kernel<<<static_cast<unsigned>(blocks), warps * 32, 0, stream>>>(params);
-  return cudaGetLastError();
-}
-
-cudaError_t launch_quantize(const QuantizeParams& params, DType dtype, int blocks,
-                            cudaStream_t stream) {
-  const bool wide = reinterpret_cast<std::uintptr_t>(params.input) % 16 == 0;
-  const QuantizeKernel kernel = quantize_kernel_of(dtype, wide);
   if (kernel == nullptr) return cudaErrorInvalidValue;
   kernel<<<static_cast<unsigned>(blocks), warps * 32, 0, stream>>>(params);
   return cudaGetLastError();

@@ -6,7 +6,7 @@
 // float8: e4m3 with a float32 scale for each 128 elements, as in Triton-distributed and DeepEP.
 // scale = max |x| * (1/448), rounded to float32; element = x / scale in float32, rounded to the
 // nearest e4m3 (ties to even), 448 at most. A group of zeros has scale 0 and elements 0 (the
-// original: NaN). A NaN makes the group's scale, and all its elements, NaN (0x7F).
+// original: NaN). A NaN makes the group's scale (0x7FC00000), and all its elements (0x7F), NaN.
 
 namespace waybill::detail {
 namespace {

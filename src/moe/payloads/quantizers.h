@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <span>
 
 // How each format quantises a row, and back: the specification. PayloadFormat says what the spans
@@ -34,13 +35,13 @@ void quantize_nvfp4(std::span<const float> row, std::span<std::uint8_t> elements
 void dequantize_nvfp4(std::span<const std::uint8_t> elements, std::span<const std::uint8_t> scales,
                       std::span<float> row);
 
-/// The largest absolute value, +0 of an empty group; the first NaN where there is one.
+/// The largest absolute value, +0 of an empty group; a positive quiet NaN where there is any.
 [[nodiscard]] inline float largest_of(std::span<const float> group) {
   float largest = 0;
   for (const float element : group) {
     const float size = std::fabs(element);
-    if (!(size <= largest)) largest = size;  // also when it is NaN
-    if (std::isnan(largest)) break;
+    if (std::isnan(size)) return std::numeric_limits<float>::quiet_NaN();
+    if (size > largest) largest = size;
   }
   return largest;
 }

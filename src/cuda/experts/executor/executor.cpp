@@ -287,6 +287,8 @@ class GpuExpertExecutor final : public ExpertExecutor {
     check_load(prepare_route(nodes));
     if (params_.is_low_latency()) check_load(prepare_low_latency_route());
     check_load(prepare_stage(tokens, weights));
+    const EPPayload& payload = layer_.options.payload;
+    if (payload.is_quantized()) check_load(prepare_quantize(payload.format().name, tokens));
     check_load(prepare_weight_gradient(tokens, weights));
   }
 
@@ -510,17 +512,16 @@ class GpuExpertExecutor final : public ExpertExecutor {
     nodes_->begin_dispatch(call, input, routing, counts, num_sms(call));
   }
 
-  /// Converts tokens to float8 with scales.
+  /// Converts tokens to the payload's format.
   void quantize(const ExpertCall& call, const ExpertDispatchInput& input, std::byte* elements,
                 std::byte* scales) {
-    QuantizeParams q{};
-    q.input = input.tokens.data;
-    q.elements = reinterpret_cast<std::uint8_t*>(elements);
-    q.scales = reinterpret_cast<float*>(scales);
-    q.num_groups = input.tokens.shape[0] * num_scales(layer_.config, layer_.options);
-    if (q.num_groups == 0) return;
-    constexpr int blocks_per_sm = 4;  // as many as an SM holds, because memory bounds the kernel
-    check(launch_quantize(q, layer_.config.token_dtype, blocks_per_sm * layer_.gpu->num_sms(),
+    const QuantizeParams params{.input = input.tokens.data,
+                                .elements = elements,
+                                .scales = scales,
+                                .num_rows = input.tokens.shape[0],
+                                .hidden = layer_.config.hidden,
+                                .scale_bytes = scale_row_bytes(layer_.config, layer_.options)};
+    check(launch_quantize(params, layer_.options.payload.format().name, layer_.config.token_dtype,
                           stream_of(call)),
           call);
   }
