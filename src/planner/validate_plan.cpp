@@ -90,7 +90,8 @@ std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
   return work;
 }
 
-// Whether every range holds the keys that the mask shows; beyond a query only where it looks there.
+// Whether every range holds the keys that the mask shows, and none of another chunk; beyond a query
+// only where it looks there.
 bool has_ranges_of(const AttentionMask& mask, const QkvPlan& plan) {
   if (plan.num_shards() > 0 && mask.looks_ahead() == plan.kv_end.empty()) return false;
   std::vector<std::int64_t> ends;
@@ -104,7 +105,10 @@ bool has_ranges_of(const AttentionMask& mask, const QkvPlan& plan) {
       const std::int32_t shard = plan.doc_shards[first + static_cast<std::int64_t>(p)];
       const TokenRange keys = mask.keys(ends[p], ends[p + 1], ends.back());
       const auto end = plan.end_needed(shard, static_cast<std::int32_t>(p));
-      if (ends[plan.first_needed(shard)] > keys.begin || ends[end] < keys.end) return false;
+      const TokenRange given{ends[plan.first_needed(shard)], ends[end]};
+      if (given.begin > keys.begin || given.end < keys.end) return false;
+      const TokenRange chunk = mask.chunk_of(ends[p], ends.back());
+      if (given.begin < chunk.begin || given.end > chunk.end) return false;
     }
   }
   return true;

@@ -133,6 +133,22 @@ TEST(PlanAttention, ShardsOfChunksNeedTheKeysOfTheirOwn) {
   }
 }
 
+TEST(PlanAttention, ValidateNamesAMaskOfOtherRanges) {
+  const Lengths lengths{900, 100, 24};
+  for (const AttentionMask& made :
+       {AttentionMask{}, AttentionMask{.chunk = 128}, AttentionMask{.window = 64},
+        AttentionMask{.kind = MaskKind::full, .chunk = 128}}) {
+    AttentionPlan plan =
+        plan_attention(lengths, {.world_size = 4, .tokens_per_rank = 256, .mask = made});
+    for (const AttentionMask& said : {AttentionMask{.chunk = 96}, AttentionMask{.chunk = 256},
+                                      AttentionMask{.kind = MaskKind::full}}) {
+      plan.options.mask = said;
+      EXPECT_NE(text_of(validate(plan)).find("options.mask"), std::string::npos)
+          << to_string(made) << " as " << to_string(said);
+    }
+  }
+}
+
 TEST(PlanAttention, ChunksOfALongDocumentAreEven) {
   PlannerOptions options{.world_size = 8, .tokens_per_rank = 16384, .mask = {.chunk = 8192}};
   const AttentionPlan even = plan_attention(Lengths{8 * 16384}, options);

@@ -64,6 +64,7 @@ def test_report_for_an_issue(capsys):
     head, facts = out.split("\n\n")[:2]
     assert head.startswith("`python -m waybill bench --device cpu --tokens 1,9")
     assert "waybill " in facts and "torch " in facts and "2 ranks, threads on CPUs" in facts
+    assert "None" not in facts  # what is not there is "no"
     assert "| Waybill, compact rows | " in out and "| DeepEP | needs 2 GPUs | " in out
 
 

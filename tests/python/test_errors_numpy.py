@@ -163,6 +163,7 @@ def call(function, arguments):
     """Anything but an error of ours, a TypeError, or the system's for a path, is a defect."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", r".*; goes in 0\.\d", DeprecationWarning)
         with contextlib.suppress(waybill.Error, TypeError, MemoryError, OSError):
             function(*arguments)
 

@@ -59,6 +59,11 @@ struct AttentionMask {
   [[nodiscard]] bool looks_ahead() const { return is_full(); }
   /// Whether later queries do not meet the first keys any more: plans then have a kv_begin.
   [[nodiscard]] bool moves_on() const { return window > 0 || chunk > 0; }
+  /// The chunk of a query, outside which no key of its shard may lie; without chunks the document.
+  [[nodiscard]] TokenRange chunk_of(std::int64_t query, std::int64_t doc_len) const {
+    if (chunk == 0) return {0, doc_len};
+    return {query / chunk * chunk, std::min(doc_len, (query / chunk + 1) * chunk)};
+  }
   /// The mask inside a chunk, which is a document then. The functions below are of such masks.
   [[nodiscard]] AttentionMask in_chunk() const { return {.window = window, .kind = kind}; }
   /// Whether long ranges of queries have about as many keys per query wherever they begin.

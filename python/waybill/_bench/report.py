@@ -31,7 +31,7 @@ def machine(place: Place) -> dict[str, Any]:
         "waybill": importlib.metadata.version("waybill"), "torch": torch.__version__,
         "python": platform.python_version(), "system": platform.platform(),
         "cpu": _cpu(), "cores": os.cpu_count(), "ranks": str(place),
-        "built for CUDA": _core.cuda_version,
+        "built for CUDA": _core.cuda_version or "no",
     }  # fmt: skip
     for package, name in _LIBRARIES.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
