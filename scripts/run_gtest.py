@@ -2,10 +2,11 @@
 """Runs the tests of a GoogleTest program, as many in a process as go: run_gtest.py PROGRAM.
 
 A test of faults loses the device for all that follow in its process, and a process with a device
-takes a second to start. So tests follow each other in a process until one fails, crashes or takes
-longer than the limit; then a new process goes on. Some processes run side by side (--jobs). What
-failed runs again when they are done, in a process of its own and with the machine for itself: that
-run gives the verdict.
+takes a second to start. So tests follow each other in a process until one fails, crashes, takes
+longer than the limit, or has lost the device (the program then ends with a status of its own:
+tests/cuda/lost_device.cpp); then a new process goes on. Some processes run side by side (--jobs).
+What failed runs again when they are done, in a process of its own and with the machine for itself:
+that run gives the verdict.
 
 Prints one line per test that was skipped or failed, the slowest tests, and a summary. A signal to
 end (Ctrl-C, SIGTERM) ends the tests that run; the summary then names those without a verdict. Exit
@@ -26,6 +27,7 @@ import time
 VERDICT = re.compile(r"^\[\s+(RUN|OK|FAILED|SKIPPED)\s+\] ([\w/]+\.[\w/]+)(?:.*\((\d+) ms\))?")
 
 NUM_SLOWEST = 10
+LOST_DEVICE = 76  # the program's status after a test that passed and lost the device
 
 
 def list_tests(program, pattern):
@@ -92,6 +94,8 @@ def run_process(program, names, limit_s, processes, told):
                         return verdicts, "\n".join(printed), seconds
                     printed.clear()
     status = process.wait()
+    if status == LOST_DEVICE and running is None:
+        return verdicts, "", seconds
     if running is not None or status != 0:  # whose fault the end of a process is, nobody knows
         for name in [running] if running else list(verdicts) or names[:1]:
             verdicts[name] = f"FAILED: the process ended with {status}"
