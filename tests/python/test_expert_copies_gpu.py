@@ -42,6 +42,13 @@ def module_on(world, seed, spare, dtype=torch.bfloat16, **options):
     return experts, module
 
 
+def settle():
+    """Waits for this rank's stream. A copy between pageable memory and a GPU that follows a waiting
+    kernel would keep other ranks on this GPU from their copies.
+    """
+    torch.cuda.current_stream().synchronize()
+
+
 def close(got, wanted):
     largest = max(1.0, wanted.abs().max().item())
     torch.testing.assert_close(got, wanted, rtol=0.05, atol=0.05 * largest)
@@ -56,16 +63,17 @@ def test_what_arrives_is_that_of_the_simulation(world_size):
         half = torch.float16  # numpy has it
         experts, module = module_on(world, 3, 2, half)
         x, scores, ids, _ = batch(world.rank, world_size, 1)
+        draw = [drawn(one.shape, 7 + world.rank).cuda().to(half) for one in experts.parameters()]
+        wide = [drawn((2, *one.shape[1:]), 17 + world.rank).cuda() for one in draw]
         (copies,) = module._copies
         layer = module.layer
         _, _, layout = layer.dispatch(x.to(half), ids, scores)
         call = copies.begin(layer, layout)
         copies.fetch(call)
         weights = [one.clone() for one in copies.parts_of(call.store)]
-        draw = [drawn(one.shape, 7 + world.rank).cuda().to(half) for one in experts.parameters()]
-        wide = [drawn(one.shape, 17 + world.rank).cuda() for one in weights]
-        sums = copies.add(call, draw, wide)
-        torch.cuda.synchronize()
+        assert [one.shape for one in weights] == [one.shape for one in wide]
+        sums = copies.add(call, draw, wide, [True] * len(draw))
+        settle()
         slots = layout.all_slot_experts.cpu().numpy().copy()
         slots[layout.all_slot_quotas.cpu().numpy() == 0] = -1
         slots[:, :LOCAL] = np.arange(world_size * LOCAL).reshape(world_size, LOCAL)
@@ -116,6 +124,7 @@ def test_as_without_copies(options):
                 out = one(x.requires_grad_(), scores, ids)
                 out.backward(gradient)
                 found.append((out.detach(), x.grad))
+            settle()
             for got, wanted in zip(*found):
                 if wanted.numel():
                     close(got, wanted)
