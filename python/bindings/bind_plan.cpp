@@ -111,7 +111,7 @@ void bind_sparse_metadata(nb::module_& m) {
   sparse.def(nb::self == nb::self);
   m.def(
       "to_sparse", [](const Metadata& metadata) { return to_sparse(metadata); }, without_lock);
-  m.def("to_dense", [](const SparseMetadata& sparse) { return to_dense(sparse); });
+  m.def("to_dense", [](const SparseMetadata& metadata) { return to_dense(metadata); });
   m.def("to_dense_reverse", to_dense_reverse);
 }
 

@@ -89,8 +89,18 @@ class Threads:
         return results, errors
 
     def is_usable(self, outcome: Outcome) -> bool:
-        """Whether a next cell may run here: an error may have taken the GPU from this process."""
-        return self.device == "cpu" or not outcome.failed
+        """Whether a next cell may run here: an error may have taken the GPU from this process. Who
+        refuses a call leaves it; the GPU says so.
+        """
+        if self.device == "cpu" or not outcome.failed:
+            return True
+        if outcome.result != "refused":
+            return False
+        try:
+            torch.cuda.synchronize()
+            return bool(torch.ones(1, device="cuda").item() == 1)
+        except RuntimeError:
+            return False
 
     def close(self) -> None:
         """Nothing is left."""
