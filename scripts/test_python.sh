@@ -11,6 +11,7 @@ scripts/install_python.sh "$@"
 export PATH=$PWD/build/venv/bin:$PATH
 
 echo "python: tests"
-python -m pytest -q --numprocesses "$(nproc)" --maxprocesses 8 --dist loadgroup -m "not alone"
+python -m pytest -q --numprocesses "$(nproc)" --maxprocesses 8 --dist loadgroup -m "not alone" \
+  --durations 15
 python -m pytest -q -m alone
 python scripts/check_python_docs.py --examples
