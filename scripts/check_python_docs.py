@@ -10,8 +10,7 @@
   stands in a ```python block of docs/ or as `name` on docs/python.md
 - every page of docs/functions has a ```python block that runs without torch, but for those that
   NO_PYTHON names: what they describe has no Python face yet
-- --examples: the programs of examples/python run too, those with ranks as threads and as processes
-  of torchrun
+- --examples: the programs of examples/python run too (run_examples.py)
 
 A block marked ```python no-test is left out, one marked ```python excerpt FILE is part of a program
 (check_stale_docs.py holds it to that). Blocks and programs that need a package which is not
@@ -21,7 +20,6 @@ in which the package is installed. Exits 1 when something does not hold.
 
 import argparse
 import ast
-import concurrent.futures
 import contextlib
 import importlib.util
 import inspect
@@ -29,7 +27,6 @@ import io
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,11 +34,10 @@ import traceback
 import warnings
 
 from extract_doc_examples import FENCE, ROOT, pages
+from run_examples import run_examples
 
 NO_PYTHON = ("README.md",)
 OPTIONAL = ("torch", "matplotlib")
-SKIPPED = 77  # exit status of a program that lacks a package
-LIMIT_S = 60
 TYPES_WITH_MEMBERS = ("Metadata", "QkvPlan")
 
 
@@ -267,50 +263,6 @@ def check_names(blocks):
     }
     for name in sorted(names - words):
         yield f"docs/python.md:1: {name} is public, but no page shows it in Python"
-
-
-def ways_to_run(program):
-    """(how, command): as it is, where ranks are threads, and as two processes of torchrun."""
-    yield "", [sys.executable, "-W", "error", program]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    yield " as processes", [sys.executable, *torchrun, program]
-
-
-def run_program(program, how, command, missing):
-    """(problem or None, whether it was skipped)"""
-    name = program.relative_to(ROOT)
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
-    begin = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            done = subprocess.run(
-                command, cwd=folder, env=environment, timeout=LIMIT_S, capture_output=True,
-                text=True, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return f"{name}:1: ran longer than {LIMIT_S} s{how}", False
-    if done.returncode == SKIPPED and missing:
-        print(f"SKIPPED {name}: {done.stdout.strip()}")
-        return None, True
-    if done.returncode != 0:
-        text = f"{done.stdout}{done.stderr}"
-        return f"{name}:1: exit status {done.returncode}{how}\n{text}", False
-    print(f"{name}{how}: {time.monotonic() - begin:.1f} s")
-    return None, False
-
-
-def run_examples(missing):
-    """(problems, number run, number skipped); as many at a time as there are cores, 8 at most"""
-    programs = sorted((ROOT / "examples" / "python").glob("*.py"))
-    problems = [] if programs else ["examples/python: no program"]
-    every = [(p, *way) for p in programs for way in ways_to_run(p)]
-    wanted = [run for run in every if not run[1] or "torch" not in missing]
-    with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-        ends = list(pool.map(lambda run: run_program(*run, missing), wanted))
-    problems += [problem for problem, _ in ends if problem is not None]
-    num_skipped = sum(skipped for _, skipped in ends)
-    num_run = len(wanted) - num_skipped - sum(problem is not None for problem, _ in ends)
-    return problems, num_run, num_skipped + len(every) - len(wanted)
 
 
 def check(chosen, with_examples):
