@@ -24,7 +24,7 @@ import multiprocessing, os, runpy, sys, warnings
 import torch
 torch.set_num_threads(1)
 multiprocessing.current_process()._config["daemon"] = False  # loaders have workers
-folder, program, *arguments = sys.argv[1:]
+folder, program = sys.argv[1:]
 os.chdir(folder)
 warnings.simplefilter("error")
 sys.argv = [program]
@@ -46,50 +46,57 @@ def as_command(command, folder):
     return done.returncode, done.stdout + done.stderr
 
 
-def forked(program, folder, num_ranks):
-    """(exit status, what it printed) of the first of the processes that failed, or of the first."""
+def forked(program, folder, ranks):
+    """(exit status, what it printed) of the first of the processes that failed, or of the first.
+
+    :param ranks: the environment of each process
+    """
     from rank_processes import run_programs
 
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = str(one.getsockname()[1])
-    ranks = [
-        environment(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
-                    LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        for rank in range(num_ranks)
-    ]  # fmt: skip
-    given = [(FORKED, (folder, program), one) for one in ranks or [environment()]]
-    ends = run_programs(folder, given, LIMIT_S)
+    ends = run_programs(folder, [(FORKED, (folder, program), one) for one in ranks], LIMIT_S)
     return next((end for end in ends if end[0] != 0), ends[0])
 
 
-def ways_to_run(program):
+def two_ranks():
+    """The environments of two processes that meet each other."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = str(one.getsockname()[1])
+    return [
+        environment(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
+                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        for rank in ("0", "1")
+    ]  # fmt: skip
+
+
+def ways_to_run(program, has_torch):
     """(how, function of a folder): with ranks as threads, and as two processes."""
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        return {"": lambda folder: as_command([sys.executable, "-W", "error", program], folder)}
-    by_torchrun = program.name == BY_TORCHRUN
-    return {
-        "": lambda folder: forked(program, folder, 0),
-        " by torchrun" if by_torchrun else " as processes": lambda folder: (
-            as_command([*TORCHRUN, program], folder) if by_torchrun else forked(program, folder, 2)
-        ),
-    }
+    if not has_torch:
+        yield "", lambda folder: as_command([sys.executable, "-W", "error", program], folder)
+        return
+    yield "", lambda folder: forked(program, folder, [environment()])
+    if program.name == BY_TORCHRUN:
+        yield " by torchrun", lambda folder: as_command([*TORCHRUN, program], folder)
+    else:
+        yield " as processes", lambda folder: forked(program, folder, two_ranks())
 
 
 def run_examples(missing):
-    """(problems, number run, number skipped); as many at a time as there are cores, 8 at most"""
+    """(problems, number run, number skipped); as many at a time as there are cores, 8 at most
+
+    :param missing: packages that are not installed; without torch none runs as processes
+    """
     sys.path.insert(0, str(ROOT / "tests" / "python"))
     programs = sorted((ROOT / "examples" / "python").glob("*.py"))
     problems = [] if programs else ["examples/python: no program"]
-    wanted = [(p, how, run) for p in programs for how, run in ways_to_run(p).items()]
+    has_torch = "torch" not in missing
+    wanted = [(p, *way) for p in programs for way in ways_to_run(p, has_torch)]
     with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
         ends = list(pool.map(lambda one: run_program(*one, missing), wanted))
     problems += [problem for problem, _ in ends if problem is not None]
     num_skipped = sum(skipped for _, skipped in ends)
     num_run = len(wanted) - num_skipped - sum(problem is not None for problem, _ in ends)
-    return problems, num_run, num_skipped
+    return problems, num_run, num_skipped + 2 * len(programs) - len(wanted)
 
 
 def run_program(program, how, run, missing):

@@ -51,57 +51,6 @@ def kill(process):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def run_process(program, names, limit_s, processes, told):
-    """Runs tests in one process until one fails.
-
-    :return: (verdicts of those that ran, in order, as {name: "OK" | "SKIPPED" | "FAILED ..."},
-        what the process printed since the last verdict "OK", seconds of those that ended)
-    """
-    process = subprocess.Popen(
-        [program, "--gtest_fail_fast", "--gtest_color=no", "--gtest_filter=" + ":".join(names)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
-    processes.add(process)
-    verdicts, printed, seconds, running, rest = {}, [], {}, None, b""
-    deadline = time.monotonic() + limit_s
-    with selectors.DefaultSelector() as ready:
-        ready.register(process.stdout, selectors.EVENT_READ)
-        while True:
-            if not ready.select(max(0, deadline - time.monotonic())):
-                kill(process)
-                process.wait()
-                verdicts[running or names[0]] = f"FAILED: not done after {limit_s} s"
-                return verdicts, "\n".join(printed), seconds
-            chunk = os.read(process.stdout.fileno(), 65536)
-            if not chunk:
-                break
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in (line.decode(errors="replace") for line in lines):
-                printed.append(line)
-                verdict = VERDICT.match(line)
-                if not verdict:
-                    continue
-                state, name, ms = verdict.groups()
-                if state == "RUN":
-                    running, deadline = name, time.monotonic() + limit_s
-                elif name == running:
-                    verdicts[name], running = state, None
-                    seconds[name] = int(ms or 0) / 1000
-                    told(name, state, seconds[name])
-                    if state == "FAILED":  # what fail_fast leaves out is said to be skipped
-                        kill(process)
-                        process.wait()
-                        return verdicts, "\n".join(printed), seconds
-                    printed.clear()
-    status = process.wait()
-    if status == LOST_DEVICE and running is None:
-        return verdicts, "", seconds
-    if running is not None or status != 0:  # whose fault the end of a process is, nobody knows
-        for name in [running] if running else list(verdicts) or names[:1]:
-            verdicts[name] = f"FAILED: the process ended with {status}"
-    return verdicts, "\n".join(printed), seconds
-
-
 class Run:
     """The verdicts of the tests of a program."""
 
@@ -117,23 +66,77 @@ class Run:
         """Ends all tests, as a handler of signals."""
         self.ended = True
         for process in list(self.processes):
-            kill(process)
+            if process.poll() is None:  # else its number may be that of another one by now
+                kill(process)
 
-    def told(self, name, state, seconds):
+    def one_process(self, names):
+        """Runs tests in one process until one fails. One that a signal ends has no verdict.
+
+        :return: (verdicts of those that ran, in order, as {name: "OK" | "SKIPPED" | "FAILED ..."},
+            what the process printed since the last verdict "OK")
+        """
+        process = subprocess.Popen(
+            [self.program, "--gtest_fail_fast", "--gtest_color=no",
+             "--gtest_filter=" + ":".join(names)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        self.processes.add(process)
+        try:
+            if self.ended:  # while it was started
+                kill(process)
+            verdicts, printed = self.listen(process, names)
+        finally:
+            self.processes.remove(process)
+            if process.poll() is None:
+                kill(process)
+            process.wait()
+            process.stdout.close()
+        if self.ended:
+            verdicts = {n: v for n, v in verdicts.items() if not v.startswith("FAILED")}
+        return verdicts, "\n".join(printed)
+
+    def listen(self, process, names):
+        """Reads what a process prints. :return: as ``one_process``, in lines"""
+        verdicts, printed, running, rest = {}, [], None, b""
+        deadline = time.monotonic() + self.limit_s
+        with selectors.DefaultSelector() as ready:
+            ready.register(process.stdout, selectors.EVENT_READ)
+            while True:
+                if not ready.select(max(0, deadline - time.monotonic())):
+                    verdicts[running or names[0]] = f"FAILED: not done after {self.limit_s} s"
+                    return verdicts, printed
+                chunk = os.read(process.stdout.fileno(), 65536)
+                if not chunk:
+                    break
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in (line.decode(errors="replace") for line in lines):
+                    printed.append(line)
+                    verdict = VERDICT.match(line)
+                    if not verdict:
+                        continue
+                    state, name, ms = verdict.groups()
+                    if state == "RUN":
+                        running, deadline = name, time.monotonic() + self.limit_s
+                    elif name == running:
+                        verdicts[name], running = state, None
+                        self.tell(name, state, int(ms or 0) / 1000)
+                        if state == "FAILED":  # what fail_fast leaves out is said to be skipped
+                            return verdicts, printed
+                        printed.clear()
+        status = process.wait()
+        if running is None and status in (0, LOST_DEVICE):
+            return verdicts, printed
+        # Whose fault the end of a process is, nobody knows.
+        for name in [running] if running else list(verdicts) or names[:1]:
+            verdicts[name] = f"FAILED: the process ended with {status}"
+        return verdicts, printed
+
+    def tell(self, name, state, seconds):
         """A test has ended."""
+        self.seconds[name] = seconds
         if self.verbose:
             at = time.monotonic() - self.start
             print(f"run_gtest: {at:.1f} s: {name}: {state} ({seconds:.1f} s)", flush=True)
-
-    def one_process(self, names):
-        """Runs tests in one process; those of a process that was ended get no verdict."""
-        verdicts, output, seconds = run_process(
-            self.program, names, self.limit_s, self.processes, self.told
-        )
-        self.seconds |= seconds
-        if self.ended:
-            verdicts = {n: v for n, v in verdicts.items() if not v.startswith("FAILED")}
-        return verdicts, output
 
     def shard(self, names):
         """Runs tests one after another; those that fail are to run again, alone."""
