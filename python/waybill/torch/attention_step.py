@@ -61,11 +61,9 @@ class AttentionStep(OfThisProcess):
         self, dispatcher: SequenceDispatcher, routing: QkvRouting, q: Any, *kv: Any, out: Any = None
     ) -> None:
         who = "AttentionStep"
-        warnings.warn(
+        _say_deprecated(
             f"{who}: use ContextParallelAttention, whose plan() takes a QkvPlan or an AttentionPlan"
-            " and whose kernel may be a function; goes in 0.3",
-            DeprecationWarning,
-            stacklevel=callers_level(),
+            " and whose kernel may be a function"
         )
         expected = "a waybill.torch.SequenceDispatcher"
         instance(dispatcher, SequenceDispatcher, f"{who}: dispatcher", expected)
@@ -247,11 +245,7 @@ def recomputed_attention(
             ``step.attention`` says; gradients flow to q and kv alone.
     """
     who = "recomputed_attention"
-    warnings.warn(
-        f"{who}: use ContextParallelAttention under torch.utils.checkpoint; goes in 0.3",
-        DeprecationWarning,
-        stacklevel=callers_level(),
-    )
+    _say_deprecated(f"{who}: use ContextParallelAttention under torch.utils.checkpoint")
     if not callable(attend):
         raise InvalidArgument(f"{who}: attend is a {type(attend).__name__}, expected a function")
     for name, step in (("forward", forward), ("backward", backward)):
@@ -283,6 +277,10 @@ class _Recomputed(torch.autograd.Function):
         wanted = [leaf for leaf, n in zip(leaves, needed) if n]
         found = iter(torch.autograd.grad(out, wanted, gradient))
         return (None, None, None, *(next(found) if n else None for n in needed))
+
+
+def _say_deprecated(text: str) -> None:
+    warnings.warn(f"{text}; goes in 0.3", DeprecationWarning, stacklevel=callers_level())
 
 
 def _read_mark(ctx: Any, who: str) -> None:
