@@ -31,7 +31,8 @@ struct ExpertCosts {
   double count_seconds = 14e-6;
   double count_token_seconds = 50e-9;
   /// With spare experts: the kernel that plans copies, of one block, takes these together. Fit
-  /// 256 x 8, 256 x 32, 256 x 64 and 512 x 128 experts x ranks, measured on one H100.
+  /// 256 x 8, 256 x 32, 256 x 64 and 512 x 128 experts x ranks of an earlier kernel on one H100,
+  /// which took twice as long as today's.
   double plan_seconds = 19e-6;
   double plan_rank_seconds = 0.34e-6;   ///< per rank
   double plan_count_seconds = 0.64e-9;  ///< per pair of rank and expert
