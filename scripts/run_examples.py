@@ -7,7 +7,6 @@ process; one runs as users start it, by torchrun. Without torch each is a proces
 import concurrent.futures
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,19 +17,6 @@ SKIPPED = 77  # exit status of a program that lacks a package
 LIMIT_S = 60
 BY_TORCHRUN = "distributed_attention.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-FORKED = """
-import multiprocessing, os, runpy, sys, warnings
-import torch
-torch.set_num_threads(1)
-multiprocessing.current_process()._config["daemon"] = False  # loaders have workers
-folder, program = sys.argv[1:]
-os.chdir(folder)
-warnings.simplefilter("error")
-sys.argv = [program]
-sys.path[0] = os.path.dirname(program)
-runpy.run_path(program, run_name="__main__")
-"""
 
 
 def environment(**more):
@@ -49,24 +35,13 @@ def as_command(command, folder):
 def forked(program, folder, ranks):
     """(exit status, what it printed) of the first of the processes that failed, or of the first.
 
-    :param ranks: the environment of each process
+    :param ranks: how many, as torchrun starts them; 0: one that is none
     """
-    from rank_processes import run_programs
+    from rank_processes import launched, run_file
 
-    ends = run_programs(folder, [(FORKED, (folder, program), one) for one in ranks], LIMIT_S)
+    ranks = launched(ranks) if ranks else [environment()]
+    ends = run_file(folder, program, (), ranks, LIMIT_S, filters="error")
     return next((end for end in ends if end[0] != 0), ends[0])
-
-
-def two_ranks():
-    """The environments of two processes that meet each other."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = str(one.getsockname()[1])
-    return [
-        environment(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
-                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        for rank in ("0", "1")
-    ]  # fmt: skip
 
 
 def ways_to_run(program, has_torch):
@@ -74,11 +49,11 @@ def ways_to_run(program, has_torch):
     if not has_torch:
         yield "", lambda folder: as_command([sys.executable, "-W", "error", program], folder)
         return
-    yield "", lambda folder: forked(program, folder, [environment()])
+    yield "", lambda folder: forked(program, folder, 0)
     if program.name == BY_TORCHRUN:
         yield " by torchrun", lambda folder: as_command([*TORCHRUN, program], folder)
     else:
-        yield " as processes", lambda folder: forked(program, folder, two_ranks())
+        yield " as processes", lambda folder: forked(program, folder, 2)
 
 
 def run_examples(missing):

@@ -1,6 +1,8 @@
 """Settings of all Python tests."""
 
+import gc
 import importlib
+import os
 import pathlib
 import shutil
 import signal
@@ -14,6 +16,10 @@ from ways import NumpyWay, TorchWay
 
 import waybill
 from waybill import _core
+
+# Threads of torch that wait for each other take the cores of tests that run beside; torch reads it
+# when it is imported, and processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile(
     "waybill",
@@ -57,6 +63,12 @@ def pytest_runtest_makereport(item, call):
         report.outcome = "failed"
         report.longrepr = f"{report.longrepr[2]}: mark it with pytest.mark.gpu"
     return report
+
+
+def pytest_collection_finish():
+    """No search for garbage looks at modules again: with torch one takes a third of a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", params=["numpy", "torch"])

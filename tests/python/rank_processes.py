@@ -5,10 +5,12 @@ A process of its own would take two seconds of a core to import torch, in each r
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import pathlib
 import random
+import socket
 import sys
 import tempfile
 import traceback
@@ -27,6 +29,7 @@ def _run(code, arguments, environment, output):
     os.environ.clear()
     os.environ.update(environment)
     random.seed()  # all are forked from one state
+    gc.freeze()  # no search for garbage among modules
     sys.argv = ["-c", *arguments]
     try:
         exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})
@@ -76,3 +79,39 @@ def run_programs(folder, programs, timeout=180):
     finally:
         for program in started:
             program.kill()
+
+
+# A file as `python FILE` runs it: its folder, and what its warnings are, then its arguments.
+_FILE = """
+import multiprocessing, os, runpy, sys, warnings
+import torch
+torch.set_num_threads(1)
+multiprocessing.current_process()._config["daemon"] = False  # loaders have workers
+folder, filters, *sys.argv = sys.argv[1:]
+os.chdir(folder)
+warnings.simplefilter(filters)
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def launched(count):
+    """The environment of each of the ranks that a launcher such as torchrun starts on this host."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = str(one.getsockname()[1])
+    common = {
+        "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, "MASTER_PORT": port,
+        "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+    }  # fmt: skip
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def run_file(folder, file, arguments=(), environments=(None,), timeout=180, filters="default"):
+    """(exit status, what it printed) of each process that runs a program's file in the folder.
+
+    :param environments: of each process; None: as it is here
+    :param filters: what Python does with warnings
+    """
+    given = (folder, filters, file, *arguments)
+    return run_programs(folder, [(_FILE, given, one) for one in environments], timeout)

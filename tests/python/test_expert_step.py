@@ -1,12 +1,10 @@
 """bench/python/expert_step.py at the size of a toy: all ways agree, and the table is whole."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from rank_processes import launched, run_file
 
 torch = pytest.importorskip("torch")
 
@@ -16,14 +14,12 @@ if not hasattr(torch, "_grouped_mm"):
 BENCH = pathlib.Path(__file__).parents[2] / "bench" / "python" / "expert_step.py"
 
 
-def test_all_ways_agree():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(BENCH), "--device", "cpu", "--workload", "12:1.5", "--sizes", "32", "16", "4"]
-    command += ["2", "--steps", "1", "--warm", "1", "--profile"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_all_ways_agree(tmp_path):
+    arguments = ["--device", "cpu", "--workload", "12:1.5", "--sizes", "32", "16", "4", "2"]
+    arguments += ["--steps", "1", "--warm", "1", "--profile"]
+    ends = run_file(tmp_path, BENCH, arguments, launched(2))
+    assert [status for status, _ in ends] == [0, 0], ends
+    lines = ends[0][1].splitlines()
     result = json.loads(next(line for line in lines if line.startswith('{"workload"')))
     ways = set(result["step / alone"])
     assert {"all_to_all", "all_gather", "deduplicated", "waybill"} <= ways

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from rank_processes import launched, run_programs
 from ways import PROCESSES
 
 import waybill
@@ -45,6 +46,17 @@ def test_ranks_as_processes(file):
     run_ranks(file, FILES[file], "cuda", chosen, 240)
 
 
-def test_the_same_on_the_cpu():
+PYTEST = """
+import sys
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+def test_the_same_on_the_cpu(tmp_path):
     """So that it is not only seen where there are GPUs."""
-    run_ranks("test_deep_ep_low_latency.py", 3, "cpu", "zeros and cpu", 240)
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", "-k", "zeros and cpu"]
+    arguments.append(HERE / "test_deep_ep_low_latency.py")
+    ranks = [{**one, PROCESSES: "cpu"} for one in launched(3)]
+    for status, printed in run_programs(tmp_path, [(PYTEST, arguments, one) for one in ranks]):
+        assert status == 0 and printed.count(" passed") == 1, printed[-6000:]

@@ -4,14 +4,15 @@ import importlib.util
 import os
 import pathlib
 import random
-import subprocess
-import sys
+import re
 
 import pytest
+from rank_processes import run_file
 
 pytest.importorskip("torch")
 
 FILE = pathlib.Path(__file__).parent.parent / "soak" / "soak.py"
+GREW = "soak: (memory|heap in use) grew by "
 pytestmark = pytest.mark.xdist_group("processes")
 
 
@@ -23,14 +24,13 @@ def soak():
     return module
 
 
-@pytest.mark.parametrize("how", [[], ["--processes"], ["--ranks", "3"]])
-def test_a_few_seconds(how):
-    command = [sys.executable, str(FILE), "--minutes", "0.08", "--world-seconds", "0.5"]
-    command += ["--allow-mib", "300", *how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr.startswith("| 1 | ") and len(done.stderr.splitlines()) == 1  # on its way
-    head, _, *rows, last = done.stdout.splitlines()
+@pytest.mark.parametrize("how", [["--ranks", "3"], ["--processes"]])
+def test_a_few_seconds(tmp_path, how):
+    arguments = ["--minutes", "0.05", "--world-seconds", "0.3", "--allow-mib", "300", *how]
+    ((status, printed),) = run_file(tmp_path, FILE, arguments)
+    assert status == 0, printed
+    on_its_way, head, _, *rows, last = printed.splitlines()
+    assert on_its_way.startswith("| 1 | ")
     assert head == (
         "| minute | steps | memory, MiB | heap in use, MiB | descriptors | threads | shared memory"
         " files |"
@@ -40,41 +40,26 @@ def test_a_few_seconds(how):
     assert last.startswith("soak: passed: ") and f" ranks ({kind}, cpu) in 0." in last
 
 
-def leaks_in(soak, monkeypatch, leak):
-    """Runs it with a leak in each world."""
-    correct = soak.make_layers
-    kept = []
+def test_what_stays_is_noticed(soak, monkeypatch, capsys):
+    """Descriptors, and memory, of which each world leaves some."""
+    correct, kept = soak.make_layers, []
 
     def leaking(world, model, draw):
         if world.rank == 0:
-            leak(kept)
+            kept.append((os.dup(0), bytearray(os.urandom(64 << 20))))
         return correct(world, model, draw)
 
     monkeypatch.setattr(soak, "make_layers", leaking)
-    for minutes in ("0.15", "1"):  # a busy machine makes too few worlds in nine seconds
+    for minutes in ("0.1", "1"):  # a busy machine makes too few worlds in six seconds
         how = ["--minutes", minutes, "--world-seconds", "0.1", "--allow-mib", "60"]
         status = soak.soak(soak.parsed(how))
-        if status == 1:
+        shown = capsys.readouterr().out
+        if "soak: descriptors grew by " in shown and re.search(GREW, shown):
             break
-    return status, kept
-
-
-def test_descriptors_that_stay_are_noticed(soak, monkeypatch, capsys):
-    status, kept = leaks_in(soak, monkeypatch, lambda kept: kept.append(os.dup(0)))
-    for descriptor in kept:
+    for descriptor, _ in kept:
         os.close(descriptor)
-    shown = capsys.readouterr().out
-    assert status == 1, shown
-    assert "soak: descriptors grew by " in shown and "soak: FAILED: " in shown
-
-
-def test_memory_that_stays_is_noticed(soak, monkeypatch, capsys):
-    status, _ = leaks_in(
-        soak, monkeypatch, lambda kept: kept.append(bytearray(os.urandom(64 << 20)))
-    )
-    shown = capsys.readouterr().out
-    assert status == 1, shown
-    assert "soak: memory grew by " in shown or "soak: heap in use grew by " in shown
+    assert status == 1 and "soak: FAILED: " in shown, shown
+    assert "soak: descriptors grew by " in shown and re.search(GREW, shown), shown
 
 
 def notes(values, name="memory"):

@@ -3,12 +3,11 @@ loop of train_moe.py, which has attention and experts, against one process.
 """
 
 import ast
-import os
 import pathlib
-import subprocess
 import sys
 
 import pytest
+from rank_processes import launched, run_file
 from test_process_worlds import expect_all_well, run_ranks
 from wrapping import needs_fully_shard
 
@@ -18,19 +17,17 @@ PROGRAM = pathlib.Path(__file__).resolve().parent.parent.parent / "examples/pyth
 STEPS = ("--steps", "8")
 
 
-def run(*command):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=300, env=environment,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run(folder, *arguments, ranks=(None,)):
+    """What the first of the processes prints."""
+    ends = run_file(folder, PROGRAM, arguments, ranks)
+    assert all(status == 0 for status, _ in ends), ends
+    return ends[0][1]
 
 
-def test_threads():
+def test_threads(tmp_path):
     """Mixed precision, checkpoints, and a loader of its own process; 30 steps run elsewhere."""
-    shown = run(PROGRAM, "--ranks", "3", *STEPS, "--bf16", "--checkpoint", "--workers", "1")
+    how = ("--ranks", "3", *STEPS, "--bf16", "--checkpoint", "--workers", "1")
+    shown = run(tmp_path, *how)
     assert shown.startswith("3 ranks as threads on cpu\n") and "all gradients, as of one" in shown
 
 
@@ -38,11 +35,10 @@ def test_threads():
     ("ranks", "options"),
     [(2, ("--wrap", "ddp", "--compile", "aot_eager")), (4, ("--wrap", "fsdp", "--dp", "2"))],
 )
-def test_processes(ranks, options):
+def test_processes(tmp_path, ranks, options):
     if "fsdp" in options:
         needs_fully_shard()
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    shown = run(*launcher, PROGRAM, *STEPS, *options)
+    shown = run(tmp_path, *STEPS, *options, ranks=launched(ranks))
     assert f"{ranks} ranks as processes on cpu" in shown
     assert "all gradients, as of one process" in shown
 

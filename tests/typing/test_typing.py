@@ -1,10 +1,13 @@
 """mypy --strict on the package; mypy and pyright --strict on programs that use it. Slow, so
-scripts/check_wheel.sh runs it: the first run reads numpy and torch. The package is read, never
-imported: the wheel's library may be for a later Python than the one that runs mypy."""
+scripts/check_wheel.sh runs it: each checker reads numpy and torch, once for all tests. The package
+is read, never imported: the wheel's library may be for a later Python than the one that runs mypy.
+"""
 
 import ast
+import collections
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,49 +20,6 @@ pytest.importorskip("mypy")
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(importlib.util.find_spec("waybill").origin).parent  # of any version of Python
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    """A folder with the package's Python files and stubs."""
-    folder = tmp_path_factory.mktemp("typed")
-    shutil.copytree(
-        PACKAGE, folder / "waybill",
-        ignore=shutil.ignore_patterns("__pycache__", "*.so"),
-    )  # fmt: skip
-    settings = (ROOT / "pyproject.toml").read_text()
-    assert "strict = true" in settings
-    (folder / "settings.toml").write_text(settings)
-    return folder
-
-
-def mypy(folder, *arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file", "settings.toml",
-         "--cache-dir", str(ROOT / ".mypy_cache"), "--no-color-output", *arguments],
-        cwd=folder, env={"MYPYPATH": str(folder), "PATH": ""}, capture_output=True, text=True,
-        timeout=300,
-    )  # fmt: skip
-
-
-def pyright(folder, mode, *files):
-    """pyright of scripts/locked, on files that find torch and numpy where the tests do."""
-    settings = {
-        "typeCheckingMode": mode, "include": files, "extraPaths": [str(folder)],
-        # For a checker a docstring may be None, and so may the weights of a dispatch; a name
-        # that is set under a condition may be unset.
-        "reportOptionalMemberAccess": mode == "strict", "reportOptionalSubscript": mode == "strict",
-        "reportPossiblyUnboundVariable": mode == "strict",
-    }  # fmt: skip
-    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
-    command = [shutil.which("pyright"), "-p", str(folder), "--pythonpath", sys.executable]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
-def test_the_package(sources):
-    result = mypy(sources, "-p", "waybill")
-    assert result.returncode == 0, result.stdout + result.stderr
-
 
 PROGRAM = """
     import numpy as np
@@ -126,49 +86,54 @@ WITH_TORCH = """
     print(waybill.run_threads(2, rank_main))
 """
 
+# Of mypy --strict, what the package's own settings leave out.
+USERS = """
+[[tool.mypy.overrides]]
+module = ["names", "mistakes", "mistakes_with_torch", "program", "with_torch"]
+warn_return_any = true
+warn_unused_ignores = true
+"""
 
-@pytest.mark.parametrize("checker", ["mypy", "pyright"])
-def test_a_users_programs(sources, checker):
-    (sources / "program.py").write_text(textwrap.dedent(PROGRAM))
-    (sources / "with_torch.py").write_text(textwrap.dedent(WITH_TORCH))
-    files = ("program.py", "with_torch.py")
-    if checker == "pyright":
-        result = pyright(sources, "strict", *files)
-    else:
-        result = mypy(sources, "--follow-imports=silent", "--strict", *files)
-    assert result.returncode == 0, result.stdout + result.stderr
+PROGRAMS_WITH_MISTAKES = {
+    "mistakes.py": """
+import waybill
 
+waybill.gen_seq_lens('two', 1, 1)  # wrong
+waybill.exclusive_cumsum([1], dim='x')  # wrong
+waybill.orchestrate_simulate([], [])  # wrong
+waybill.validate(max_findings='x')  # wrong
+waybill.no_such_name  # wrong
+waybill.dispatch_kernel  # wrong
+waybill.compute_metadata([[1]], [[0]])[2]  # wrong
+waybill.orchestrate_simulate([], [1], None) + 'x'  # wrong
+waybill.sample_documents(3, 1) + 'x'  # wrong
+""",
+    "mistakes_with_torch.py": """
+import torch
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        "attention(plan, q, q, q)[0].no_such_method()",
-        "attention(plan, q, q, q, return_lse=True).sum()",
-        "attention(plan, q)",
-        "plan.no_such_name",
-    ],
-)
-def test_mistakes_are_seen_by_pyright(sources, mistake):
-    lines = ["import torch", "import waybill.torch as waybill", "def f(", "    attention: waybill."
-             "ContextParallelAttention,", "    plan: waybill.BatchPlan, q: torch.Tensor",
-             "):", f"    return {mistake}"]  # fmt: skip
-    (sources / "mistake.py").write_text("\n".join(lines))
-    result = pyright(sources, "standard", "mistake.py")
-    assert result.returncode == 1 and "mistake.py:7:" in result.stdout, result.stdout
+import waybill.torch as waybill
 
 
-def test_examples(sources):
+def f(
+    attention: waybill.ContextParallelAttention, plan: waybill.BatchPlan, q: torch.Tensor
+) -> None:
+    attention(plan, q, q, q)[0].no_such_method()  # wrong
+    attention(plan, q, q, q, return_lse=True).sum()  # wrong
+    attention(plan, q)  # wrong
+    plan.no_such_name  # wrong
+""",
+}
+
+
+def examples():
     """Their own functions have no annotations, so that --strict is not for them. Those that
     are not here do what torch's stubs do not know."""
-    examples = [
+    found = [
         path for path in (ROOT / "examples/python").glob("*.py")
         if path.stem not in ("train_moe", "training")
     ]  # fmt: skip
-    assert len(examples) >= 8
-    for path in examples:
-        shutil.copy(path, sources)
-    result = pyright(sources, "standard", *(path.name for path in examples))
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert len(found) >= 8
+    return found
 
 
 def names_of(module):
@@ -179,31 +144,115 @@ def names_of(module):
     raise AssertionError(f"{module} has no __all__")
 
 
-def test_every_name_is_seen(sources):
+def all_names():
     modules = ["__init__.py", "_common.py", "routing.py", "simulate.py"]
     names = [name for module in modules for name in names_of(module)]
     assert len(names) > 50
-    lines = ["import waybill", *(f"print(waybill.{name})" for name in names)]
-    (sources / "names.py").write_text("\n".join(lines))
-    result = mypy(sources, "--follow-imports=silent", "--strict", "names.py")
-    assert result.returncode == 0, result.stdout + result.stderr
+    return names
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        "waybill.gen_seq_lens('two', 1, 1)",
-        "waybill.exclusive_cumsum([1], dim='x')",
-        "waybill.orchestrate_simulate([], [])",
-        "waybill.validate(max_findings='x')",
-        "waybill.no_such_name",
-        "waybill.dispatch_kernel",
-        "waybill.compute_metadata([[1]], [[0]])[2]",
-        "waybill.orchestrate_simulate([], [1], None) + 'x'",
-        "waybill.sample_documents(3, 1) + 'x'",
-    ],
-)
-def test_mistakes_are_seen(sources, mistake):
-    (sources / "mistake.py").write_text(f"import waybill\n\n{mistake}\n")
-    result = mypy(sources, "--follow-imports=silent", "--strict", "mistake.py")
-    assert result.returncode == 1 and "mistake.py:3: error" in result.stdout, result.stdout
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A folder with the package's Python files and stubs, and the programs."""
+    folder = tmp_path_factory.mktemp("typed")
+    shutil.copytree(
+        PACKAGE, folder / "waybill",
+        ignore=shutil.ignore_patterns("__pycache__", "*.so"),
+    )  # fmt: skip
+    settings = (ROOT / "pyproject.toml").read_text()
+    assert "strict = true" in settings
+    (folder / "settings.toml").write_text(settings + USERS)
+    names = ["import waybill", *(f"print(waybill.{name})" for name in all_names())]
+    (folder / "names.py").write_text("\n".join(names) + "\n")
+    for name, text in PROGRAMS_WITH_MISTAKES.items():
+        (folder / name).write_text(text)
+    # The comment is for pyright: what the others need not keep.
+    for name, text in (("program", PROGRAM), ("with_torch", WITH_TORCH)):
+        (folder / f"{name}.py").write_text("# pyright: strict\n" + textwrap.dedent(text))
+    for path in examples():
+        shutil.copy(path, folder)
+    return folder
+
+
+def errors_of(output, pattern):
+    """{file: {line of an error: messages}}, of lines of output that fit the pattern."""
+    found = collections.defaultdict(lambda: collections.defaultdict(list))
+    for line in output.splitlines():
+        match = re.match(pattern, line.strip())
+        if match:
+            found[Path(match["file"]).as_posix()][int(match["line"])].append(line.strip())
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_mypy(sources):
+    """Errors of mypy --strict in the package and in all programs but the examples."""
+    files = ["names.py", "mistakes.py", "mistakes_with_torch.py", "program.py", "with_torch.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", "settings.toml",
+         "--cache-dir", str(ROOT / ".mypy_cache"), "--no-color-output", "waybill", *files],
+        cwd=sources, env={"MYPYPATH": str(sources), "PATH": ""}, capture_output=True, text=True,
+        timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr  # for the mistakes
+    checked = re.search(r"\(checked (\d+) source files\)", done.stdout)
+    assert int(checked[1]) == len(files) + len(list((sources / "waybill").rglob("*.py*")))
+    return errors_of(done.stdout, r"(?P<file>[^:]+):(?P<line>\d+): error: ")
+
+
+@pytest.fixture(scope="module")
+def of_pyright(sources):
+    """Errors of pyright of scripts/locked in all programs, which find torch and numpy where the
+    tests do: --strict for those that say so."""
+    files = sorted(path.name for path in sources.glob("*.py"))
+    settings = {
+        "typeCheckingMode": "standard", "include": files, "extraPaths": [str(sources)],
+        # For a checker a docstring may be None, and so may the weights of a dispatch; a name
+        # that is set under a condition may be unset.
+        "reportOptionalMemberAccess": False, "reportOptionalSubscript": False,
+        "reportPossiblyUnboundVariable": False,
+    }  # fmt: skip
+    (sources / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [shutil.which("pyright"), "-p", str(sources), "--pythonpath", sys.executable]
+    done = subprocess.run([*command, "--outputjson"], capture_output=True, text=True, timeout=600)
+    report = json.loads(done.stdout)
+    assert report["summary"]["filesAnalyzed"] == len(files), done.stdout + done.stderr
+    found = collections.defaultdict(lambda: collections.defaultdict(list))
+    for one in report["generalDiagnostics"]:
+        if one["severity"] == "error":
+            line = one.get("range", {"start": {"line": -1}})["start"]["line"] + 1
+            found[Path(one["file"]).name][line].append(one["message"])
+    return found
+
+
+@pytest.fixture
+def errors(request):
+    return request.getfixturevalue(f"of_{request.param}")
+
+
+def test_the_package(of_mypy):
+    found = {file: lines for file, lines in of_mypy.items() if file.startswith("waybill/")}
+    assert not found, found
+
+
+BOTH = pytest.mark.parametrize("errors", ["mypy", "pyright"], indirect=True)
+
+
+@BOTH
+@pytest.mark.parametrize("program", ["program.py", "with_torch.py", "names.py"])
+def test_a_users_programs(errors, program):
+    assert not errors[program], errors[program]
+
+
+@BOTH
+@pytest.mark.parametrize("program", PROGRAMS_WITH_MISTAKES)
+def test_mistakes_are_seen(errors, program):
+    lines = PROGRAMS_WITH_MISTAKES[program].splitlines()
+    mistakes = [i for i, line in enumerate(lines, start=1) if line.endswith("# wrong")]
+    assert len(mistakes) >= 4
+    assert sorted(errors[program]) == mistakes, errors[program]
+
+
+def test_examples(of_pyright):
+    found = {path.name: of_pyright[path.name] for path in examples() if of_pyright[path.name]}
+    assert not found, found

@@ -76,7 +76,7 @@ class Threads:
                 errors[one.rank] = failure(error)
                 raise
 
-        with settled_garbage():
+        with settled_garbage() if self.device == "cuda" else contextlib.nullcontext():
             try:
                 results = wt.run_threads(
                     world, one_rank, device=self.device, ranks_per_node=per_node,
