@@ -80,8 +80,10 @@ TEST(GpuProcess, a_finalized_layer_gives_its_memory_back) {
       return make_gpu_process_world(std::move(bootstrap), device, config.local_world_size);
     };
     test::expect_no_errors(test::run_gpu_processes(2, make, [&](World& world) {
+      EPConfig mine = config;
+      mine.rank = to_int(world.rank());
       const auto one_layer = [&] {
-        EPAll2AllLayer layer(world, config, {.push_combine = config.is_intra_node()});
+        EPAll2AllLayer layer(world, mine, {.push_combine = mine.is_intra_node()});
         layer.finalize();
       };
       one_layer();  // loads kernels
