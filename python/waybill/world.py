@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Optional, TypeVar
 
 from . import _core
@@ -478,13 +480,18 @@ def run_threads(
 
     Args:
         device: "cpu" for ranks in host memory; "cuda" for rank r on GPU r modulo their number,
-            which must reach each other's memory. ``waybill.torch.run_threads`` also makes it
-            torch's current device. Ranks with a GPU each queue every call together, see world.md.
+            which must reach each other's memory. Ranks with a GPU each queue every call together,
+            see world.md.
         ranks_per_node: less than world_size makes logical nodes; None is one node.
         timeout_s: deadline of every wait for another rank.
 
     A body that raises releases the others from what they wait for, with PeerFailed; Ctrl-C all of
     them, and KeyboardInterrupt is raised when they have ended (a second Ctrl-C does not wait).
+
+    Where torch was imported before, it works on the rank's GPU. Ranks that share a GPU get a stream
+    each, as they would wait for each other in one queue. They also share torch's generator: what a
+    rank draws depends on the others, unless it has a ``torch.Generator``. Each has its own grad
+    mode, and begins with gradients enabled.
 
     Raises:
         what a body raised: of several the first by rank that is neither PeerFailed nor Timeout,
@@ -502,10 +509,23 @@ def run_threads(
         if gpus == 0:
             return body(World._wrap(_core.thread_world(bootstrap, per_node)))
         made = _core.gpu_thread_world(bootstrap, rank % gpus, per_node, world_size <= gpus)
-        return body(World._wrap(made))
+        with _torch_on(rank % gpus, world_size > gpus):
+            return body(World._wrap(made))
 
     bootstraps, scope = _core.thread_bootstraps(world_size, seconds_of(timeout_s, who))
     return run_ranks(world_size, rank_main, scope)
+
+
+def _torch_on(gpu: int, is_shared: bool) -> AbstractContextManager[Any]:
+    """Makes torch use the GPU in this thread, with a stream of the rank if others share the GPU."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return nullcontext()
+    torch.cuda.set_device(gpu)
+    if not is_shared:
+        return nullcontext()
+    own: AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.Stream(gpu))
+    return own
 
 
 def seconds_of(timeout_s: Any, who: str) -> float:

@@ -147,6 +147,9 @@ class ExpertExecutor {
   /// The dispatch since the last call of this that needed the most rows, where the capacity was
   /// less. Waits for nothing.
   [[nodiscard]] virtual ExpertOverflow take_overflow() = 0;
+
+  /// Collective, after the last call: gives back symmetric memory that the executor has made.
+  virtual void release() {}
 };
 
 /// Lets ranks first..first + count - 1, of which this is one, wait for each other by signals: rank

@@ -511,6 +511,7 @@ void EPAll2AllLayer::finalize() {
   state.abort_state.check("finalize");
   state.abort_state.guard([&] {
     state.context.finalize();
+    state.executor->release();
     state.signals.release();
   });
   state.abort_state.end("was finalized");

@@ -117,13 +117,10 @@ void begin_batch(SequencePlan& plan, BatchKind kind) {
 void add_segment(SequencePlan& plan, std::int32_t tensor, std::int64_t row, std::int64_t rows,
                  std::span<const std::uint64_t> addresses) {
   if (plan.cuts[tensor].row_bytes == 0 || rows == 0) return;
-  append_segment(plan,
-                 {.row = row,
-                  .rows = rows,
-                  .tensor = tensor,
-                  .bucket = static_cast<std::int32_t>(plan.batches.size()) - 1,
-                  .first_chunk = static_cast<std::int32_t>(plan.num_chunks)},
-                 addresses);
+  const auto first_chunk = static_cast<std::int32_t>(plan.num_chunks);
+  RowSegment& segment = append_segment(plan, tensor, row, rows, addresses);
+  segment.bucket = static_cast<std::int32_t>(plan.batches.size()) - 1;
+  segment.first_chunk = first_chunk;
 }
 
 bool is_batch_empty(const SequencePlan& plan) {

@@ -86,9 +86,9 @@ struct RowMove {
   return steps < 0 ? steps + world_size : steps;
 }
 
-/// Appends a segment: row, rows, tensor, bucket and first_chunk are set. @return its chunks
-std::int64_t append_segment(SequencePlan& plan, RowSegment segment,
-                            std::span<const std::uint64_t> addresses);
+/// Appends a segment and counts its chunks. The caller sets its bucket and first chunk.
+RowSegment& append_segment(SequencePlan& plan, std::int32_t tensor, std::int64_t row,
+                           std::int64_t rows, std::span<const std::uint64_t> addresses);
 
 /// Appends rows that stay on the rank to the local segments.
 void append_local(SequencePlan& plan, const WindowMap& windows, const RowMove& move);

@@ -94,14 +94,11 @@ class SegmentWriter {
         plan_.wire_bytes[rank] += rows * row_bytes;
       }
       std::int64_t& bucket_chunks = plan_.bucket_chunks[bucket];
-      const std::int64_t chunks =
-          append_segment(plan_,
-                         {.row = row,
-                          .rows = rows,
-                          .tensor = t,
-                          .bucket = bucket,
-                          .first_chunk = static_cast<std::int32_t>(bucket_chunks)},
-                         addresses_);
+      const std::int64_t chunks_before = plan_.num_chunks;
+      RowSegment& segment = append_segment(plan_, t, row, rows, addresses_);
+      segment.bucket = bucket;
+      segment.first_chunk = static_cast<std::int32_t>(bucket_chunks);
+      const std::int64_t chunks = plan_.num_chunks - chunks_before;
       bucket_chunks += chunks;
       if (!stays) plan_.num_wire_chunks += chunks;
     }
@@ -229,18 +226,22 @@ void WindowMap::write_offsets(SequencePlan& plan) const {
   for (const auto& offsets : offsets_) plan.window_offsets.push_back(offsets[to_int(plan.rank)]);
 }
 
-std::int64_t append_segment(SequencePlan& plan, RowSegment segment,
-                            std::span<const std::uint64_t> addresses) {
-  const RowCut& cut = plan.cuts[segment.tensor];
+/// The segment is written where it stays: a copy would be read before it is in the cache.
+RowSegment& append_segment(SequencePlan& plan, std::int32_t tensor, std::int64_t row,
+                           std::int64_t rows, std::span<const std::uint64_t> addresses) {
+  RowSegment& segment = plan.segments.emplace_back();
+  segment.row = row;
+  segment.rows = rows;
+  segment.tensor = tensor;
   segment.first_address = static_cast<std::int32_t>(plan.num_addresses);
   segment.first_destination = static_cast<std::int32_t>(plan.segment_addresses.size());
   segment.num_destinations = static_cast<std::int32_t>(addresses.size());
-  plan.segments.push_back(segment);
   plan.segment_addresses.insert(plan.segment_addresses.end(), addresses.begin(), addresses.end());
-  const std::int64_t chunks = (segment.rows + cut.rows_each - 1) / cut.rows_each * cut.parts;
+  const RowCut& cut = plan.cuts[tensor];
+  const std::int64_t chunks = (rows + cut.rows_each - 1) / cut.rows_each * cut.parts;
   plan.num_chunks += chunks;
   plan.num_addresses += chunks * std::ssize(addresses);
-  return chunks;
+  return segment;
 }
 
 void append_local(SequencePlan& plan, const WindowMap& windows, const RowMove& move) {

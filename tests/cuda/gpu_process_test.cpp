@@ -10,6 +10,7 @@
 #include "cuda/gpu_step.h"
 #include "cuda/gpu_transport_step.h"
 #include "support/transport_checks.h"
+#include "waybill/experts/ep_all2all_layer.h"
 
 namespace waybill {
 namespace {
@@ -58,6 +59,41 @@ TEST(GpuProcess, few_and_many_tokens_on_nodes_equal_the_simulation) {
   check_experts(test::on_nodes(test::config_of(4, 12, 4, 198, 64), 2), {}, 126);
   check_experts(test::on_nodes(test::config_of(2, 6, 4, 198, 64), 1), {.rows = EPRows::compact},
                 127);
+}
+
+/// Bytes of the device that nobody has, while no rank does anything.
+std::int64_t free_bytes(World& world) {
+  std::size_t free = 0;
+  std::size_t all = 0;
+  world.transport().barrier("memory is as it is");
+  test::cuda_ok(cudaMemGetInfo(&free, &all));
+  world.transport().barrier("memory was looked at");
+  return static_cast<std::int64_t>(free);
+}
+
+TEST(GpuProcess, a_finalized_layer_gives_its_memory_back) {
+  constexpr std::int64_t num_layers = 6;
+  constexpr std::int64_t least_block = std::int64_t{2} << 20;  // that other ranks map
+  const EPConfig of_one_node = test::config_of(2, 12, 4, 300, 256);
+  for (const EPConfig& config : {of_one_node, test::on_nodes(of_one_node, 1)}) {
+    const auto make = [&](std::shared_ptr<Bootstrap> bootstrap, int device) {
+      return make_gpu_process_world(std::move(bootstrap), device, config.local_world_size);
+    };
+    test::expect_no_errors(test::run_gpu_processes(2, make, [&](World& world) {
+      EPConfig mine = config;
+      mine.rank = to_int(world.rank());
+      const auto one_layer = [&] {
+        EPAll2AllLayer layer(world, mine, {.push_combine = mine.is_intra_node()});
+        layer.finalize();
+      };
+      one_layer();  // loads kernels
+      const std::int64_t before = free_bytes(world);
+      for (std::int64_t i = 0; i < num_layers; ++i) one_layer();
+      const std::int64_t lost = before - free_bytes(world);
+      if (lost < num_layers * least_block) return;
+      throw std::runtime_error(concat(num_layers, " layers left ", lost, " bytes behind"));
+    }));
+  }
 }
 
 TEST(GpuProcess, a_dispatcher_that_moved_nothing_can_be_closed) {

@@ -11,14 +11,14 @@
 
 namespace waybill::test {
 
-/// Makes worlds over NCCL in which each node says that it is a host of its own: NCCL then goes over
-/// its network between nodes, here TCP on the loopback interface, and lets nodes share GPUs.
+/// Makes worlds over NCCL in which NCCL takes each rank for a host of its own: it then goes over its
+/// network, here TCP on the loopback interface, and lets all ranks share one GPU.
 struct SimulatedHosts {
   std::int32_t ranks_per_node = 1;
 
   World operator()(std::shared_ptr<Bootstrap> bootstrap, int device) const {
-    const auto node = concat("host-", to_int(bootstrap->rank()) / ranks_per_node);
-    (void)setenv("NCCL_HOSTID", node.c_str(), 1);
+    const auto host = concat("host-", bootstrap->rank());
+    (void)setenv("NCCL_HOSTID", host.c_str(), 1);
     (void)setenv("NCCL_NET", "Socket", 0);
     (void)setenv("NCCL_SOCKET_IFNAME", "lo", 0);
     (void)setenv("NCCL_NVLS_ENABLE", "0", 0);  // no multicast

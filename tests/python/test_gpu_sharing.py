@@ -89,7 +89,7 @@ PREAMBLE = """
 @pytest.mark.skipif(not waybill.num_gpus(), reason="no GPU, or an installation without CUDA")
 def test_the_first_use_of_torch_in_the_ranks_of_a_fresh_process():
     done = run("""
-    print(len(wt.run_threads(6, body, device="cuda", timeout_s=20)))
+    print(len(waybill.run_threads(6, body, device="cuda", timeout_s=20)))
     """)
     assert done.returncode == 0 and done.stdout == "6\n", done.stdout + done.stderr
     assert waybill.num_gpus() >= 6 or "RuntimeWarning" not in done.stderr, done.stderr

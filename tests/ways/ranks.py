@@ -232,9 +232,9 @@ def _join(
         RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank % per_node),
         LOCAL_WORLD_SIZE=str(per_node), WAYBILL_RENDEZVOUS=f"file://{place}",
     )  # fmt: skip
-    if backend == "nccl":  # each node is a host of its own to NCCL, which then shares GPUs
+    if backend == "nccl":  # each rank is a host of its own to NCCL, which then shares GPUs
         os.environ.update(
-            WAYBILL_HOST_ID=f"host-{node}", NCCL_HOSTID=f"host-{node}", NCCL_NET="Socket",
+            WAYBILL_HOST_ID=f"host-{node}", NCCL_HOSTID=f"host-{rank}", NCCL_NET="Socket",
             NCCL_SOCKET_IFNAME="lo", NCCL_NVLS_ENABLE="0",
         )  # fmt: skip
     if device == "cuda":

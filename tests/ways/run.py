@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 CELL_LIMIT_S = 75.0  #: then the process is ended
@@ -97,16 +97,21 @@ class Run:
         self.lock = threading.Lock()
         self.begun = time.monotonic()
 
-    def groups(self, groups: list[list[Cell]]) -> None:
-        """Group after group; the process of the next one starts meanwhile."""
-        spare = self._worker(groups[0]) if groups else None
-        for i, cells in enumerate(groups):
-            worker, spare = spare, None
-            if i + 1 < len(groups):
-                spare = self._worker(groups[i + 1])
+    def groups(self, groups: Iterator[list[Cell]]) -> None:
+        """Group after group, of which others take some too; the process of the next one starts
+        meanwhile.
+        """
+        cells, worker = self._next(groups)
+        while cells:
+            following, spare = self._next(groups)
             self._group(cells, worker)
-        if spare is not None:
-            spare.end()
+            cells, worker = following, spare
+
+    def _next(self, groups: Iterator[list[Cell]]) -> tuple[list[Cell], Worker | None]:
+        """The next group and its process; nothing if there is none."""
+        with self.lock:
+            cells = next(groups, [])
+        return cells, self._worker(cells) if cells else None
 
     def _worker(self, cells: list[Cell]) -> Worker:
         return Worker(self.device, self.ways[cells[0][0]], self.folder.name)
@@ -220,8 +225,9 @@ def run_all(
     ways = [w for w in WAYS.values() if fnmatch.fnmatch(w.name, only) and device in w.devices]
     run = Run(device, WAYS, limit_s, keep)
     of_each = 8 if device == "cuda" else -(-len(ways) // jobs)
-    groups = [cells_of(group, device, every) for group in groups_of(ways, of_each)]
-    busy = [threading.Thread(target=run.groups, args=(groups[i::jobs],)) for i in range(jobs)]
+    all_groups = (cells_of(group, device, every) for group in groups_of(ways, of_each))
+    groups = iter([cells for cells in all_groups if cells])
+    busy = [threading.Thread(target=run.groups, args=(groups,)) for _ in range(jobs)]
     for one in busy:
         one.start()
     for one in busy:
@@ -230,14 +236,18 @@ def run_all(
 
 
 def groups_of(ways: list[Any], of_each: int) -> list[list[Any]]:
-    """Ways that share a process as long as all is right: as many as start while others run."""
+    """Ways that share a process as long as all is right: as many as start while others run. Those
+    whose ranks are processes take the longest: they are the first, and fewer in a group.
+    """
     alike: dict[Any, list[Any]] = {}
-    for way in sorted(ways, key=lambda way: way.ranks == "processes"):
+    for way in sorted(ways, key=lambda way: way.ranks != "processes"):
         key = way.ranks, way.backend
         alike.setdefault(key, []).append(way)
-    return [
-        group[i : i + of_each] for group in alike.values() for i in range(0, len(group), of_each)
-    ]
+    groups = []
+    for (ranks, _), group in alike.items():
+        size = of_each // 4 if ranks == "processes" else of_each
+        groups += [group[i : i + size] for i in range(0, len(group), size)]
+    return groups
 
 
 def summary(results: Results) -> int:

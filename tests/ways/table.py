@@ -181,7 +181,7 @@ tests run a third of the cells of CPU ranks and compare them with this page.
 A column of GPUs is *stale* when its code is another one than today's. The hash of the code is that
 of `src/cuda`, `src/experts` and `src/moe` for experts, and that of `src/cuda`, `src/runtime` and
 `src/schedule` for sequences. Ways "over several nodes" have logical nodes of one host, with 2 x 1,
-2 x 2 and 4 x 1 ranks; where a title says NCCL, each node says that it is a host of its own.
+2 x 2 and 4 x 1 ranks; where a title says NCCL, each rank is a host of its own to NCCL.
 """
 
 

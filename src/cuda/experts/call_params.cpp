@@ -97,6 +97,11 @@ ExpertParams::~ExpertParams() {
   layer_.transport.defer_release({state_, tile_counts_, nan_row_, overflow_, elements_, scales_});
 }
 
+void ExpertParams::release() {
+  layer_.transport.release(records_);
+  layer_.transport.release(channels_);
+}
+
 MoeArrive ExpertParams::arrive(const ExpertCall& call, FaultKind kind) const {
   MoeArrive m{};
   m.arrive.rank = layer_.config.rank;

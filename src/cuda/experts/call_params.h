@@ -58,6 +58,8 @@ class ExpertParams {
   ExpertParams& operator=(const ExpertParams&) = delete;
   /// Frees nothing while other ranks may still use it.
   ~ExpertParams();
+  /// Collective.
+  void release();
 
   /// @param tables their routing is being made
   [[nodiscard]] RouteParams route(const ExpertCall& call, const ExpertDispatchInput& input,

@@ -84,6 +84,13 @@ class GpuExpertExecutor final : public ExpertExecutor {
     layer_.transport.defer_release(std::move(flags_.memory));
   }
 
+  void release() override {
+    layer_.gpu->use();
+    params_.release();
+    if (nodes_ != nullptr) nodes_->release();
+    layer_.transport.release(flags_);
+  }
+
   void realign(const ExpertCall& call, std::uint32_t next_dispatch,
                std::uint32_t next_combine) override {
     if (nodes_ != nullptr) return;

@@ -47,6 +47,8 @@ ExpertNodes::~ExpertNodes() {
   layer_.transport.defer_release({program_memory_});
 }
 
+void ExpertNodes::release() { layer_.transport.release(pad_); }
+
 void ExpertNodes::make_program() {
   const std::int64_t tokens = layer_.config.max_tokens;
   const std::int32_t shift = chunk_shift(std::max(token_bytes_, sum_bytes_), tokens);

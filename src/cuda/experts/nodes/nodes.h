@@ -42,6 +42,8 @@ class ExpertNodes {
   ExpertNodes(const ExpertNodes&) = delete;
   ExpertNodes& operator=(const ExpertNodes&) = delete;
   ~ExpertNodes();
+  /// Collective.
+  void release();
 
   /// Begins a dispatch: synchronizes with all ranks, exchanges weights if there are any, and
   /// exchanges ids if the dispatch counts. Rows follow without another call if the device decides
