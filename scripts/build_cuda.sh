@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# Compiles and links everything that needs CUDA, for all architectures; needs no GPU. Where there is
-# no nvcc it says so and builds nothing.
+# Compiles and links what needs CUDA; needs no GPU. Where there is no nvcc it says so and builds
+# nothing.
+#
+#   scripts/build_cuda.sh       for all architectures, with benchmarks; looks at the machine code
+#   scripts/build_cuda.sh 90    for one architecture: the library, the tests, an example
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -11,13 +14,20 @@ if [[ -z $nvcc ]]; then
 fi
 "$nvcc" --version | tail -2
 scripts/python_env.sh --nvshmem
+targets=(waybill_cuda waybill_nvshmem waybill_tests_cuda example_launch)
+flags=()
+if (($# > 0)); then
+  flags=("-DWAYBILL_CUDA_ARCHITECTURES=$1")
+else
+  targets+=(waybill_bench_gpu_link waybill_bench_gpu_moe waybill_bench_gpu_sequence
+    waybill_bench_gpu_processes waybill_bench_gpu_blocking waybill_bench_gpu_planner)
+fi
 cmake -S . -B build/cuda -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
   -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DCMAKE_CUDA_COMPILER="$nvcc" -DWAYBILL_CUDA=ON \
-  -DWAYBILL_NVSHMEM=ON -DWAYBILL_JOIN=ON -DWAYBILL_DEV=ON -DWAYBILL_CLI=OFF -DWAYBILL_EXAMPLES=ON
+  -DWAYBILL_NVSHMEM=ON -DWAYBILL_JOIN=ON -DWAYBILL_DEV=ON -DWAYBILL_CLI=OFF -DWAYBILL_EXAMPLES=ON \
+  "${flags[@]}"
 scripts/check_flags.py build/cuda
-cmake --build build/cuda --target waybill_cuda waybill_nvshmem waybill_tests_cuda example_launch \
-  waybill_bench_gpu_link waybill_bench_gpu_moe waybill_bench_gpu_sequence \
-  waybill_bench_gpu_processes waybill_bench_gpu_blocking waybill_bench_gpu_planner
+cmake --build build/cuda --target "${targets[@]}"
 architectures=$(sed -n 's/^WAYBILL_CUDA_ARCHITECTURES:[A-Z]*=//p' build/cuda/CMakeCache.txt)
 scripts/check_device_code.py "$architectures" build/cuda/src/cuda/libwaybill_cuda.a
 status=0
