@@ -11,8 +11,8 @@
 
 namespace waybill::test {
 
-/// Makes worlds over NCCL in which NCCL takes each rank for a host of its own: it then goes over its
-/// network, here TCP on the loopback interface, and lets all ranks share one GPU.
+/// Makes worlds over NCCL in which NCCL takes each rank for a host of its own: it then goes over
+/// its network, here TCP on the loopback interface, and lets all ranks share one GPU.
 struct SimulatedHosts {
   std::int32_t ranks_per_node = 1;
 
