@@ -71,6 +71,10 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # what is not given back at the end is said
+
+
 @pytest.fixture(scope="session", params=["numpy", "torch"])
 def face(request):
     """The package as users of numpy see it, and as users of torch do."""

@@ -5,11 +5,13 @@ A process of its own would take two seconds of a core to import torch, in each r
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
 import pathlib
 import random
+import signal
 import socket
 import sys
 import tempfile
@@ -36,6 +38,9 @@ def _run(code, arguments, environment, output):
     except Exception:
         traceback.print_exc()
         raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        ctypes.pythonapi.Py_Exit(128 + signal.SIGINT)  # ends threads as the interpreter does
     finally:
         atexit._run_exitfuncs()  # a forked process ends without them
 

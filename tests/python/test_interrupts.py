@@ -10,6 +10,7 @@ import textwrap
 import threading
 
 import pytest
+from rank_processes import run_programs
 
 pytestmark = pytest.mark.alone
 
@@ -199,9 +200,10 @@ GROUP = """
 
 
 def run_group(tmp_path, program):
-    code = textwrap.dedent(GROUP) + textwrap.dedent(program)
-    ranks = [start(code, str(rank), str(tmp_path), GLOO_SOCKET_IFNAME="lo") for rank in range(2)]
-    return finish_all(ranks)
+    code = "".join(map(textwrap.dedent, (PREAMBLE, GROUP, program)))
+    variables = environment(GLOO_SOCKET_IFNAME="lo")
+    ranks = [(code, (rank, tmp_path), variables) for rank in range(2)]
+    return [output for _, output in run_programs(tmp_path, ranks)]
 
 
 def test_a_process_group_has_the_deadline_of_the_world(tmp_path):

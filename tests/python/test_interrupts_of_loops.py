@@ -11,10 +11,12 @@ import pytest
 pytest.importorskip("torch")
 
 from endless_calls import CALLS
-from test_interrupts import environment, finish, finish_all, latencies
+from rank_processes import run_programs
+from test_interrupts import environment, latencies
 
 pytestmark = pytest.mark.alone
 
+HERE = str(pathlib.Path(__file__).parent)
 LATENCY_S = 0.5
 MARGIN_S = 0.5  # other programs may keep this one from running
 
@@ -42,14 +44,9 @@ PREAMBLE = """
 """
 
 
-def start(program, *arguments, **variables):
-    code = textwrap.dedent(PREAMBLE) + textwrap.dedent(program)
-    here = str(pathlib.Path(__file__).parent)
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        env=environment(**variables, PYTHONPATH=here),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+def program_of(code, *arguments, **variables):
+    """As run_programs takes it."""
+    return textwrap.dedent(PREAMBLE) + textwrap.dedent(code), arguments, environment(**variables)
 
 
 THREADS = """
@@ -62,8 +59,8 @@ THREADS = """
 """
 
 
-def test_ranks_that_are_threads():
-    output = finish(start(THREADS))
+def test_ranks_that_are_threads(tmp_path):
+    ((_, output),) = run_programs(tmp_path, [program_of(THREADS)])
     seen = latencies(output)
     assert set(seen) == {f"{name}_{size}" for name in CALLS for size in (1, 2, 3)}, output
     assert max(seen.values()) < LATENCY_S + MARGIN_S, seen
@@ -111,20 +108,22 @@ PROCESSES = """
 
 def test_ranks_that_are_processes(tmp_path):
     ranks = [
-        start(PROCESSES, str(tmp_path), RANK=rank, WORLD_SIZE=2, LOCAL_RANK=rank,
-              LOCAL_WORLD_SIZE=2)
+        program_of(PROCESSES, tmp_path, RANK=rank, WORLD_SIZE=2, LOCAL_RANK=rank,
+                   LOCAL_WORLD_SIZE=2)
         for rank in range(2)
     ]  # fmt: skip
-    outputs = finish_all(ranks)
-    assert [process.returncode for process in ranks] == [0, 0], outputs
+    statuses, outputs = zip(*run_programs(tmp_path, ranks))
+    assert statuses == (0, 0), outputs
     seen = latencies(outputs[0])
     assert len(seen) == 12, outputs
     assert max(seen.values()) < LATENCY_S + MARGIN_S, seen
 
 
-def test_a_second_interrupt_ends_ranks_that_never_call():
-    """Threads in the middle of a call of torch would end the program by std::terminate."""
-    program = """
+def test_a_second_interrupt_ends_ranks_that_never_call(tmp_path):
+    """Threads in the middle of a call of torch would end the program by std::terminate. Once as
+    users start it; a forked program ends as the interpreter does, but by a status.
+    """
+    code, _, variables = program_of("""
         def busy(world):
             if world.rank == 0:
                 interrupt(times=2)
@@ -137,10 +136,14 @@ def test_a_second_interrupt_ends_ranks_that_never_call():
             wt.run_threads(2, busy)
         finally:
             print("run ended after", time.monotonic() - begun, "s", flush=True)
-    """
-    for _ in range(8):
-        process = start(program)
-        output = finish(process)
-        assert process.returncode == -signal.SIGINT, (process.returncode, output)
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**variables, "PYTHONPATH": HERE}, text=True, timeout=120,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    ends = [(done.returncode, done.stdout)]
+    ends += [run_programs(tmp_path, [(code, (), variables)])[0] for _ in range(3)]
+    assert [status for status, _ in ends] == [-signal.SIGINT] + 3 * [128 + signal.SIGINT], ends
+    for _, output in ends:
         assert "terminate called" not in output, output
         assert latencies(output)["run"] < 3, output
