@@ -1,5 +1,6 @@
 """python -m waybill bench: all ways come to the same sums, and what it writes says so."""
 
+import functools
 import importlib.util
 import json
 import subprocess
@@ -10,6 +11,9 @@ import pytest
 import waybill
 
 pytest.importorskip("torch")
+
+import rank_processes  # noqa: F401 (what the processes are forked from)
+from torch import multiprocessing
 
 from waybill import _bench
 from waybill._bench import attention, attention_ways, expert_ways, experts, ranks
@@ -128,7 +132,14 @@ def measured_with_deep_ep(rank, *arguments):
     return experts.measure(rank, *arguments)
 
 
-def test_ranks_as_processes():
+@pytest.fixture
+def forked(monkeypatch):
+    """Processes of ranks come from one that has torch."""
+    start = functools.partial(multiprocessing.start_processes, start_method="forkserver")
+    monkeypatch.setattr(multiprocessing, "spawn", start)
+
+
+def test_ranks_as_processes(forked):
     """As on several GPUs, over gloo, with Waybill's own module in DeepEP's place."""
     sizes = experts.Sizes(tokens=[1, 9], hidden=128, topk=3, experts=8)
     place = ranks.Place("cpu", 2, processes=True)
@@ -145,7 +156,7 @@ def failing(rank):
     rank.gather(None)
 
 
-def test_a_rank_that_fails_ends_the_others():
+def test_a_rank_that_fails_ends_the_others(forked):
     for processes in (True, False):
         with pytest.raises(Exception, match="rank 1 has had enough"):
             ranks.start(ranks.Place("cpu", 2, processes), failing)

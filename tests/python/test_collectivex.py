@@ -3,12 +3,10 @@ computed here; the oracle itself runs with bench/collectivex/run.py, from a chec
 """
 
 import pathlib
-import subprocess
-import sys
 import textwrap
 
 import pytest
-from rank_processes import run_programs
+from rank_processes import run_file, run_programs
 
 pytest.importorskip("torch")
 
@@ -96,9 +94,6 @@ def test_rows_and_sums(mode, precision, tmp_path):
 
 
 def test_a_checkout_is_asked_for(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "run.py"), str(tmp_path), "--device", "cpu"],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "no checkout of CollectiveX" in done.stderr and str(tmp_path) in done.stderr
+    ((status, said),) = run_file(tmp_path, FOLDER / "run.py", [tmp_path, "--device", "cpu"])
+    assert status == 2
+    assert "no checkout of CollectiveX" in said and str(tmp_path) in said

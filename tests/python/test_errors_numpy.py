@@ -168,7 +168,7 @@ def call(function, arguments):
             function(*arguments)
 
 
-@settings(max_examples=1500)
+@settings(max_examples=800)
 @given(data=st.data())
 def test_garbage_for_functions(data):
     module = waybill
@@ -178,7 +178,7 @@ def test_garbage_for_functions(data):
     call(function, [data.draw(garbage) for _ in range(count + data.draw(st.integers(0, 2)))])
 
 
-@settings(max_examples=600)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_garbage_for_the_torch_face(data):
     torch = pytest.importorskip("torch")

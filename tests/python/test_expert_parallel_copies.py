@@ -218,7 +218,7 @@ def test_kept_copies_are_void_when_weights_change():
     waybill.run_threads(2, body)
 
 
-def train(world_size, spare, steps=50, **options):
+def train(world_size, spare, steps=20, **options):
     """Losses and weights of all ranks after some steps of a small mixture with a skewed router."""
     found = {}
 

@@ -46,7 +46,7 @@ def loads_of(shape, seeds):
 def test_never_worse_than_eplb(shape, spare):
     num_experts, num_ranks = shape
     slots = num_experts // num_ranks + spare
-    loads = loads_of(shape, range(1 if num_ranks > 32 else 2))
+    loads = loads_of(shape, [0])[:: 3 if num_ranks > 64 else 1]
     placement = plan_expert_placement(loads, num_ranks, slots_per_rank=slots)
     check(loads, placement)
     for layer, of_layer in enumerate(loads):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from rank_processes import run_file, run_programs
 
 SCRIPTS = pathlib.Path(__file__).resolve().parent.parent.parent / "scripts"
 
@@ -73,19 +74,38 @@ def test_the_lines_that_ran(project, tmp_path, monkeypatch):
     assert script.lines_of(counters) == {"src/a.cpp": 4}
 
 
+def test_the_way_of_a_call(tmp_path):
+    pytest.importorskip("torch")
+    ((status, text),) = run_file(tmp_path, SCRIPTS / "trace_call.py", ["attention"])
+    assert status == 0 and text.startswith("attention: "), text
+    for file in ("python/waybill/torch/", "src/cuda/sequence/kv_gradient.cu"):
+        assert file in text, text
+
+
+RUN_CALL = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import trace_call
+trace_call.run_call(sys.argv[2], False, sys.argv[3])
+"""
+
+
 @pytest.mark.parametrize(
-    "call, files",
+    "call, python, kernel",
     [
-        ("experts", ["python/waybill/torch/experts/", "src/cuda/experts/rows.cu"]),
-        ("sequences", ["sequence_dispatcher.py", "src/cuda/sequence/dispatch_tma.cu"]),
-        ("attention", ["python/waybill/torch/", "src/cuda/sequence/kv_gradient.cu"]),
+        ("experts", "torch/experts/", "src/cuda/experts/rows.cu"),
+        ("sequences", "sequence_dispatcher.py", "src/cuda/sequence/dispatch_tma.cu"),
     ],
 )
-def test_the_way_of_each_call(call, files):
+def test_the_way_of_each_call(project, tmp_path, call, python, kernel):
+    """Forked: the program starts a process of its own for each call."""
     pytest.importorskip("torch")
-    program = [sys.executable, SCRIPTS / "trace_call.py", call]
-    text = subprocess.run(program, check=True, capture_output=True, text=True).stdout
-    assert text.startswith(f"{call}: ") and all(file in text for file in files), text
+    out = tmp_path / "functions.json"
+    ends = run_programs(tmp_path, [(RUN_CALL, [SCRIPTS, call, out], None)])
+    assert ends == [(0, "")]
+    assert any(file.startswith(python) for file in json.loads(out.read_text()))
+    script = project("trace_call", {kernel: ""})
+    assert kernel in script.closure([k for k in script.KERNELS[call] if k == kernel])
 
 
 def test_the_share_of_lines_that_tests_run(project, tmp_path, capsys):

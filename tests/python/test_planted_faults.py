@@ -50,6 +50,7 @@ def test_a_planted_fault_is_found(project, tmp_path, monkeypatch, capsys, change
     files = {"scripts/planted_faults.json": json.dumps([fault]), "python/twice.py": TREE[PLACES]}
     script = project("planted_faults", {**TREE, **files})
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # of a second each, 15 times
     monkeypatch.setattr(script.Workshop, "site", lambda self: self.tree / "python")
     assert script.main([]) == status
     assert said in capsys.readouterr().out

@@ -54,15 +54,15 @@ class Planted:
 
 def test_all_kinds_repeat_their_bits(capsys):
     done = _selftest.main(
-        ["--repeat", "40", "--device", "cpu", "--tokens", "24", "--hidden", "128"]
+        ["--repeat", "20", "--device", "cpu", "--tokens", "24", "--hidden", "128"]
     )
     shown = capsys.readouterr().out.splitlines()
     assert done == 0, shown
     assert shown[1] == (
-        "40 calls of each kind: 2 ranks in host memory, 24 tokens each, rows of 128, combines that"
+        "20 calls of each kind: 2 ranks in host memory, 24 tokens each, rows of 128, combines that"
         " pull"
     )
-    lines = [line for line in shown if re.search(r" ok +[\d.]+ s  40 calls, 0 of them in", line)]
+    lines = [line for line in shown if re.search(r" ok +[\d.]+ s  20 calls, 0 of them in", line)]
     assert len(lines) == len(KINDS) == len(shown) - 3
     assert re.fullmatch(rf"selftest: passed: {len(KINDS)} kinds in [\d.]+ s", shown[-1])
 
