@@ -2,8 +2,8 @@
 # Compiles and links what needs CUDA; needs no GPU. Where there is no nvcc it says so and builds
 # nothing.
 #
-#   scripts/build_cuda.sh       for all architectures, with benchmarks; looks at the machine code
-#   scripts/build_cuda.sh 90    for one architecture: the library, the tests, an example
+#   scripts/build_cuda.sh       for all architectures, with tests and benchmarks
+#   scripts/build_cuda.sh 90    for one architecture: the library, and a program with it
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,12 +14,12 @@ if [[ -z $nvcc ]]; then
 fi
 "$nvcc" --version | tail -2
 scripts/python_env.sh --nvshmem
-targets=(waybill_cuda waybill_nvshmem waybill_tests_cuda example_launch)
+targets=(waybill_cuda example_launch)
 flags=()
 if (($# > 0)); then
   flags=("-DWAYBILL_CUDA_ARCHITECTURES=$1")
 else
-  targets+=(waybill_bench_gpu_link waybill_bench_gpu_moe waybill_bench_gpu_sequence
+  targets+=(waybill_nvshmem waybill_tests_cuda waybill_bench_gpu_link waybill_bench_gpu_moe waybill_bench_gpu_sequence
     waybill_bench_gpu_processes waybill_bench_gpu_blocking waybill_bench_gpu_planner)
 fi
 cmake -S . -B build/cuda -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
