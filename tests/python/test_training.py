@@ -19,7 +19,7 @@ STEPS = ("--steps", "8")
 
 def run(folder, *arguments, ranks=(None,)):
     """What the first of the processes prints."""
-    ends = run_file(folder, PROGRAM, arguments, ranks)
+    ends = run_file(folder, PROGRAM, arguments, ranks, timeout=300)
     assert all(status == 0 for status, _ in ends), ends
     return ends[0][1]
 
