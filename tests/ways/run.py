@@ -1,6 +1,6 @@
 """Runs every way with every edge and says which cells are right; ``--write`` updates the table.
 
-    python tests/ways/run.py [--device cpu|cuda] [--only PATTERN] [--every N] [--write PAGE.md]
+    python tests/ways/run.py [--device cpu|cuda] [--only PATTERN] [--write docs/ways_and_edges.md]
 
 Ranks on GPUs share those that are there. A few ways have a process of their own there; after a cell
 with an error, which may take the GPU from its process, a new one goes on with the next edge.
@@ -198,26 +198,17 @@ def serve(device: str, kind: str) -> None:
     os._exit(0)
 
 
-def cells_of(ways: list[Any], device: str, every: int) -> list[Cell]:
-    """Those that mean something on these ranks: with the ordinary batch, and of the edges every
-    n-th, of which the next way begins with the next one.
-    """
-    from ranks import WAYS
-
-    numbers = {name: number for number, name in enumerate(WAYS)}
+def cells_of(ways: list[Any], device: str) -> list[Cell]:
+    """Those that mean something on these ranks."""
     return [
-        (way.name, edge)
-        for way in ways
-        for number, edge in enumerate(way.edges)
-        if edge == "ordinary" or (number + numbers[way.name]) % every == 0
-        if way.excluded(edge, device) is None
+        (way.name, edge) for way in ways for edge in way.edges if way.excluded(edge, device) is None
     ]
 
 
 def run_all(
-    device: str, only: str, every: int, limit_s: float, jobs: int, keep: Callable[[Results], None]
+    device: str, only: str, limit_s: float, jobs: int, keep: Callable[[Results], None]
 ) -> Results:
-    """The results of the cells of the ways whose name fits the pattern; ``keep`` gets them as they
+    """The results of all cells of the ways whose name fits the pattern; ``keep`` gets them as they
     come. So many processes run ways side by side.
     """
     from ranks import WAYS
@@ -225,7 +216,7 @@ def run_all(
     ways = [w for w in WAYS.values() if fnmatch.fnmatch(w.name, only) and device in w.devices]
     run = Run(device, WAYS, limit_s, keep)
     of_each = 8 if device == "cuda" else -(-len(ways) // jobs)
-    all_groups = (cells_of(group, device, every) for group in groups_of(ways, of_each))
+    all_groups = (cells_of(group, device) for group in groups_of(ways, of_each))
     groups = iter([cells for cells in all_groups if cells])
     busy = [threading.Thread(target=run.groups, args=(groups,)) for _ in range(jobs)]
     for one in busy:
@@ -267,7 +258,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--only", default="*", help="pattern of the ways' names")
-    parser.add_argument("--every", type=int, default=1, help="each way with every n-th edge")
     parser.add_argument("--write", type=pathlib.Path, help="the page; its numbers lie beside it")
     parser.add_argument("--page", type=pathlib.Path, help="writes the page again, runs nothing")
     parser.add_argument("--limit-s", type=float, default=480.0)
@@ -290,7 +280,7 @@ def main() -> int:
         if given.write:
             table.update(given.write, given.device, results)
 
-    wrong = summary(run_all(given.device, given.only, given.every, given.limit_s, given.jobs, keep))
+    wrong = summary(run_all(given.device, given.only, given.limit_s, given.jobs, keep))
     return 1 if wrong else 0
 
 

@@ -168,7 +168,7 @@ Each *way* to move rows is run with each *edge*. A cell is the product on the ra
 rows are counted beside it. `tests/ways` has both lists: a new way or edge is an entry there. Then
 `python tests/ways/run.py --device cpu --write docs/ways_and_edges.md` fills the column of CPU
 ranks, and with `cuda` that of the GPUs that are there; both keep the other columns. The Python
-tests run a third of the cells of CPU ranks and compare them with this page.
+tests run all cells of CPU ranks and compare them with this page.
 
 | sign | |
 |---|---|
