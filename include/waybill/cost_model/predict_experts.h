@@ -31,11 +31,10 @@ struct ExpertCosts {
   double count_seconds = 14e-6;
   double count_token_seconds = 50e-9;
   /// With spare experts: the kernel that plans copies, of one block, takes these together. Fit
-  /// 256 x 8, 256 x 32, 256 x 64 and 512 x 128 experts x ranks of an earlier kernel on one H100,
-  /// which took twice as long as today's.
-  double plan_seconds = 19e-6;
-  double plan_rank_seconds = 0.34e-6;   ///< per rank
-  double plan_count_seconds = 0.64e-9;  ///< per pair of rank and expert
+  /// 256 x 8, 256 x 32, 256 x 64 and 512 x 128 experts x ranks, one H200.
+  double plan_seconds = 10.5e-6;
+  double plan_rank_seconds = 0.08e-6;   ///< per rank
+  double plan_count_seconds = 0.62e-9;  ///< per pair of rank and expert
   /// Sums of a token's rows on one rank, read and written, all of the device. Measured, 4 x H200.
   double sum_bytes_per_second = 3.0e12;
   /// Copies on one rank, read and written, all of the device. Measured, 4 and 8 x H200.
