@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Plants faults in src and python, one after another, and sees whether a test finds each.
 
-    planted_faults.py                 all but those that need a GPU
+    build/venv/bin/python scripts/planted_faults.py     all but those that need a GPU
       --work FOLDER                   for the copy of the tree and builds; default build/faults
       --only TEXT                     those whose name, file or test has the text
       --check                         only whether each fault fits its file
@@ -265,6 +265,13 @@ def main(arguments=None):
     if given.check:
         print(f"planted faults: {len(others)} fit, and {len(devices)} that need a GPU")
         return 0
+    of_python = [fault["name"] for fault in others if fault["test"].startswith("tests/python")]
+    if of_python and importlib.util.find_spec("waybill") is None:
+        print(
+            f"planted faults: {sys.executable} has no waybill, which {len(of_python)} of them"
+            " need: use build/venv/bin/python after scripts/test.sh"
+        )
+        return 2
     workshop = Workshop(given.work.resolve())
     lost = try_all(workshop, others, given.whole)
     if given.cuda:
