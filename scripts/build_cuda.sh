@@ -15,21 +15,22 @@ fi
 "$nvcc" --version | tail -2
 scripts/python_env.sh --nvshmem
 targets=(waybill_cuda example_launch)
-flags=()
 if (($# > 0)); then
-  flags=("-DWAYBILL_CUDA_ARCHITECTURES=$1")
+  architectures=("-DWAYBILL_CUDA_ARCHITECTURES=$1")
 else
-  targets+=(waybill_nvshmem waybill_tests_cuda waybill_bench_gpu_link waybill_bench_gpu_moe waybill_bench_gpu_sequence
-    waybill_bench_gpu_processes waybill_bench_gpu_blocking waybill_bench_gpu_planner)
+  architectures=(-UWAYBILL_CUDA_ARCHITECTURES) # not those of an earlier run
+  targets+=(waybill_nvshmem waybill_tests_cuda waybill_bench_gpu_link waybill_bench_gpu_moe
+    waybill_bench_gpu_sequence waybill_bench_gpu_processes waybill_bench_gpu_blocking
+    waybill_bench_gpu_planner)
 fi
 cmake -S . -B build/cuda -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
   -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DCMAKE_CUDA_COMPILER="$nvcc" -DWAYBILL_CUDA=ON \
   -DWAYBILL_NVSHMEM=ON -DWAYBILL_JOIN=ON -DWAYBILL_DEV=ON -DWAYBILL_CLI=OFF -DWAYBILL_EXAMPLES=ON \
-  "${flags[@]}"
+  "${architectures[@]}"
 scripts/check_flags.py build/cuda
 cmake --build build/cuda --target "${targets[@]}"
-architectures=$(sed -n 's/^WAYBILL_CUDA_ARCHITECTURES:[A-Z]*=//p' build/cuda/CMakeCache.txt)
-scripts/check_device_code.py "$architectures" build/cuda/src/cuda/libwaybill_cuda.a
+compiled=$(sed -n 's/^WAYBILL_CUDA_ARCHITECTURES:[A-Z]*=//p' build/cuda/CMakeCache.txt)
+scripts/check_device_code.py "$compiled" build/cuda/src/cuda/libwaybill_cuda.a
 status=0
 scripts/check_bulk_fences.py --machine-code build/cuda/src/cuda/libwaybill_cuda.a || status=$?
 ((status == 0 || status == 3)) || exit "$status" # 3: there is no cuobjdump, which it has said

@@ -46,6 +46,13 @@ def test_the_page_is_made_of_its_numbers():
     )
 
 
+def test_words_do_not_say_where_the_tree_lies(tmp_path):
+    words = f"cannot open {table.ROOT}/build/site/library.so"
+    table.update(tmp_path / "page.md", "cpu", {("node_counting", "ordinary"): ("refused", words)})
+    kept = table.read(tmp_path / "page.md")["cells"]["cpu"]["node_counting"]["ordinary"]
+    assert kept == ["refused", "cannot open build/site/library.so"]
+
+
 @pytest.mark.filterwarnings("default")
 def test_columns_of_gpus_say_of_what_code_they_are():
     known = table.read(PAGE)

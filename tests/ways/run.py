@@ -236,7 +236,7 @@ def groups_of(ways: list[Any], of_each: int) -> list[list[Any]]:
         alike.setdefault(key, []).append(way)
     groups = []
     for (ranks, _), group in alike.items():
-        size = of_each // 4 if ranks == "processes" else of_each
+        size = max(1, of_each // 4) if ranks == "processes" else of_each
         groups += [group[i : i + size] for i in range(0, len(group), size)]
     return groups
 
