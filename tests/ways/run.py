@@ -2,9 +2,8 @@
 
     python tests/ways/run.py [--device cpu|cuda] [--only PATTERN] [--write docs/ways_and_edges.md]
 
-Ranks on GPUs share those that are there. With ``--gpus N`` each process has one of the first N,
-which its ranks share. A few ways have a process of their own there. After a cell with an error,
-which may take the GPU from its process, a new one goes on with the next edge.
+Ranks on GPUs share those that are there. A few ways have a process of their own there; after a cell
+with an error, which may take the GPU from its process, a new one goes on with the next edge.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ Results = dict[Cell, tuple[str, str]]
 class Worker:
     """A process that runs cells one after another, and says what came of each."""
 
-    def __init__(self, device: str, way: Any, environment: dict[str, str]) -> None:
+    def __init__(self, device: str, way: Any, folder: str) -> None:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--worker", way.ranks, "--device", device],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
-            start_new_session=True, env={**os.environ, **environment},
+            start_new_session=True, env={**os.environ, "TMPDIR": folder},
         )  # fmt: skip
         self.lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -98,31 +97,26 @@ class Run:
         self.lock = threading.Lock()
         self.begun = time.monotonic()
 
-    def groups(self, groups: Iterator[list[Cell]], gpu: str | None) -> None:
+    def groups(self, groups: Iterator[list[Cell]]) -> None:
         """Group after group, of which others take some too; the process of the next one starts
-        meanwhile. All on one GPU, if it is named.
+        meanwhile.
         """
-
-        def new_worker(cells: list[Cell]) -> Worker:
-            environment = {"TMPDIR": self.folder.name}
-            if gpu is not None:
-                environment["CUDA_VISIBLE_DEVICES"] = gpu
-            return Worker(self.device, self.ways[cells[0][0]], environment)
-
-        def take() -> tuple[list[Cell], Worker | None]:
-            with self.lock:
-                cells = next(groups, [])
-            return cells, new_worker(cells) if cells else None
-
-        cells, worker = take()
+        cells, worker = self._next(groups)
         while cells:
-            following, spare = take()
-            self._group(cells, worker, new_worker)
+            following, spare = self._next(groups)
+            self._group(cells, worker)
             cells, worker = following, spare
 
-    def _group(
-        self, cells: list[Cell], worker: Worker | None, new_worker: Callable[[list[Cell]], Worker]
-    ) -> None:
+    def _next(self, groups: Iterator[list[Cell]]) -> tuple[list[Cell], Worker | None]:
+        """The next group and its process; nothing if there is none."""
+        with self.lock:
+            cells = next(groups, [])
+        return cells, self._worker(cells) if cells else None
+
+    def _worker(self, cells: list[Cell]) -> Worker:
+        return Worker(self.device, self.ways[cells[0][0]], self.folder.name)
+
+    def _group(self, cells: list[Cell], worker: Worker | None) -> None:
         begun = time.monotonic()
         if worker is not None and not self._starts(worker):
             words = worker.last_words()
@@ -136,7 +130,7 @@ class Run:
                 self._keep([cell, *left], "no time", "the run had no time left")
                 break
             if worker is None:
-                worker = new_worker(cells)
+                worker = self._worker(cells)
                 self._starts(worker)
             worker.say(cell)
             answer = worker.hear(CELL_LIMIT_S)
@@ -212,15 +206,10 @@ def cells_of(ways: list[Any], device: str) -> list[Cell]:
 
 
 def run_all(
-    device: str,
-    only: str,
-    limit_s: float,
-    jobs: int,
-    keep: Callable[[Results], None],
-    gpus: int | None = None,
+    device: str, only: str, limit_s: float, jobs: int, keep: Callable[[Results], None]
 ) -> Results:
     """The results of all cells of the ways whose name fits the pattern; ``keep`` gets them as they
-    come. So many processes run ways side by side, dealt to so many GPUs.
+    come. So many processes run ways side by side.
     """
     from ranks import WAYS
 
@@ -229,8 +218,7 @@ def run_all(
     of_each = 8 if device == "cuda" else -(-len(ways) // jobs)
     all_groups = (cells_of(group, device) for group in groups_of(ways, of_each))
     groups = iter([cells for cells in all_groups if cells])
-    places = [None if gpus is None else str(job % gpus) for job in range(jobs)]
-    busy = [threading.Thread(target=run.groups, args=(groups, place)) for place in places]
+    busy = [threading.Thread(target=run.groups, args=(groups,)) for _ in range(jobs)]
     for one in busy:
         one.start()
     for one in busy:
@@ -274,7 +262,6 @@ def main() -> int:
     parser.add_argument("--page", type=pathlib.Path, help="writes the page again, runs nothing")
     parser.add_argument("--limit-s", type=float, default=480.0)
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
-    parser.add_argument("--gpus", type=int, help="deals the processes to so many GPUs, one to each")
     parser.add_argument("--worker", choices=("threads", "processes"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
@@ -293,7 +280,7 @@ def main() -> int:
         if given.write:
             table.update(given.write, given.device, results)
 
-    wrong = summary(run_all(given.device, given.only, given.limit_s, given.jobs, keep, given.gpus))
+    wrong = summary(run_all(given.device, given.only, given.limit_s, given.jobs, keep))
     return 1 if wrong else 0
 
 
