@@ -1,6 +1,7 @@
 """Runs every way with every edge and says which cells are right; ``--write`` updates the table.
 
-    python tests/ways/run.py [--device cpu|cuda] [--only PATTERN] [--write docs/ways_and_edges.md]
+    python tests/ways/run.py [--device cpu|cuda] [--only PATTERN] [--ranks threads|processes]
+        [--write docs/ways_and_edges.md]
 
 Ranks on GPUs share those that are there. A few ways have a process of their own there; after a cell
 with an error, which may take the GPU from its process, a new one goes on with the next edge.
@@ -26,6 +27,7 @@ from typing import Any
 
 CELL_LIMIT_S = 75.0  #: then the process is ended
 START_LIMIT_S = 120.0  #: for importing torch, and for a GPU
+KINDS = ("threads", "processes")
 Cell = tuple[str, str]
 Results = dict[Cell, tuple[str, str]]
 
@@ -206,14 +208,20 @@ def cells_of(ways: list[Any], device: str) -> list[Cell]:
 
 
 def run_all(
-    device: str, only: str, limit_s: float, jobs: int, keep: Callable[[Results], None]
+    device: str,
+    only: str,
+    kinds: tuple[str, ...],
+    limit_s: float,
+    jobs: int,
+    keep: Callable[[Results], None],
 ) -> Results:
-    """The results of all cells of the ways whose name fits the pattern; ``keep`` gets them as they
-    come. So many processes run ways side by side.
+    """The results of all cells of the ways whose name fits the pattern and whose ranks are of these
+    kinds; ``keep`` gets them as they come. So many processes run ways side by side.
     """
     from ranks import WAYS
 
     ways = [w for w in WAYS.values() if fnmatch.fnmatch(w.name, only) and device in w.devices]
+    ways = [way for way in ways if way.ranks in kinds]
     run = Run(device, WAYS, limit_s, keep)
     of_each = 8 if device == "cuda" else -(-len(ways) // jobs)
     all_groups = (cells_of(group, device) for group in groups_of(ways, of_each))
@@ -262,7 +270,8 @@ def main() -> int:
     parser.add_argument("--page", type=pathlib.Path, help="writes the page again, runs nothing")
     parser.add_argument("--limit-s", type=float, default=480.0)
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
-    parser.add_argument("--worker", choices=("threads", "processes"), help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", choices=KINDS, help="only ways whose ranks are these")
+    parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -280,7 +289,8 @@ def main() -> int:
         if given.write:
             table.update(given.write, given.device, results)
 
-    wrong = summary(run_all(given.device, given.only, given.limit_s, given.jobs, keep))
+    kinds = (given.ranks,) if given.ranks else KINDS
+    wrong = summary(run_all(given.device, given.only, kinds, given.limit_s, given.jobs, keep))
     return 1 if wrong else 0
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import hashlib
 import json
 import os
 import pathlib
 import platform
+from collections.abc import Iterator
 from typing import Any
 
 from ranks import WAYS
@@ -57,17 +60,31 @@ def column_of(device: str) -> str:
 def read(page: pathlib.Path) -> dict[str, Any]:
     """What is known: {"runs": {column: {family: run}}, "cells": {column: {way: {edge: cell}}}}."""
     path = page.with_suffix(".json")
-    known = json.loads(path.read_text("utf-8")) if path.exists() else {"runs": {}, "cells": {}}
+    text = path.read_text("utf-8") if path.exists() else ""
+    known = json.loads(text) if text else {"runs": {}, "cells": {}}
     for column in COLUMNS:
         known["runs"].setdefault(column, {})
         known["cells"].setdefault(column, {})
     return known
 
 
+@contextlib.contextmanager
+def alone_with(page: pathlib.Path) -> Iterator[None]:
+    """Two runs may fill one page, each on a GPU of its own."""
+    with page.with_suffix(".json").open("a") as numbers:
+        fcntl.flock(numbers, fcntl.LOCK_EX)
+        yield
+
+
 def update(page: pathlib.Path, device: str, results: dict[Any, tuple[str, str]]) -> None:
     """Puts the results of a run into their column, and writes both files. What the column had of
     other code goes.
     """
+    with alone_with(page):
+        _update(page, device, results)
+
+
+def _update(page: pathlib.Path, device: str, results: dict[Any, tuple[str, str]]) -> None:
     known, column = read(page), column_of(device)
     cells = known["cells"][column]
     today = datetime.datetime.now(datetime.timezone.utc).date()
