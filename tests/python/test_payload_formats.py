@@ -13,7 +13,6 @@ from waybill.torch.moe import EPAll2AllLayer
 HIDDEN, TOPK, EXPERTS, MOST, WORLD = 256, 2, 4, 6, 2
 FORMATS = ("float8", "float8_ue8m0", "mxfp8", "mxfp8_e5m2", "nvfp4")
 SOURCES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-GROUPS = {"float8": 128, "float8_ue8m0": 128, "mxfp8": 32, "mxfp8_e5m2": 32, "nvfp4": 16}
 
 
 def cast(values, dtype):

@@ -22,6 +22,7 @@ from waybill.moe import (
     simulate_dispatch,
     slot_ids,
 )
+from waybill.moe.payloads import Payload, payload_of
 
 Arrays = dict[str, np.ndarray]
 
@@ -97,8 +98,12 @@ class ExpertCall:
         count, hidden, draws = self.counts[rank], self.case.sizes.hidden, self._draws(rank, 0)
         if not self.is_given:
             return bfloat16_numbers(draws, (count, hidden))
-        columns = {"scaled_nvfp4": hidden // 2, "bytes(208, 24)": 208}.get(self.payload, hidden)
-        return draws.integers(0, 256, (count, columns)).astype(np.uint8)
+        return draws.integers(0, 256, (count, self.form.columns)).astype(np.uint8)
+
+    @cached_property
+    def form(self) -> Payload:
+        """Sizes and dtypes of the payload."""
+        return payload_of(self.payload, "payload", self.case.sizes.hidden)
 
     @property
     def is_given(self) -> bool:
@@ -106,15 +111,13 @@ class ExpertCall:
         return self.payload.startswith(("scaled", "bytes"))
 
     def scales(self, rank: int) -> Any:
-        """[T, hidden / 128] float32; codes of other formats, with a float32 each for nvfp4."""
-        count, hidden, draws = self.counts[rank], self.case.sizes.hidden, self._draws(rank, 1)
-        if self.payload == "scaled":
-            return draws.random((count, hidden // 128), "f4")
-        columns = {"scaled_nvfp4": hidden // 16, "bytes(208, 24)": 24}.get(
-            self.payload, hidden // 32
-        )
+        """[T, groups] float32, or codes; with a float32 of each row where the format has one."""
+        count, form, draws = self.counts[rank], self.form, self._draws(rank, 1)
+        if form.scale_name == "float32":
+            return draws.random((count, form.num_groups), "f4")
+        columns = form.scale_columns if form.is_bytes else form.num_groups
         codes = draws.integers(0, 256, (count, columns)).astype(np.uint8)
-        return (codes, draws.random(count, "f4")) if self.payload == "scaled_nvfp4" else codes
+        return (codes, draws.random(count, "f4")) if form.has_row_scale else codes
 
     def weights(self, rank: int) -> np.ndarray:
         """[T, topk] float32."""

@@ -12,8 +12,6 @@ from .._arrays import AnyArray, as_numpy, instance
 from .._errors import said_by
 from ..errors import InvalidArgument
 
-_NUMPY = {"float32": np.float32, "uint8": np.uint8}
-
 
 @dataclass(frozen=True)
 class Payload:
@@ -44,14 +42,15 @@ def payload_of(name: Any, argument: str, hidden: int) -> Payload:
 
 
 def as_items(bits: AnyArray, dtype: str) -> AnyArray:
-    """Items under their dtype: that of ml_dtypes where it has it, else their codes as uint8."""
-    if dtype not in _NUMPY:
+    """Items under their dtype: numpy's or that of ml_dtypes, else their codes as uint8."""
+    known = getattr(np, dtype, None)
+    if known is None:
         try:
             import ml_dtypes
         except ImportError:
             return bits.view(np.uint8)
-        return bits.view(getattr(ml_dtypes, dtype, np.uint8))
-    return bits.view(_NUMPY[dtype])
+        known = getattr(ml_dtypes, dtype, np.uint8)
+    return bits.view(known)
 
 
 def item_bits(value: Any, dtype: str, columns: int, name: str) -> AnyArray:
