@@ -27,6 +27,7 @@ class Payload:
     scale_name: str  #: dtype of the scales of groups, as torch names it
     scale_dtype: str  #: dtype of scales as they travel, for the compiled part
     scale_columns: int  #: items of the scales of a row, as they travel
+    group: int  #: elements that share a scale; 0: no scales
     num_groups: int
     has_row_scale: bool  #: scales are (those of groups, one float32 per row)
 
