@@ -186,9 +186,9 @@ class EvenExpertsPhases {
     EvenExpertsPass<Warp, Own> pass(p_, m_, own);
     for (int number = warp;; number = Warp::take_next(&m_.block->next_try)) {
       const int attempt = attempt_of(number);
-      if (attempt >= even_rungs * even_ways) return;
+      if (attempt >= even_rungs * p_.tries()) return;
       if (Warp::look(&m_.block->best_try) < attempt * EvenExpertsBlock::max_warps) return;
-      if (!pass.run(attempt, limit_of(attempt / even_ways))) continue;
+      if (!pass.run(attempt, limit_of(attempt / p_.tries()))) continue;
       Warp::block_min(&m_.block->best_try, attempt * EvenExpertsBlock::max_warps + warp);
       pass.send_home();
       return;
@@ -368,11 +368,12 @@ class EvenExpertsPhases {
     return Warp::reduce_add(kept);
   }
 
-  /// The rung and way of a try: the first way needs present copies.
+  /// The number among all tries: those of the first way need present copies.
   WAYBILL_HOST_DEVICE int attempt_of(int number) const {
     if (p_.present != nullptr) return number;
     const auto place = static_cast<unsigned>(number);
-    return static_cast<int>(place + place / (even_ways - 1) + 1);
+    const auto skipped = static_cast<unsigned>(p_.tries()) / even_ways;
+    return static_cast<int>(place + (place / (skipped * (even_ways - 1)) + 1) * skipped);
   }
 
   /// The limit of a rung. No limit above the fullest rank changes anything.
