@@ -78,7 +78,7 @@ class EvenExpertsPlanner::State {
   std::vector<std::int32_t> copy_of_slot_;  // [R, spare] places in copies_, in order of use
   std::vector<std::int32_t> of_home_, of_rank_;
   std::vector<bool> used_;
-  std::vector<bool> has_expert_;  // of each node, for the expert that a rank gives
+  std::vector<bool> has_expert_;  // by node; the expert is the one that is given
 
   std::vector<std::int32_t> rank_order_, order_;
   std::vector<std::int64_t> sorted_, next_row_;

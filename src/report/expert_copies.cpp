@@ -207,8 +207,8 @@ ExpertCopies price_expert_copies(const EPConfig& config, const EPDispatchOptions
   const auto after = predict_experts(config, options, ids, costs.calls);
   ExpertCopies copies;
   const std::vector<std::int64_t> rows = counts_of(config, ids);
-  copies.plan = even_experts(rows, config.world_size, config.num_experts,
-                             copy_options(config, options));
+  copies.plan =
+      even_experts(rows, config.world_size, config.num_experts, copy_options(config, options));
   copies.config = config;
   copies.alignment = options.expert_alignment;
   copies.expert_rows.resize(config.num_experts);

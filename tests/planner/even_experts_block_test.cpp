@@ -223,10 +223,7 @@ class HostBlock {
     p_.figures = figures_.data();
   }
 
-  int run() {
-    if (p_.num_ranks <= 32) return run_as<1>();
-    return p_.num_ranks <= 64 ? run_as<2>() : run_as<4>();
-  }
+  int run() { return p_.num_nodes > 1 ? run_with<true>() : run_with<false>(); }
 
   void expect_equal(const EvenExperts& plan) const {
     const auto same = [](const auto& got, const auto& expected) {
@@ -246,9 +243,15 @@ class HostBlock {
   [[nodiscard]] int attempt() const { return figures_[cuda::figure_try]; }
 
  private:
-  template <int Own>
+  template <bool Nodes>
+  int run_with() {
+    if (p_.num_ranks <= 32) return run_as<1, Nodes>();
+    return p_.num_ranks <= 64 ? run_as<2, Nodes>() : run_as<4, Nodes>();
+  }
+
+  template <int Own, bool Nodes>
   int run_as() {
-    using Phases = cuda::EvenExpertsPhases<HostWarp, Own>;
+    using Phases = cuda::EvenExpertsPhases<HostWarp, Own, Nodes>;
     const int threads = warps_ * cuda::warp_lanes;
     // What is not written must not be read: numbers that no plan has.
     std::vector<int> words(cuda::EvenExpertsMemory::words(p_, threads), -1000000007);
