@@ -184,9 +184,19 @@ nb::dict payload_py(std::string_view name, const std::string& argument, std::int
   result["scale_name"] = format.scale_name;
   result["scale_dtype"] = dtype_name(payload.scale_dtype());
   result["scale_columns"] = payload.scale_items(hidden);
+  result["group"] = format.group;
   result["num_groups"] = payload.num_groups(hidden);
   result["has_row_scale"] = format.has_row_scale;
   return result;
+}
+
+/// Names of the formats whose rows can be given or quantised on the way.
+std::vector<std::string_view> quantised_formats() {
+  std::vector<std::string_view> names;
+  for (const PayloadFormat& format : payload_formats()) {
+    if (format.quantize != nullptr) names.push_back(format.name);
+  }
+  return names;
 }
 
 nb::tuple quantize_py(const PayloadArg& rows, std::string_view dtype, std::string_view format) {
@@ -528,6 +538,7 @@ void bind_moe(nb::module_& m) {
       .def("combine", simulate_combine_py, "outputs"_a, "biases"_a, "local_combine"_a,
            "weighted"_a);
   m.attr("ep_row_names") = tuple_of(detail::row_names);
+  m.attr("payload_formats") = tuple_of(quantised_formats());
   m.def("ep_payload", payload_py, "payload"_a, "argument"_a, "hidden"_a);
   m.def("ep_config", config_py, "max_tokens"_a, "hidden"_a, "topk"_a, "num_experts"_a, "rank"_a,
         "world_size"_a, "local_world_size"_a, "token_dtype"_a, "weight_dtype"_a);

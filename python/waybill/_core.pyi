@@ -626,6 +626,8 @@ class ExpertDispatch:
 
 ep_row_names: tuple[Any, ...]
 
+payload_formats: tuple[Any, ...]
+
 def ep_payload(payload: str, argument: str, hidden: int) -> dict[str, Any]: ...
 def ep_config(
     max_tokens: int,
