@@ -397,6 +397,22 @@ def _format_ways() -> Iterator[Way]:
         "format_nodes_mxfp8_tiles", "several nodes, mapped, MXFP8 given, scales 128x4",
         topologies=((4, 2),), payload="scaled_mxfp8", **tiles,
     )  # fmt: skip
+    yield LayerWay(
+        "format_mxfp8_known", "one node, MXFP8 quantised, known routing", payload="mxfp8",
+        known=True,
+    )  # fmt: skip
+    graph: dict[str, Any] = {"graph": True, "devices": ("cuda",)}
+    yield LayerWay(
+        "format_nvfp4_graph", "one node, NVFP4 quantised, graph", payload="nvfp4", **graph
+    )
+    yield LayerWay(
+        "format_mxfp8_tiles_graph", "one node, MXFP8 given, scales 128x4, graph",
+        payload="scaled_mxfp8", **tiles, **graph,
+    )  # fmt: skip
+    yield LayerWay(
+        "format_nodes_nccl_mxfp8", "several nodes, NCCL, MXFP8 quantised", payload="mxfp8",
+        topologies=((2, 1),), ranks="processes", backend="nccl", devices=("cuda",),
+    )  # fmt: skip
     for name in ("mxfp8", "nvfp4_given", "bytes"):
         title, payload = kinds[name]
         title = f"several nodes, mapped, {title}"
