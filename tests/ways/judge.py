@@ -154,6 +154,7 @@ class ExpertCall:
         return even_experts(
             self.rows_of_ranks(), spare_experts=self.spare, present=self.copies(),
             alignment=self.alignment, limit=self.limits[0], min_rows=self.limits[1],
+            num_nodes=self.case.sizes.world // self.case.sizes.per_node,
         )  # fmt: skip
 
     def copies(self) -> np.ndarray | None:
