@@ -399,7 +399,7 @@ void bind_expert_summary(nb::module_& m) {
 
 EvenExperts even_experts_py(const IndexArray& rows, std::int32_t spare_experts,
                             const std::vector<std::int32_t>& present, std::int64_t min_rows,
-                            double limit, std::int64_t alignment) {
+                            double limit, std::int64_t alignment, std::int32_t num_nodes) {
   require(rows.ndim() == 2, "even_experts: rows has ", rows.ndim(),
           " axes, expected [num_ranks, num_experts]");
   constexpr std::int64_t max_extent = std::numeric_limits<std::int32_t>::max();
@@ -414,7 +414,8 @@ EvenExperts even_experts_py(const IndexArray& rows, std::int32_t spare_experts,
                        .present = present,
                        .min_rows = min_rows,
                        .limit = limit,
-                       .alignment = alignment});
+                       .alignment = alignment,
+                       .num_nodes = num_nodes});
 }
 
 /// The tables of a plan are [R, slots per rank].
@@ -525,7 +526,7 @@ void bind_expert_balance(nb::module_& m) {
   m.def("slot_ids", &slot_ids_py, "slots"_a, "quotas"_a, "local_rows"_a, "first_row"_a, "rows"_a,
         "ids"_a, "rank"_a);
   m.def("even_experts", &even_experts_py, "rows"_a, "spare_experts"_a, "present"_a, "min_rows"_a,
-        "limit"_a, "alignment"_a, without_lock);
+        "limit"_a, "alignment"_a, "num_nodes"_a, without_lock);
 }
 
 }  // namespace

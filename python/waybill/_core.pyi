@@ -760,6 +760,7 @@ def even_experts(
     min_rows: int,
     limit: float,
     alignment: int,
+    num_nodes: int,
 ) -> EvenExperts: ...
 def simulate_expert_copies(
     slots: numpy.typing.NDArray[Any], num_experts: int, home: Sequence[NDArray[Any]], row_bytes: int

@@ -1,5 +1,7 @@
 """Formats of rows against an independent model, in layers and alone."""
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -8,7 +10,14 @@ from payload_models import MODELS
 
 import waybill
 import waybill.torch
-from waybill.moe import EPConfig, predict, quantize_rows, simulate_dispatch, summarize
+from waybill.moe import (
+    EPConfig,
+    predict,
+    quantize_rows,
+    simulate_dispatch,
+    summarize,
+    tile_scales,
+)
 from waybill.torch.moe import EPAll2AllLayer
 
 HIDDEN, TOPK, EXPERTS, MOST, WORLD = 256, 2, 4, 6, 2
@@ -43,7 +52,8 @@ def odd_rows(dtype):
 
 
 def codes(array):
-    return np.ascontiguousarray(array).view(np.uint8).reshape(len(array), -1)
+    bits = np.ascontiguousarray(array).view(np.uint8)
+    return bits if bits.ndim == 2 else bits.reshape(len(array), -1)
 
 
 def same(got, wanted):
@@ -272,3 +282,109 @@ def test_predictions_know_the_bytes(payload):
     }
     plain = {call.call: int(call.nvlink_out.sum()) for call in predict(config(), ids)}
     assert bytes_out["cached_dispatch"] * 1024 == plain["cached_dispatch"] * BYTES[payload]
+
+
+def model_of_tiles(scales):
+    """Byte by byte: cuBLAS, 1D block scaling factors layout."""
+    scales = codes(scales)
+    tall, wide = -(-scales.shape[0] // 128), -(-scales.shape[1] // 4)
+    out = np.zeros((tall * wide, 512), np.uint8)
+    for (row, column), code in np.ndenumerate(scales):
+        tile = row // 128 * wide + column // 4
+        out[tile, row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = code
+    return out.reshape(tall * 128, wide * 4)
+
+
+@pytest.mark.parametrize("shape", [(128, 4), (256, 8), (130, 5), (1, 1), (0, 4), (0, 0), (3, 224)])
+def test_tiles_of_scales(shape):
+    random = np.random.default_rng(5)
+    scales = random.integers(0, 256, shape).astype(np.uint8)
+    want = model_of_tiles(scales)
+    for dtype, torch_dtype in (
+        (np.uint8, torch.uint8),
+        (ml_dtypes.float8_e8m0fnu, torch.float8_e8m0fnu),
+        (ml_dtypes.float8_e4m3fn, torch.float8_e4m3fn),
+    ):
+        got = tile_scales(scales.view(dtype))
+        assert got.dtype == dtype and np.array_equal(codes(got), want)
+        got = waybill.torch.moe.tile_scales(torch.from_numpy(scales).view(torch_dtype))
+        assert got.dtype == torch_dtype and np.array_equal(got.view(torch.uint8).numpy(), want)
+    wider = np.zeros((shape[0], shape[1] + 3), np.uint8)
+    wider[:, : shape[1]] = scales  # columns of a wider table
+    assert np.array_equal(codes(tile_scales(wider[:, : shape[1]])), want)
+    view = torch.from_numpy(wider)[:, : shape[1]]
+    assert np.array_equal(waybill.torch.moe.tile_scales(view).numpy(), want)
+    columns = torch.from_numpy(np.ascontiguousarray(scales.T)).T
+    assert np.array_equal(waybill.torch.moe.tile_scales(columns).numpy(), want)
+
+
+@pytest.mark.parametrize("face", [EPAll2AllLayer, waybill.EPAll2AllLayer])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "scaled_mxfp8_e5m2"])
+@pytest.mark.parametrize("fixed", [None, 1.0])
+def test_scales_arrive_in_tiles(name, face, fixed):
+    """Those that arrive by row, at the same rows of each expert; also of a rank without tokens."""
+    tokens, ids = inputs()
+    tokens[1], ids[1] = tokens[1][:0], ids[1][:0]
+    wrap = torch.from_numpy if face is EPAll2AllLayer else np.asarray
+    tile = waybill.torch.moe.tile_scales if face is EPAll2AllLayer else tile_scales
+    format_name = name.removeprefix("scaled_")
+
+    def body(world):
+        rank, options = world.rank, {"expert_alignment": 128, "fixed_rows": fixed}
+        given, scales = wrap(tokens[rank]), None
+        if name != format_name:
+            given, scales = (wrap(codes(part)) for part in quantize_rows(tokens[rank], format_name))
+        found = []
+        for layout in ("rows", "128x4"):
+            layer = layer_of(world, name, face, scale_layout=layout, **options)
+            assert layer.scale_layout == layout
+            rows, _, made = layer.dispatch(given, wrap(ids[rank]), scales=scales)
+            live = int(made.recv_expert_offsets[-1])
+            found.append((layer, rows, made.recv_scales, made, live))
+        (by_row, _, scales, made, live), (in_tiles, rows, tiles, _, _) = found
+        assert "scale_layout=128x4" in repr(in_tiles) and "scale_layout" not in repr(by_row)
+        if isinstance(scales, tuple):
+            assert same_bytes(scales[1][:live], tiles[1][:live])
+            scales, tiles = scales[0], tiles[0]
+        assert live % 128 == 0 and tiles.shape[0] % 128 == 0 and tiles.shape[0] >= len(rows)
+        assert tiles.dtype == scales.dtype and tiles.shape[1] == -(-scales.shape[1] // 4) * 4
+        assert np.array_equal(as_codes(tiles[:live]), model_of_tiles(as_codes(scales[:live])))
+        offsets = [int(first) for first in made.recv_expert_offsets]
+        for first, end in itertools.pairwise(offsets):  # a slice is what one expert's GEMM reads
+            assert same_bytes(tiles[first:end], tile(scales[first:end]))
+        for layer, *_ in found:
+            layer.finalize()
+
+    on_ranks(body)
+
+
+def as_codes(array):
+    return array.view(torch.uint8).numpy() if isinstance(array, torch.Tensor) else codes(array)
+
+
+def same_bytes(a, b):
+    return as_codes(a).tobytes() == as_codes(b).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("payload", "options", "text"),
+    [
+        ("mxfp8", {}, "expert_alignment = 1, expected a multiple of 128 for scale_layout = "),
+        ("mxfp8", {"expert_alignment": 192}, "expert_alignment = 192, expected a multiple of 128"),
+        ("mxfp8", {"rows": "compact", "expert_alignment": 128}, 'rows = "compact", expected "gro'),
+        ("float8", {"expert_alignment": 128}, 'payload = "float8", expected one whose scales are'),
+        ("plain", {"expert_alignment": 128}, 'payload = "plain", expected one whose scales are'),
+        ("bytes(8, 4)", {"expert_alignment": 128}, r'payload = "bytes\(8, 4\)", expected one who'),
+        ("mxfp8", {"scale_layout": "4x128"}, 'scale_layout = "4x128", expected "rows" or "128x4"'),
+    ],
+)
+def test_tiles_are_refused_by_name(payload, options, text):
+    def body(world):
+        with pytest.raises(waybill.InvalidArgument, match=text):
+            layer_of(world, payload, **{"scale_layout": "128x4", **options})
+
+    on_ranks(body)
+    for wrong in (np.zeros(4, np.uint8), np.zeros((4, 4), np.float32)):
+        for function in (tile_scales, lambda x: waybill.torch.moe.tile_scales(torch.from_numpy(x))):
+            with pytest.raises(waybill.InvalidArgument, match="tile_scales: scales has shape"):
+                function(wrong)

@@ -79,6 +79,7 @@ class ExpertCall:
     spare: int = 0  #: slots per rank for copies of experts
     limits: tuple[float, int] = (1.0, 0)  #: limit and min_rows of the plan
     present: bool = False  #: the copies of the round before are there
+    tiles: bool = False  #: scales come in tiles of 128 rows of 4
 
     def _draws(self, rank: int, kind: int) -> np.random.Generator:
         return np.random.default_rng((self.case.seed, self.number, self.variant, rank, kind))
@@ -153,6 +154,7 @@ class ExpertCall:
         return even_experts(
             self.rows_of_ranks(), spare_experts=self.spare, present=self.copies(),
             alignment=self.alignment, limit=self.limits[0], min_rows=self.limits[1],
+            num_nodes=self.case.sizes.world // self.case.sizes.per_node,
         )  # fmt: skip
 
     def copies(self) -> np.ndarray | None:
@@ -197,6 +199,16 @@ def arrays_of_scales(scales: Any) -> Arrays:
         name: np.ascontiguousarray(part).view(kinds[part.dtype.itemsize])
         for name, part in zip(("scales", "row_scales"), parts)
     }
+
+
+def in_tiles(codes: np.ndarray) -> np.ndarray:
+    """Scales where cuBLAS has each: "1D Block Scaling Factors Layout"."""
+    rows, columns = np.indices(codes.shape)
+    tall, wide = -(-codes.shape[0] // 128), -(-codes.shape[1] // 4)
+    tiles = rows // 128 * wide + columns // 4
+    places = np.zeros((tall * wide, 512), np.uint8)
+    places[tiles, rows % 32 * 16 + rows % 128 // 32 * 4 + columns % 4] = codes
+    return places.reshape(tall * 128, wide * 4)
 
 
 class ExpertJudge:
@@ -254,6 +266,8 @@ class ExpertJudge:
             arrays["weights"] = there.recv_weights[rank].view(np.int32)
         if there.recv_scales is not None:
             arrays.update(arrays_of_scales(there.recv_scales[rank]))
+            if call.tiles:
+                arrays["scales"] = in_tiles(arrays["scales"])
         return arrays
 
     def _rows(self, rank: int) -> np.ndarray:
