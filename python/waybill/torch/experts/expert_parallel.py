@@ -545,8 +545,8 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
 
     def forget_copies(self) -> None:
         """With ``keep_copies``: weights of this rank's experts have changed in a way that torch's
-        version counters do not show, such as through ``data``. Steps of optimizers, load_state_dict
-        and edits in place are noticed. Not collective.
+        version counters do not show, such as through ``data`` or by a step in a CUDA graph. Other
+        steps of optimizers, load_state_dict and edits in place are noticed. Not collective.
         """
         for copies in self._copies:
             copies.forget()
