@@ -2,6 +2,7 @@
 """How even copies of hot experts make the ranks, and what they cost: a table, and a picture.
 
     even_experts.py [--picture docs/pictures/even_experts.svg]
+    even_experts.py --nodes 8
 
 Loads are lognormal, the largest 1 + MaxVio times the mean; 20 seeds; figures are means.
 """
@@ -39,6 +40,41 @@ def figures(shape, family, spare, limit):
     return np.mean(rows, axis=0)
 
 
+def node_figures(shape, family, limit, nodes):
+    """Of plans that do not know nodes, and of those that do: copies, weights that cross nodes,
+    those of the node that sends or receives most, weights of the fullest sender, rows of the
+    fullest rank over the mean."""
+    both = []
+    for known in (1, nodes):
+        found, homes, ranks_of_node = [], shape[0] // shape[1], shape[1] // nodes
+        for seed in range(20):
+            loads = [rows for name, rows in families(*shape, seed) if name.split()[0] == family]
+            for rows in loads:
+                plan = even_experts(rows, spare_experts=2, limit=limit, num_nodes=known)
+                ranks, slots = np.nonzero(plan.quotas[:, homes:])
+                experts = plan.slots[ranks, homes + slots]
+                pairs = {(e // homes // ranks_of_node, r // ranks_of_node, e)
+                         for r, e in zip(ranks, experts)}  # fmt: skip
+                pairs = {pair for pair in pairs if pair[0] != pair[1]}
+                ends = [np.bincount([pair[i] for pair in pairs], minlength=1).max() for i in (0, 1)]
+                evenness = plan.max_rows / plan.mean_rows
+                found.append((len(ranks), len(pairs), max(ends), plan.weights_out.max(), evenness))
+        both.append(np.mean(found, axis=0))
+    return both
+
+
+def print_nodes(nodes):
+    print("| experts, ranks | loads | limit | copies | cross | of a node | sender | after |")
+    print("|---|---|---|---|---|---|---|---|")
+    for shape in ((256, 64), (128, 64)):
+        for family in ("lognormal", "zipf", "hot", "few"):
+            for limit in (1.0, 1.02):
+                both = np.array(node_figures(shape, family, limit, nodes)).T
+                cells = [f"{one:.1f}, {other:.1f}" for one, other in both[:4]]
+                cells.append(f"{both[4][0]:.4f}, {both[4][1]:.4f}")
+                print(f"| {shape[0]}, {shape[1]} | {family} | {limit} |", " | ".join(cells), "|")
+
+
 def draw(curves, path):
     import matplotlib
 
@@ -66,7 +102,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--picture", type=pathlib.Path)
     parser.add_argument("--spare", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--nodes", type=int)
     given = parser.parse_args()
+    if given.nodes:
+        return print_nodes(given.nodes)
     curves = {}
     print("| experts, ranks | loads | spare | limit | before | after | copies | fullest sender |")
     print("|---|---|---|---|---|---|---|---|")

@@ -47,6 +47,13 @@ programs=${WAYBILL_PROGRAMS:-$PWD/build/cuda/bin}
 export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER NCCL_NVLS_ENABLE=0
 export NVSHMEM_DISABLE_NVLS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 OMP_NUM_THREADS=1
 
+# Worlds over NVSHMEM: with the package of this Python, if it is there.
+if [[ $dry == no && -z ${NVSHMEM_HOME:-} ]]; then
+  NVSHMEM_HOME=$("$python" -c 'import nvidia.nvshmem as n; print(list(n.__path__)[0])' 2>/dev/null) &&
+    export NVSHMEM_HOME
+fi
+export WAYBILL_NVSHMEM_LIBRARY=${WAYBILL_NVSHMEM_LIBRARY:-$programs/libwaybill_nvshmem.so}
+
 say() { echo "visit: [$((SECONDS - started)) s] $*" | tee -a "$log"; }
 
 failed=()
@@ -84,11 +91,15 @@ gpu_step() {
 build() {
   if [[ $dry == yes ]]; then return; fi
   if [[ ! -x $programs/waybill_tests_cuda ]]; then
+    local nvshmem=()
+    [[ -z ${NVSHMEM_HOME:-} ]] || nvshmem=(-DWAYBILL_NVSHMEM=ON)
     cmake -S . -B build/cuda -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
-      -DCMAKE_PREFIX_PATH="$PWD/build/headers" -DWAYBILL_CUDA=ON -DWAYBILL_CLI=OFF \
-      -DWAYBILL_CUDA_ARCHITECTURES="${WAYBILL_CUDA_ARCHITECTURES:-90a}"
+      -DCMAKE_PREFIX_PATH="$PWD/build/headers;${CMAKE_PREFIX_PATH:-}" -DWAYBILL_CUDA=ON \
+      -DWAYBILL_CLI=OFF -DWAYBILL_CUDA_ARCHITECTURES="${WAYBILL_CUDA_ARCHITECTURES:-90a}" \
+      "${nvshmem[@]}"
     cmake --build build/cuda
     cp build/cuda/tests/waybill_tests_cuda build/cuda/examples/launch "$programs/"
+    [[ -z ${NVSHMEM_HOME:-} ]] || cp build/cuda/tests/libwaybill_nvshmem.so "$programs/"
   fi
   if ! "$python" -c 'import sys, waybill; sys.exit(waybill.num_gpus() == 0)' 2>/dev/null; then
     scripts/test_python_here.sh --cuda --only-build

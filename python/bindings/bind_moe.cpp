@@ -184,9 +184,19 @@ nb::dict payload_py(std::string_view name, const std::string& argument, std::int
   result["scale_name"] = format.scale_name;
   result["scale_dtype"] = dtype_name(payload.scale_dtype());
   result["scale_columns"] = payload.scale_items(hidden);
+  result["group"] = format.group;
   result["num_groups"] = payload.num_groups(hidden);
   result["has_row_scale"] = format.has_row_scale;
   return result;
+}
+
+/// Names of the formats whose rows can be given or quantised on the way.
+std::vector<std::string_view> quantised_formats() {
+  std::vector<std::string_view> names;
+  for (const PayloadFormat& format : payload_formats()) {
+    if (format.quantize != nullptr) names.push_back(format.name);
+  }
+  return names;
 }
 
 nb::tuple quantize_py(const PayloadArg& rows, std::string_view dtype, std::string_view format) {
@@ -389,7 +399,7 @@ void bind_expert_summary(nb::module_& m) {
 
 EvenExperts even_experts_py(const IndexArray& rows, std::int32_t spare_experts,
                             const std::vector<std::int32_t>& present, std::int64_t min_rows,
-                            double limit, std::int64_t alignment) {
+                            double limit, std::int64_t alignment, std::int32_t num_nodes) {
   require(rows.ndim() == 2, "even_experts: rows has ", rows.ndim(),
           " axes, expected [num_ranks, num_experts]");
   constexpr std::int64_t max_extent = std::numeric_limits<std::int32_t>::max();
@@ -404,7 +414,8 @@ EvenExperts even_experts_py(const IndexArray& rows, std::int32_t spare_experts,
                        .present = present,
                        .min_rows = min_rows,
                        .limit = limit,
-                       .alignment = alignment});
+                       .alignment = alignment,
+                       .num_nodes = num_nodes});
 }
 
 /// The tables of a plan are [R, slots per rank].
@@ -515,7 +526,7 @@ void bind_expert_balance(nb::module_& m) {
   m.def("slot_ids", &slot_ids_py, "slots"_a, "quotas"_a, "local_rows"_a, "first_row"_a, "rows"_a,
         "ids"_a, "rank"_a);
   m.def("even_experts", &even_experts_py, "rows"_a, "spare_experts"_a, "present"_a, "min_rows"_a,
-        "limit"_a, "alignment"_a, without_lock);
+        "limit"_a, "alignment"_a, "num_nodes"_a, without_lock);
 }
 
 }  // namespace
@@ -527,6 +538,7 @@ void bind_moe(nb::module_& m) {
       .def("combine", simulate_combine_py, "outputs"_a, "biases"_a, "local_combine"_a,
            "weighted"_a);
   m.attr("ep_row_names") = tuple_of(detail::row_names);
+  m.attr("payload_formats") = tuple_of(quantised_formats());
   m.def("ep_payload", payload_py, "payload"_a, "argument"_a, "hidden"_a);
   m.def("ep_config", config_py, "max_tokens"_a, "hidden"_a, "topk"_a, "num_experts"_a, "rank"_a,
         "world_size"_a, "local_world_size"_a, "token_dtype"_a, "weight_dtype"_a);

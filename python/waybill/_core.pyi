@@ -628,6 +628,8 @@ class ExpertDispatch:
 
 ep_row_names: tuple[Any, ...]
 
+payload_formats: tuple[Any, ...]
+
 def ep_payload(payload: str, argument: str, hidden: int) -> dict[str, Any]: ...
 def ep_config(
     max_tokens: int,
@@ -760,6 +762,7 @@ def even_experts(
     min_rows: int,
     limit: float,
     alignment: int,
+    num_nodes: int,
 ) -> EvenExperts: ...
 def simulate_expert_copies(
     slots: numpy.typing.NDArray[Any], num_experts: int, home: Sequence[NDArray[Any]], row_bytes: int

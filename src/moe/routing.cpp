@@ -172,6 +172,14 @@ std::vector<std::int32_t> count_topk_slots(const EPConfig& config,
   return counts;
 }
 
+EvenExpertsOptions copy_options(const EPConfig& config, const EPDispatchOptions& options) {
+  return {.spare_experts = options.spare_experts,
+          .min_rows = options.min_rows,
+          .limit = options.limit,
+          .alignment = options.expert_alignment,
+          .num_nodes = config.num_nodes()};
+}
+
 ExpertSlots plan_slots(const EPConfig& config, const EPDispatchOptions& options,
                        std::span<const std::span<const std::int32_t>> counts,
                        std::span<const std::int32_t> present) {
@@ -179,12 +187,9 @@ ExpertSlots plan_slots(const EPConfig& config, const EPDispatchOptions& options,
   for (const auto record : counts) {
     slots.rows.insert(slots.rows.end(), record.begin(), record.begin() + config.num_experts);
   }
-  slots.plan = even_experts(slots.rows, config.world_size, config.num_experts,
-                            {.spare_experts = options.spare_experts,
-                             .present = present,
-                             .min_rows = options.min_rows,
-                             .limit = options.limit,
-                             .alignment = options.expert_alignment});
+  EvenExpertsOptions copies = copy_options(config, options);
+  copies.present = present;
+  slots.plan = even_experts(slots.rows, config.world_size, config.num_experts, copies);
   return slots;
 }
 

@@ -19,6 +19,7 @@ constexpr std::int64_t num_rungs = 32;
 /// One way to bring all ranks down to a limit: see `settle` and `reuse`.
 struct Way {
   bool reuse, spread, whole;
+  bool near = false;
 };
 constexpr Way ways[] = {
     {true, true, false}, {false, true, false}, {false, false, false}, {false, false, true}};
@@ -43,12 +44,14 @@ class EvenExpertsPlanner::State {
   [[nodiscard]] std::int64_t lower_bound();
   [[nodiscard]] std::int64_t kept_by_fullest(std::int32_t k, std::int64_t room);
 
+  [[nodiscard]] bool try_ways(std::int64_t limit);
   [[nodiscard]] bool try_way(const Way& way, std::int64_t limit);
   void reuse_present();
   [[nodiscard]] std::int64_t reusable(const Copy& copy) const;
   [[nodiscard]] std::int32_t next_reuse();
   [[nodiscard]] bool settle(const Way& way);
   [[nodiscard]] std::int32_t emptiest() const;
+  [[nodiscard]] std::int32_t nearer(std::int32_t taker, std::int32_t expert, std::int64_t rows);
   [[nodiscard]] std::int32_t giver(bool spread, std::int64_t room) const;
   [[nodiscard]] std::int32_t expert_of(std::int32_t giver, std::int64_t max_rows) const;
   [[nodiscard]] std::int64_t share(std::int32_t expert, std::int32_t giver,
@@ -59,7 +62,7 @@ class EvenExpertsPlanner::State {
   void write_slots(EvenExperts& plan);
   void write_quotas(std::span<const std::int64_t> rows, EvenExperts& plan);
 
-  std::int32_t num_ranks_, num_experts_, homes_, spare_;
+  std::int32_t num_ranks_, num_experts_, homes_, spare_, num_nodes_;
   std::int64_t min_rows_, alignment_;
   double limit_factor_;
   std::vector<Copy> present_;                // by rank, then expert
@@ -75,6 +78,7 @@ class EvenExpertsPlanner::State {
   std::vector<std::int32_t> copy_of_slot_;  // [R, spare] places in copies_, in order of use
   std::vector<std::int32_t> of_home_, of_rank_;
   std::vector<bool> used_;
+  std::vector<bool> has_expert_;  // by node; the expert is the one that is given
 
   std::vector<std::int32_t> rank_order_, order_;
   std::vector<std::int64_t> sorted_, next_row_;
@@ -86,6 +90,7 @@ EvenExpertsPlanner::State::State(std::int32_t num_ranks, std::int32_t num_expert
       num_experts_(num_experts),
       homes_(num_ranks > 0 ? num_experts / num_ranks : 0),
       spare_(options.spare_experts),
+      num_nodes_(options.num_nodes),
       min_rows_(options.min_rows),
       alignment_(options.alignment),
       limit_factor_(options.limit),
@@ -110,6 +115,7 @@ EvenExpertsPlanner::State::State(std::int32_t num_ranks, std::int32_t num_expert
   of_home_.resize(num_ranks);
   of_rank_.resize(num_ranks);
   next_row_.resize(num_experts);
+  has_expert_.resize(num_nodes_);
 }
 
 void EvenExpertsPlanner::State::check(const EvenExpertsOptions& options) const {
@@ -122,6 +128,8 @@ void EvenExpertsPlanner::State::check(const EvenExpertsOptions& options) const {
   require(limit_factor_ >= 1 && limit_factor_ < 1e9, in_even_experts, ": limit = ", limit_factor_,
           ", expected >= 1");
   require(alignment_ >= 1, in_even_experts, ": alignment = ", alignment_, ", expected >= 1");
+  require(num_nodes_ >= 1 && num_ranks_ % num_nodes_ == 0, in_even_experts,
+          ": num_nodes = ", num_nodes_, ", expected a divisor of num_ranks = ", num_ranks_);
   const auto slots = std::int64_t{num_ranks_} * spare_;
   require(options.present.empty() || std::ssize(options.present) == slots, in_even_experts,
           ": present has ", options.present.size(), " slots, expected ", num_ranks_, " x ", spare_);
@@ -228,6 +236,17 @@ void EvenExpertsPlanner::State::give(std::int32_t expert, std::int32_t taker, st
   if (!is_present) ++sent_[home];
 }
 
+bool EvenExpertsPlanner::State::try_ways(std::int64_t limit) {
+  for (Way way : ways) {
+    if (way.reuse && present_.empty()) continue;
+    for (const bool near : {true, false}) {
+      way.near = near;
+      if ((!near || num_nodes_ > 1) && try_way(way, limit)) return true;
+    }
+  }
+  return false;
+}
+
 bool EvenExpertsPlanner::State::try_way(const Way& way, std::int64_t limit) {
   limit_ = limit;
   home_rows_ = expert_rows_;
@@ -295,6 +314,25 @@ std::int32_t EvenExpertsPlanner::State::emptiest() const {
   return taker;
 }
 
+/// The emptiest rank that may take on the nodes that have the expert, if it has room for seven
+/// eighths of `rows`, which the emptiest rank of all would take; else that one, `taker`.
+std::int32_t EvenExpertsPlanner::State::nearer(std::int32_t taker, std::int32_t expert,
+                                               std::int64_t rows) {
+  const std::int32_t node_ranks = num_ranks_ / num_nodes_;
+  has_expert_.assign(num_nodes_, false);
+  has_expert_[expert / homes_ / node_ranks] = true;
+  for (const Copy& copy : copies_)
+    if (copy.expert == expert) has_expert_[copy.rank / node_ranks] = true;
+  std::int64_t fewest = limit_;
+  std::int32_t near = -1;
+  for (std::int32_t r = 0; r < num_ranks_; ++r) {
+    if (free_[r] == 0 || load_[r] >= fewest || !has_expert_[r / node_ranks]) continue;
+    fewest = load_[r];
+    near = r;
+  }
+  return near >= 0 && limit_ - fewest >= rows - rows / 8 ? near : taker;
+}
+
 /// The rank above the limit that gives next; -1: none is above.
 std::int32_t EvenExpertsPlanner::State::giver(bool spread, std::int64_t room) const {
   const std::int64_t weight = spread ? room : 0;
@@ -340,15 +378,21 @@ std::int64_t EvenExpertsPlanner::State::share(std::int32_t expert, std::int32_t 
 /// Gives rows of ranks above the limit to the emptiest ranks. False: a rank stays above.
 bool EvenExpertsPlanner::State::settle(const Way& way) {
   for (;;) {
-    const std::int32_t taker = emptiest();
-    const std::int64_t room = taker < 0 ? 0 : limit_ - load_[taker];
+    std::int32_t taker = emptiest();
+    std::int64_t room = taker < 0 ? 0 : limit_ - load_[taker];
     const std::int32_t from = giver(way.spread, room);
     if (from < 0) return true;
     if (taker < 0) return false;
-    std::int32_t expert = -1;
-    if (way.whole && free_[taker] > 1 && load_[from] - limit_ > room)
-      expert = expert_of(from, room);
-    if (expert < 0) expert = expert_of(from, max_exact);
+    std::int32_t expert = expert_of(from, max_exact);
+    const std::int64_t excess = load_[from] - limit_;
+    if (way.near && expert >= 0) {
+      taker = nearer(taker, expert, std::min({home_rows_[expert], room, excess}));
+      room = limit_ - load_[taker];
+    }
+    if (way.whole && free_[taker] > 1 && excess > room) {
+      const std::int32_t fitting = expert_of(from, room);
+      if (fitting >= 0) expert = fitting;
+    }
     const std::int64_t rows = expert < 0 ? 0 : share(expert, from, taker);
     if (rows == 0) return false;
     give(expert, taker, rows);
@@ -438,11 +482,7 @@ void EvenExpertsPlanner::State::plan(std::span<const std::int64_t> rows, EvenExp
   for (std::int64_t rung = 0; rung < num_rungs && !done; ++rung) {
     const std::int64_t cubed = rung * rung * rung;
     const std::int64_t limit = base + above / cube * cubed + above % cube * cubed / cube;
-    for (const Way& way : ways) {
-      if (way.reuse && present_.empty()) continue;
-      done = try_way(way, limit);
-      if (done) break;
-    }
+    done = try_ways(limit);
   }
   send_home();
   plan.num_ranks = num_ranks_;

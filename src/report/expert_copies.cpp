@@ -10,6 +10,7 @@
 #include "report/format.h"
 #include "report/plan_figures.h"
 #include "waybill/core/error.h"
+#include "waybill/moe/expert_routing.h"
 #include "waybill/moe/expert_transfers.h"
 
 namespace waybill {
@@ -206,11 +207,8 @@ ExpertCopies price_expert_copies(const EPConfig& config, const EPDispatchOptions
   const auto after = predict_experts(config, options, ids, costs.calls);
   ExpertCopies copies;
   const std::vector<std::int64_t> rows = counts_of(config, ids);
-  copies.plan = even_experts(rows, config.world_size, config.num_experts,
-                             {.spare_experts = options.spare_experts,
-                              .min_rows = options.min_rows,
-                              .limit = options.limit,
-                              .alignment = options.expert_alignment});
+  copies.plan =
+      even_experts(rows, config.world_size, config.num_experts, copy_options(config, options));
   copies.config = config;
   copies.alignment = options.expert_alignment;
   copies.expert_rows.resize(config.num_experts);

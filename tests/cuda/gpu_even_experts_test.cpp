@@ -73,6 +73,15 @@ TEST_F(GpuEvenExpertsTest, PlansAsThePlanner) {
   }
 }
 
+TEST_F(GpuEvenExpertsTest, PlansAsThePlannerOnNodes) {
+  for (EvenExpertsCase& one : test::some_even_experts_cases(3, 29)) {
+    one.options.num_nodes = one.num_ranks % 8 == 0 ? 8 : one.num_ranks % 3 == 0 ? 3 : 1;
+    expect_as_planner(one, 4);
+    if (HasFailure()) return;
+  }
+  EXPECT_THROW(GpuEvenExperts(64, 64, {.num_nodes = 64}, stream_), Unsupported);
+}
+
 TEST_F(GpuEvenExpertsTest, TheLowestTryWinsWithAnyNumberOfWarps) {
   for (const EvenExpertsCase& one : test::some_even_experts_cases(3, 41)) {
     for (const std::int32_t warps : {1, 3, 16}) expect_as_planner(one, warps);

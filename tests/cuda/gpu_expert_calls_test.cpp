@@ -181,6 +181,10 @@ void count_rows_past_the_capacity(const EPConfig& config) {
 TEST(GpuExpertCalls, rows_past_the_capacity_are_counted_and_not_written) {
   count_rows_past_the_capacity(small_config(2));
 }
+/// Without receive slots.
+TEST(GpuExpertCalls, rows_past_the_capacity_of_many_tokens_are_counted_and_not_written) {
+  count_rows_past_the_capacity(test::config_of(2, 16, 4, 150, 256));
+}
 TEST(GpuExpertCalls, rows_past_the_capacity_are_counted_and_not_written_on_nodes) {
   count_rows_past_the_capacity(small_config(4, 2));
 }

@@ -26,6 +26,10 @@ TEST(GpuExpert, two_ranks) { check_random(config_of(2, 8, 4, 150, 128), {}, 10, 
 TEST(GpuExpert, four_ranks_many_rounds) {
   check_random(config_of(4, 16, 3, 90, 64), {}, 100, 3, {4, 1, 8, 2});
 }
+/// A warp signals its rows in many groups, and a rank with few tokens copies them meanwhile.
+TEST(GpuExpert, many_groups_per_channel) {
+  check_random(config_of(2, 8, 4, 1500, 1024), {}, 4, 40, {1, 4});
+}
 TEST(GpuExpert, eight_ranks) {
   check_random(config_of(8, 64, 8, 60, 256, DType::bfloat16, DType::bfloat16), {}, 8, 4, {4, 1});
 }

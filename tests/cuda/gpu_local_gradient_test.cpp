@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstring>
 #include <numeric>
 #include <string>
 
@@ -48,6 +50,34 @@ SequenceCase long_documents(std::int32_t world_size, DType dtype, std::int64_t h
   return sample;
 }
 
+/// Sums whose rows have 8 elements between them, which stay as they are.
+void check_sums_with_pitch(DeviceArena& arena, SequenceDispatcher& dispatcher,
+                           const PlanHandle& plan, const Views& from,
+                           const std::vector<const HostTensor*>& expected) {
+  std::vector<TensorView> wide;
+  std::vector<TensorView> sums;
+  std::vector<HostTensor> marks;
+  for (const HostTensor* sum : expected) {
+    const std::int64_t rows = sum->shape()[0];
+    HostTensor marked(sum->dtype(), {rows, sum->shape()[1] + 8});
+    for (std::byte& byte : marked.bytes()) byte = std::byte{0x55};
+    wide.push_back(arena.upload(marked));
+    sums.push_back(wide.back());
+    sums.back().shape[1] = sum->shape()[1];
+    const std::int64_t row_bytes = sum->size_bytes() / std::max<std::int64_t>(rows, 1);
+    const std::int64_t pitch_bytes = marked.size_bytes() / std::max<std::int64_t>(rows, 1);
+    for (std::int64_t row = 0; row < rows; ++row) {
+      std::memcpy(marked.bytes().data() + row * pitch_bytes, sum->bytes().data() + row * row_bytes,
+                  to_size(row_bytes));
+    }
+    marks.push_back(std::move(marked));
+  }
+  dispatcher.kv_gradient(plan, from, sums, {arena.stream()});
+  for (std::size_t t = 0; t < sums.size(); ++t) {
+    ASSERT_TRUE(same_bytes(arena.download(wide[t]), marks[t])) << "tensor " << t;
+  }
+}
+
 void check_sums(DeviceArena& arena, SequenceDispatcher& dispatcher, const SequenceCase& sample,
                 const Expected& expected, std::size_t r, DType to) {
   const Stream stream{arena.stream()};
@@ -76,6 +106,7 @@ void check_sums(DeviceArena& arena, SequenceDispatcher& dispatcher, const Sequen
     ASSERT_TRUE(same_bytes(arena.download(sums[1]), dv[r])) << sample.name << " to " << to;
     for (const TensorView& sum : sums) ASSERT_TRUE(arena.guards_hold(sum));
   }
+  check_sums_with_pitch(arena, dispatcher, plan, plain, {&dk[r], &dv[r]});
 }
 
 /// Every dtype keeps its bits, or is widened.

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <bit>
 #include <numeric>
@@ -53,6 +54,9 @@ struct Lanes {
   }
   friend Lanes operator>>(const Lanes& a, int bits) {
     return map<T>(a, a, [&](T x, T /*same*/) { return static_cast<T>(x >> bits); });
+  }
+  friend Lanes operator>>(const Lanes& a, const Lanes& bits) {
+    return map<T>(a, bits, [](T x, T y) { return static_cast<T>(x >> y); });
   }
   friend Lanes<bool> operator<(const Lanes& a, const Lanes& b) {
     return map<bool>(a, b, [](T x, T y) { return x < y; });
@@ -200,6 +204,7 @@ class HostBlock {
     p_.alignment =
         static_cast<std::int32_t>(std::min<std::int64_t>(one.options.alignment, INT_MAX));
     p_.limit_factor = one.options.limit;
+    p_.num_nodes = one.options.num_nodes;
     p_.pass_warps = pass_warps;
     p_.rows = rows_.data();
     if (!one.present.empty()) p_.present = one.present.data();
@@ -218,10 +223,7 @@ class HostBlock {
     p_.figures = figures_.data();
   }
 
-  int run() {
-    if (p_.num_ranks <= 32) return run_as<1>();
-    return p_.num_ranks <= 64 ? run_as<2>() : run_as<4>();
-  }
+  int run() { return p_.num_nodes > 1 ? run_with<true>() : run_with<false>(); }
 
   void expect_equal(const EvenExperts& plan) const {
     const auto same = [](const auto& got, const auto& expected) {
@@ -241,9 +243,15 @@ class HostBlock {
   [[nodiscard]] int attempt() const { return figures_[cuda::figure_try]; }
 
  private:
-  template <int Own>
+  template <bool Nodes>
+  int run_with() {
+    if (p_.num_ranks <= 32) return run_as<1, Nodes>();
+    return p_.num_ranks <= 64 ? run_as<2, Nodes>() : run_as<4, Nodes>();
+  }
+
+  template <int Own, bool Nodes>
   int run_as() {
-    using Phases = cuda::EvenExpertsPhases<HostWarp, Own>;
+    using Phases = cuda::EvenExpertsPhases<HostWarp, Own, Nodes>;
     const int threads = warps_ * cuda::warp_lanes;
     // What is not written must not be read: numbers that no plan has.
     std::vector<int> words(cuda::EvenExpertsMemory::words(p_, threads), -1000000007);
@@ -313,6 +321,29 @@ TEST(EvenExpertsBlock, PlansAsThePlanner) {
     EXPECT_GT(wins, 0) << "way " << way;
   }
   EXPECT_GT(std::accumulate(tries.begin() + cuda::even_ways, tries.end(), 0), 0);
+}
+
+/// The nodes that ranks of a case may be of: the ranks are a multiple of them.
+std::int32_t nodes_of(const test::EvenExpertsCase& one, std::size_t draw) {
+  std::int32_t nodes = std::array{2, 3, 4, 8, 32}[draw % 5];
+  while (one.num_ranks % nodes != 0) --nodes;
+  return nodes;
+}
+
+TEST(EvenExpertsBlock, PlansAsThePlannerOnNodes) {
+  std::vector<int> tries(cuda::even_rungs * 2 * cuda::even_ways);
+  std::size_t number = 0;
+  for (test::EvenExpertsCase& one : test::some_even_experts_cases(3, 31)) {
+    SCOPED_TRACE(one.name);
+    one.options.num_nodes = nodes_of(one, number++);
+    HostBlock block(one, 4, 1);
+    ASSERT_EQ(block.run(), 0);
+    block.expect_equal(even_experts(one.rows, one.num_ranks, one.num_experts, one.with_present()));
+    if (HasFailure()) return;
+    if (one.options.num_nodes > 1) ++tries[block.attempt() % (2 * cuda::even_ways)];
+  }
+  EXPECT_GT(tries[0], 0) << "present copies, near";
+  EXPECT_GT(tries[2], 0) << "spread, near";
 }
 
 TEST(EvenExpertsBlock, TheLowestTryWinsWhicheverEndsFirst) {

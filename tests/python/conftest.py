@@ -67,8 +67,13 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-def pytest_collection_finish():
-    """No search for garbage looks at modules again: with torch one takes a third of a second."""
+def pytest_collection_finish(session):
+    """No search for garbage looks at modules again: with torch one takes a third of a second. And
+    torch's first backward imports sympy, up to a minute where no bytecode is kept, which no rank
+    may do while the kernel of another waits for it.
+    """
+    if "torch" in sys.modules and any(item.get_closest_marker("gpu") for item in session.items):
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")
     gc.collect()
     gc.freeze()
 

@@ -106,6 +106,8 @@ def random_case(rng):
         options["limit"] = float(rng.choice([1.0, 1.02, 1.3, 100.0]))
     if rng.random() < 0.4:
         options["min_rows"] = int(rng.integers(0, 300))
+    if rng.random() < 0.5:
+        options["num_nodes"] = int(rng.choice([n for n in range(1, 9) if num_ranks % n == 0]))
     if rng.random() < 0.4:
         options["alignment"] = int(rng.choice([1, 2, 16, 128]))
     present = None
@@ -132,6 +134,32 @@ def test_equals_the_rule(seed):
 def test_equals_the_rule_on_families(shape):
     for _, rows in families(*shape, seed=3):
         expect_rule(rows, even_experts(rows, spare_experts=2), 2)
+
+
+@pytest.mark.parametrize("limit", [1.0, 1.02])
+def test_copies_stay_on_nodes_that_have_the_expert(limit):
+    """On 8 nodes of 8 ranks fewer weights cross, and ranks are as even as without nodes."""
+    crossing, senders = collections.Counter(), collections.Counter()
+    copies, plans = collections.Counter(), collections.Counter()
+    for seed in SEEDS[:3]:
+        for name, rows in families(256, 64, seed):
+            family = name.split()[0]
+            plans[family] += 1
+            for nodes in (1, 8):
+                plan = even_experts(rows, spare_experts=2, limit=limit, num_nodes=nodes)
+                ranks, slots = np.nonzero(plan.quotas[:, 4:])
+                pairs = {(e, r // 8) for r, e in zip(ranks, plan.slots[ranks, slots + 4])}
+                crossing[family, nodes] += sum(e // 32 != node for e, node in pairs)
+                senders[family, nodes] += int(plan.weights_out.max())
+                copies[family, nodes] += len(ranks)
+                assert plan.max_rows <= limit * plan.bound * 1.0005 + 1, (name, seed)
+            if seed == 0:
+                check(rows, plan, 2)
+                expect_rule(rows, plan, 2, limit=limit, num_nodes=8)
+    for family, most in (("lognormal", 0.7), ("zipf", 0.75), ("hot", 0.75), ("few", 0.9)):
+        assert crossing[family, 8] <= most * crossing[family, 1], family
+        assert senders[family, 8] <= senders[family, 1] + plans[family], family
+        assert copies[family, 8] <= copies[family, 1] + plans[family], family
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -303,6 +331,9 @@ REFUSED = [
     ((ROWS,), {"limit": "x"}, a_number("limit", "'x'")),
     ((ROWS,), {"min_rows": -1}, "min_rows = -1, expected >= 0"),
     ((ROWS,), {"alignment": 0}, "alignment = 0, expected >= 1"),
+    ((ROWS,), {"num_nodes": 0}, "num_nodes = 0, expected a divisor of num_ranks = 2"),
+    ((ROWS,), {"num_nodes": 4}, "num_nodes = 4, expected a divisor of num_ranks = 2"),
+    ((ROWS,), {"num_nodes": 2.0}, an_integer("num_nodes", 2.0)),
     ((ROWS,), {"present": [[0], [0]]}, "present of rank 0, slot 0 is 0, a home expert"),
     ((ROWS,), {"present": [[4], [0]]}, "present of rank 0, slot 0 is 4, expected -1 to 3"),
     ((ROWS,), {"present": [[-1, 2]]}, "present has shape \\[1, 2\\], expected \\[2, 1\\]"),

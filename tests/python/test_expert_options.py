@@ -257,6 +257,7 @@ SEEN = {
         "rows": "test_torch_moe.py", "payload": "test_torch_moe.py",
         "fixed_rows": "test_expert_flight.py", "copy_out": "test_torch_moe.py",
         "expert_alignment": "test_torch_moe.py", "combine": "test_expert_options.py",
+        "scale_layout": "test_payload_formats.py",
         "spare_experts": "test_torch_moe_spare.py", "limit": "test_torch_moe_spare.py",
         "min_rows": "test_torch_moe_spare.py",
     },

@@ -1,6 +1,7 @@
 """ExpertParallel with copies of hot experts: as without copies, to the rounding of the sums."""
 
 import copy
+import threading
 
 import pytest
 
@@ -214,6 +215,38 @@ def test_kept_copies_are_void_when_weights_change():
 
         assert calls(behind) == 1
         assert calls() == 0
+
+    waybill.run_threads(2, body)
+
+
+@pytest.mark.parametrize("way", ["fused", "masters", "other thread"])
+def test_kept_copies_are_void_after_steps_that_no_version_counter_shows(way):
+    def body(world):
+        own = experts_of(world.rank)
+        module = module_on(world, own, keep_copies=True).eval()
+        plain = module_on(world, own, spare_experts=0)
+        weights = list(own.parameters())
+        masters = [one.detach().clone() for one in weights] if way == "masters" else weights
+        optimizer = torch.optim.AdamW(masters, lr=0.1, fused=True)
+        inputs = batch(world.rank, 2, 0)[:3]
+        for _ in range(3):
+            with torch.no_grad():
+                close(module(*inputs), plain(*inputs))
+            for one in masters:
+                one.grad = torch.ones_like(one)
+            versions = [one._version for one in weights]
+            if way == "other thread":
+                stepping = threading.Thread(target=optimizer.step)
+                stepping.start()
+                stepping.join()
+            else:
+                optimizer.step()
+            if way == "masters":
+                for one, master in zip(weights, masters):
+                    one.data.copy_(master)
+            assert versions == [one._version for one in weights]
+        module.finalize()
+        plain.finalize()
 
     waybill.run_threads(2, body)
 

@@ -77,7 +77,7 @@ WRONG_FOR_LAYERS = [
     {"expert_alignment": 0}, {"expert_alignment": 2**31}, {"payload": 1}, {"capacity": 0},
     {"capacity": 2**40}, {"fixed_rows": 0}, {"fixed_rows": 1.5}, {"copy_out": 2},
     {"device": "cuda"}, {"max_per_expert": 0}, {"max_per_expert": 1.5},
-    {"combine": "pushed"}, {"combine": True},
+    {"combine": "pushed"}, {"combine": True}, {"scale_layout": "4x128"}, {"scale_layout": 4},
 ]  # fmt: skip
 WRONG_FOR_BUFFERS = [
     {"num_nvl_bytes": -1}, {"num_rdma_bytes": "x"}, {"low_latency_mode": 3},

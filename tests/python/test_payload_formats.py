@@ -1,83 +1,28 @@
-"""Formats of rows against an independent model: numpy, and the casts of torch and of ml_dtypes."""
+"""Formats of rows against an independent model, in layers and alone."""
+
+import itertools
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from payload_models import MODELS
 
 import waybill
 import waybill.torch
-from waybill.moe import EPConfig, predict, quantize_rows, simulate_dispatch, summarize
+from waybill.moe import (
+    EPConfig,
+    predict,
+    quantize_rows,
+    simulate_dispatch,
+    summarize,
+    tile_scales,
+)
 from waybill.torch.moe import EPAll2AllLayer
 
 HIDDEN, TOPK, EXPERTS, MOST, WORLD = 256, 2, 4, 6, 2
 FORMATS = ("float8", "float8_ue8m0", "mxfp8", "mxfp8_e5m2", "nvfp4")
 SOURCES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-GROUPS = {"float8": 128, "float8_ue8m0": 128, "mxfp8": 32, "mxfp8_e5m2": 32, "nvfp4": 16}
-
-
-def cast(values, dtype):
-    """The codes of torch's cast of float32 numbers."""
-    return torch.from_numpy(np.ascontiguousarray(values, np.float32)).to(dtype).view(torch.uint8)
-
-
-def model_of_powers(rows, group, element, emax, largest, fits):
-    """Scales that are powers of two, in float64: the OCP rule, or the least that fits."""
-    x = rows.astype(np.float64).reshape(len(rows), -1, group)
-    most = np.abs(x).max(-1)
-    good = np.isfinite(most)
-    top = np.where(good & (most > 0), most, 1.0)
-    if fits:
-        exponent = np.ceil(np.log2(top / largest))
-        exponent += (top / largest > 2.0**exponent) - 1.0 * (top / largest <= 2.0 ** (exponent - 1))
-    else:
-        exponent = np.frexp(top)[1] - 1 - emax
-    exponent = np.where(most == 0, -127, np.clip(exponent, -127, 127)).astype(np.int64)
-    codes = np.where(good, exponent + 127, 255).astype(np.uint8)
-    with np.errstate(invalid="ignore", over="ignore"):
-        scaled = np.clip(x / 2.0 ** exponent[..., None], -largest, largest)
-    elements = cast(np.where(good[..., None], scaled, 0), element).numpy()
-    elements = np.where(good[..., None], elements, 0x7F).astype(np.uint8)
-    return elements.reshape(len(rows), -1), codes
-
-
-def model_of_float8(rows):
-    x = rows.astype(np.float32).reshape(len(rows), -1, 128)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        scales = np.abs(x).max(-1) * np.float32(1 / 448)
-        scaled = np.where(scales[..., None] == 0, np.float32(0), x / scales[..., None])
-        clipped = np.clip(scaled, -448, 448)
-    elements = cast(clipped, torch.float8_e4m3fn).numpy()
-    elements = np.where(np.isnan(scaled), 0x7F, elements).astype(np.uint8)
-    return elements.reshape(len(rows), -1), scales
-
-
-def model_of_nvfp4(rows):
-    x = rows.astype(np.float32).reshape(len(rows), -1, 16)
-    most = np.abs(x).max(-1)
-    good = np.isfinite(most)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        row_scales = np.where(good, most, np.float32(0)).max(1) / np.float32(2688)
-        ratio = most / np.float32(6) / row_scales[:, None]
-        ratio = np.where(row_scales[:, None] == 0, np.float32(0), np.minimum(ratio, 448))
-        groups = cast(np.where(good, ratio, 0), torch.float8_e4m3fn)
-        unit = groups.view(torch.float8_e4m3fn).float().numpy() * row_scales[:, None]
-        scaled = np.clip(x / unit[..., None], -6, 6)
-    live = (unit > 0) & good
-    # ml_dtypes rounds to nearest, ties to even.
-    fours = np.where(live[..., None], scaled, 0).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-    fours = np.where(live[..., None], fours & 0xF, 0).astype(np.uint8).reshape(len(rows), -1)
-    codes = np.where(good, groups.numpy(), 0x7F).astype(np.uint8)
-    return fours[:, ::2] | fours[:, 1::2] << 4, (codes, row_scales)
-
-
-MODELS = {
-    "float8": model_of_float8,
-    "float8_ue8m0": lambda r: model_of_powers(r, 128, torch.float8_e4m3fn, 8, 448.0, True),
-    "mxfp8": lambda r: model_of_powers(r, 32, torch.float8_e4m3fn, 8, 448.0, False),
-    "mxfp8_e5m2": lambda r: model_of_powers(r, 32, torch.float8_e5m2, 15, 57344.0, False),
-    "nvfp4": model_of_nvfp4,
-}
 
 
 def odd_rows(dtype):
@@ -107,7 +52,8 @@ def odd_rows(dtype):
 
 
 def codes(array):
-    return np.ascontiguousarray(array).view(np.uint8).reshape(len(array), -1)
+    bits = np.ascontiguousarray(array).view(np.uint8)
+    return bits if bits.ndim == 2 else bits.reshape(len(array), -1)
 
 
 def same(got, wanted):
@@ -336,3 +282,110 @@ def test_predictions_know_the_bytes(payload):
     }
     plain = {call.call: int(call.nvlink_out.sum()) for call in predict(config(), ids)}
     assert bytes_out["cached_dispatch"] * 1024 == plain["cached_dispatch"] * BYTES[payload]
+
+
+def model_of_tiles(scales):
+    """Byte by byte: cuBLAS, 1D block scaling factors layout."""
+    scales = codes(scales)
+    tall, wide = -(-scales.shape[0] // 128), -(-scales.shape[1] // 4)
+    out = np.zeros((tall * wide, 512), np.uint8)
+    for (row, column), code in np.ndenumerate(scales):
+        tile = row // 128 * wide + column // 4
+        out[tile, row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = code
+    return out.reshape(tall * 128, wide * 4)
+
+
+@pytest.mark.parametrize("shape", [(128, 4), (256, 8), (130, 5), (1, 1), (0, 4), (0, 0), (3, 224)])
+def test_tiles_of_scales(torch_way, shape):
+    random = np.random.default_rng(5)
+    scales = random.integers(0, 256, shape).astype(np.uint8)
+    want = model_of_tiles(scales)
+    on_device = torch.from_numpy(scales).to(torch_way.device)
+    for dtype, torch_dtype in (
+        (np.uint8, torch.uint8),
+        (ml_dtypes.float8_e8m0fnu, torch.float8_e8m0fnu),
+        (ml_dtypes.float8_e4m3fn, torch.float8_e4m3fn),
+    ):
+        got = tile_scales(scales.view(dtype))
+        assert got.dtype == dtype and np.array_equal(codes(got), want)
+        got = waybill.torch.moe.tile_scales(on_device.view(torch_dtype))
+        assert got.dtype == torch_dtype
+        assert np.array_equal(got.view(torch.uint8).cpu().numpy(), want)
+    wider = np.zeros((shape[0], shape[1] + 3), np.uint8)
+    wider[:, : shape[1]] = scales  # columns of a wider table
+    assert np.array_equal(codes(tile_scales(wider[:, : shape[1]])), want)
+    of_wider = torch.nn.functional.pad(on_device, (0, 3))[:, : shape[1]]
+    for view in (of_wider, on_device.T.contiguous().T):
+        assert np.array_equal(waybill.torch.moe.tile_scales(view).cpu().numpy(), want)
+
+
+@pytest.mark.parametrize("face", [EPAll2AllLayer, waybill.EPAll2AllLayer])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "scaled_mxfp8_e5m2"])
+@pytest.mark.parametrize("fixed", [None, 1.0])
+def test_scales_arrive_in_tiles(name, face, fixed):
+    """Those that arrive by row, at the same rows of each expert; also of a rank without tokens."""
+    tokens, ids = inputs()
+    tokens[1], ids[1] = tokens[1][:0], ids[1][:0]
+    wrap = torch.from_numpy if face is EPAll2AllLayer else np.asarray
+    tile = waybill.torch.moe.tile_scales if face is EPAll2AllLayer else tile_scales
+    format_name = name.removeprefix("scaled_")
+
+    def body(world):
+        rank, options = world.rank, {"expert_alignment": 128, "fixed_rows": fixed}
+        given, scales = wrap(tokens[rank]), None
+        if name != format_name:
+            given, scales = (wrap(codes(part)) for part in quantize_rows(tokens[rank], format_name))
+        found = []
+        for layout in ("rows", "128x4"):
+            layer = layer_of(world, name, face, scale_layout=layout, **options)
+            assert layer.scale_layout == layout
+            rows, _, made = layer.dispatch(given, wrap(ids[rank]), scales=scales)
+            live = int(made.recv_expert_offsets[-1])
+            found.append((layer, rows, made.recv_scales, made, live))
+        (by_row, _, scales, made, live), (in_tiles, rows, tiles, _, _) = found
+        assert "scale_layout=128x4" in repr(in_tiles) and "scale_layout" not in repr(by_row)
+        if isinstance(scales, tuple):
+            assert same_bytes(scales[1][:live], tiles[1][:live])
+            scales, tiles = scales[0], tiles[0]
+        assert live % 128 == 0 and tiles.shape[0] % 128 == 0 and tiles.shape[0] >= len(rows)
+        assert tiles.dtype == scales.dtype and tiles.shape[1] == -(-scales.shape[1] // 4) * 4
+        assert np.array_equal(as_codes(tiles[:live]), model_of_tiles(as_codes(scales[:live])))
+        offsets = [int(first) for first in made.recv_expert_offsets]
+        for first, end in itertools.pairwise(offsets):  # a slice is what one expert's GEMM reads
+            assert same_bytes(tiles[first:end], tile(scales[first:end]))
+        for layer, *_ in found:
+            layer.finalize()
+
+    on_ranks(body)
+
+
+def as_codes(array):
+    return array.view(torch.uint8).numpy() if isinstance(array, torch.Tensor) else codes(array)
+
+
+def same_bytes(a, b):
+    return as_codes(a).tobytes() == as_codes(b).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("payload", "options", "text"),
+    [
+        ("mxfp8", {}, "expert_alignment = 1, expected a multiple of 128 for scale_layout = "),
+        ("mxfp8", {"expert_alignment": 192}, "expert_alignment = 192, expected a multiple of 128"),
+        ("mxfp8", {"rows": "compact", "expert_alignment": 128}, 'rows = "compact", expected "gro'),
+        ("float8", {"expert_alignment": 128}, 'payload = "float8", expected one whose scales are'),
+        ("plain", {"expert_alignment": 128}, 'payload = "plain", expected one whose scales are'),
+        ("bytes(8, 4)", {"expert_alignment": 128}, r'payload = "bytes\(8, 4\)", expected one who'),
+        ("mxfp8", {"scale_layout": "4x128"}, 'scale_layout = "4x128", expected "rows" or "128x4"'),
+    ],
+)
+def test_tiles_are_refused_by_name(payload, options, text):
+    def body(world):
+        with pytest.raises(waybill.InvalidArgument, match=text):
+            layer_of(world, payload, **{"scale_layout": "128x4", **options})
+
+    on_ranks(body)
+    for wrong in (np.zeros(4, np.uint8), np.zeros((4, 4), np.float32)):
+        for function in (tile_scales, lambda x: waybill.torch.moe.tile_scales(torch.from_numpy(x))):
+            with pytest.raises(waybill.InvalidArgument, match="tile_scales: scales has shape"):
+                function(wrong)

@@ -190,6 +190,7 @@ ARGUMENTS = {
         "node_padded": "expert_alignment", "node_scaled": "payload", "node_fixed": "fixed_rows",
         "node_views": "copy_out", "node_push": "combine",
         "spare_counting": "spare_experts", "spare_limits": "limit min_rows",
+        "format_mxfp8_tiles": "scale_layout",
     },
     "EPAll2AllLayer.dispatch": {
         "all": "self input exp_indices weight", "none": "copy_out",

@@ -53,6 +53,7 @@ class LayerWay(ExpertWay):
     spare: int = 0  #: slots per rank for copies of experts
     limits: tuple[float, int] = (1.0, 0)  #: limit and min_rows of the copies' plans
     present: bool = False  #: copies of the round before are used again
+    tiles: bool = False  #: scales come in tiles of 128 rows of 4
 
     def excluded(self, edge: str, device: str) -> str | None:
         """Rows with scales have no odd sizes."""
@@ -78,7 +79,7 @@ class LayerWay(ExpertWay):
                     weighted=self.weighted, num_biases=2 if self.weighted else 0,
                     has_weights=variant != 1,
                     local_combine=self.local_combine, own_order=self.own_order, spare=self.spare,
-                    limits=self.limits, present=self.present,
+                    limits=self.limits, present=self.present, tiles=self.tiles,
                 )
                 for variant in self.variants
             ]
@@ -102,7 +103,8 @@ class LayerWay(ExpertWay):
             torch.bfloat16, num_sm=4, enable_local_combine=self.local_combine, dropped_id=-1,
             rows=self.rows, expert_alignment=self.alignment, payload=self.payload,
             copy_out=not self.views, combine=self.combine, spare_experts=self.spare,
-            limit=self.limits[0], min_rows=self.limits[1], **room,
+            limit=self.limits[0], min_rows=self.limits[1],
+            scale_layout="128x4" if self.tiles else "rows", **room,
         )  # fmt: skip
 
     def rank(self, world: Any, case: ExpertCase) -> list[list[Arrays]]:
@@ -383,6 +385,34 @@ def _format_ways() -> Iterator[Way]:
     yield LayerWay(
         "format_bytes_compact", "one node, bytes, compact", payload="bytes(208, 24)", rows="compact"
     )
+    tiles: dict[str, Any] = {"alignment": 128, "tiles": True}
+    yield LayerWay(
+        "format_mxfp8_tiles", "one node, MXFP8 quantised, scales 128x4", payload="mxfp8", **tiles
+    )
+    yield LayerWay(
+        "format_few_nvfp4_tiles", "one node, few tokens, NVFP4 quantised, 128x4, `fixed_rows`",
+        max_tokens=FEW, payload="nvfp4", fixed=True, **tiles,
+    )  # fmt: skip
+    yield LayerWay(
+        "format_nodes_mxfp8_tiles", "several nodes, mapped, MXFP8 given, scales 128x4",
+        topologies=((4, 2),), payload="scaled_mxfp8", **tiles,
+    )  # fmt: skip
+    yield LayerWay(
+        "format_mxfp8_known", "one node, MXFP8 quantised, known routing", payload="mxfp8",
+        known=True,
+    )  # fmt: skip
+    graph: dict[str, Any] = {"graph": True, "devices": ("cuda",)}
+    yield LayerWay(
+        "format_nvfp4_graph", "one node, NVFP4 quantised, graph", payload="nvfp4", **graph
+    )
+    yield LayerWay(
+        "format_mxfp8_tiles_graph", "one node, MXFP8 given, scales 128x4, graph",
+        payload="scaled_mxfp8", **tiles, **graph,
+    )  # fmt: skip
+    yield LayerWay(
+        "format_nodes_nccl_mxfp8", "several nodes, NCCL, MXFP8 quantised", payload="mxfp8",
+        topologies=((2, 1),), ranks="processes", backend="nccl", devices=("cuda",),
+    )  # fmt: skip
     for name in ("mxfp8", "nvfp4_given", "bytes"):
         title, payload = kinds[name]
         title = f"several nodes, mapped, {title}"

@@ -22,6 +22,7 @@ from waybill.moe import (
     simulate_dispatch,
     slot_ids,
 )
+from waybill.moe.payloads import Payload, payload_of
 
 Arrays = dict[str, np.ndarray]
 
@@ -78,6 +79,7 @@ class ExpertCall:
     spare: int = 0  #: slots per rank for copies of experts
     limits: tuple[float, int] = (1.0, 0)  #: limit and min_rows of the plan
     present: bool = False  #: the copies of the round before are there
+    tiles: bool = False  #: scales come in tiles of 128 rows of 4
 
     def _draws(self, rank: int, kind: int) -> np.random.Generator:
         return np.random.default_rng((self.case.seed, self.number, self.variant, rank, kind))
@@ -97,8 +99,12 @@ class ExpertCall:
         count, hidden, draws = self.counts[rank], self.case.sizes.hidden, self._draws(rank, 0)
         if not self.is_given:
             return bfloat16_numbers(draws, (count, hidden))
-        columns = {"scaled_nvfp4": hidden // 2, "bytes(208, 24)": 208}.get(self.payload, hidden)
-        return draws.integers(0, 256, (count, columns)).astype(np.uint8)
+        return draws.integers(0, 256, (count, self.form.columns)).astype(np.uint8)
+
+    @cached_property
+    def form(self) -> Payload:
+        """Sizes and dtypes of the payload."""
+        return payload_of(self.payload, "payload", self.case.sizes.hidden)
 
     @property
     def is_given(self) -> bool:
@@ -106,15 +112,13 @@ class ExpertCall:
         return self.payload.startswith(("scaled", "bytes"))
 
     def scales(self, rank: int) -> Any:
-        """[T, hidden / 128] float32; codes of other formats, with a float32 each for nvfp4."""
-        count, hidden, draws = self.counts[rank], self.case.sizes.hidden, self._draws(rank, 1)
-        if self.payload == "scaled":
-            return draws.random((count, hidden // 128), "f4")
-        columns = {"scaled_nvfp4": hidden // 16, "bytes(208, 24)": 24}.get(
-            self.payload, hidden // 32
-        )
+        """[T, groups] float32, or codes; with a float32 of each row where the format has one."""
+        count, form, draws = self.counts[rank], self.form, self._draws(rank, 1)
+        if form.scale_name == "float32":
+            return draws.random((count, form.num_groups), "f4")
+        columns = form.scale_columns if form.is_bytes else form.num_groups
         codes = draws.integers(0, 256, (count, columns)).astype(np.uint8)
-        return (codes, draws.random(count, "f4")) if self.payload == "scaled_nvfp4" else codes
+        return (codes, draws.random(count, "f4")) if form.has_row_scale else codes
 
     def weights(self, rank: int) -> np.ndarray:
         """[T, topk] float32."""
@@ -150,6 +154,7 @@ class ExpertCall:
         return even_experts(
             self.rows_of_ranks(), spare_experts=self.spare, present=self.copies(),
             alignment=self.alignment, limit=self.limits[0], min_rows=self.limits[1],
+            num_nodes=self.case.sizes.world // self.case.sizes.per_node,
         )  # fmt: skip
 
     def copies(self) -> np.ndarray | None:
@@ -194,6 +199,16 @@ def arrays_of_scales(scales: Any) -> Arrays:
         name: np.ascontiguousarray(part).view(kinds[part.dtype.itemsize])
         for name, part in zip(("scales", "row_scales"), parts)
     }
+
+
+def in_tiles(codes: np.ndarray) -> np.ndarray:
+    """Scales where cuBLAS has each: "1D Block Scaling Factors Layout"."""
+    rows, columns = np.indices(codes.shape)
+    tall, wide = -(-codes.shape[0] // 128), -(-codes.shape[1] // 4)
+    tiles = rows // 128 * wide + columns // 4
+    places = np.zeros((tall * wide, 512), np.uint8)
+    places[tiles, rows % 32 * 16 + rows % 128 // 32 * 4 + columns % 4] = codes
+    return places.reshape(tall * 128, wide * 4)
 
 
 class ExpertJudge:
@@ -251,6 +266,8 @@ class ExpertJudge:
             arrays["weights"] = there.recv_weights[rank].view(np.int32)
         if there.recv_scales is not None:
             arrays.update(arrays_of_scales(there.recv_scales[rank]))
+            if call.tiles:
+                arrays["scales"] = in_tiles(arrays["scales"])
         return arrays
 
     def _rows(self, rank: int) -> np.ndarray:

@@ -47,7 +47,8 @@ class Outcome:
 
 def timeout_s(device: str) -> float:
     """The deadline of every wait. Kernels of processes on one GPU take turns."""
-    return 10.0 if device == "cuda" else 20.0
+    patience = float(os.environ.get("WAYS_PATIENCE", "1"))
+    return patience * (10.0 if device == "cuda" else 20.0)
 
 
 class Threads:
@@ -133,28 +134,32 @@ def size_of(case: Any) -> tuple[int, int]:
 
 
 class Processes:
-    """Ranks as processes, forked before anything touches a GPU: others for each number of ranks and
+    """Ranks as processes, forked from one that touches no GPU: others for each number of ranks and
     nodes, as NCCL keeps the name of its host. Worlds are kept for all cells.
     """
 
     def __init__(self, device: str) -> None:
+        self.device = device
         self.folder = tempfile.TemporaryDirectory(prefix="ways-")
         self.pipes: dict[tuple[int, int], list[Connection]] = {}
         self.processes: dict[tuple[int, int], list[Any]] = {}
+
+    def _fork(self, size: tuple[int, int]) -> None:
         context = multiprocessing.get_context("fork")
-        for size in sorted(_process_sizes()):
-            for rank in range(size[0]):
-                mine, theirs = context.Pipe()
-                one = context.Process(
-                    target=_serve, args=(theirs, rank, device, self.folder.name), daemon=True
-                )
-                one.start()
-                self.pipes.setdefault(size, []).append(mine)
-                self.processes.setdefault(size, []).append(one)
+        for rank in range(size[0]):
+            mine, theirs = context.Pipe()
+            one = context.Process(
+                target=_serve, args=(theirs, rank, self.device, self.folder.name), daemon=True
+            )
+            one.start()
+            self.pipes.setdefault(size, []).append(mine)
+            self.processes.setdefault(size, []).append(one)
 
     def run(self, way: Way, edge: str, index: int) -> tuple[list[Any], list[Failure | None]]:
         """(result of each rank, error of each rank)."""
         size = size_of(list(way.cases(edge))[index])
+        if size not in self.pipes:
+            self._fork(size)
         results: list[Any] = []
         errors: list[Failure | None] = [None] * size[0]
         limit_s = 2.5 * timeout_s("processes")
@@ -182,16 +187,15 @@ class Processes:
         return not outcome.failed
 
     def close(self) -> None:
-        """Ends the processes of this object."""
+        """Ends the processes of this object; they end by themselves unless they hang."""
+        for pipe in (pipe for ranks in self.pipes.values() for pipe in ranks):
+            with contextlib.suppress(OSError):
+                pipe.send(None)
         for one in (one for ranks in self.processes.values() for one in ranks):
+            one.join(timeout=5 * timeout_s("cuda"))
             one.kill()
             one.join()
         self.folder.cleanup()
-
-
-def _process_sizes() -> set[tuple[int, int]]:
-    ways = [way for way in WAYS.values() if way.ranks == "processes"]
-    return {size_of(case) for way in ways for edge in way.edges for case in way.cases(edge)}
 
 
 def _serve(pipe: Connection, rank: int, device: str, folder: str) -> None:
@@ -202,9 +206,12 @@ def _serve(pipe: Connection, rank: int, device: str, folder: str) -> None:
     meetings = 0
     while True:
         try:
-            name, edge, index = pipe.recv()
+            asked = pipe.recv()
         except EOFError:
             break
+        if asked is None:
+            break
+        name, edge, index = asked
         try:
             way = WAYS[name]
             case = list(way.cases(edge))[index]

@@ -2,6 +2,8 @@
 
     python tests/ways/run.py [--device cpu|cuda] [--only PATTERN] [--ranks threads|processes]
         [--write docs/ways_and_edges.md]
+    python tests/ways/run.py --device cuda --edge ordinary --as-processes --patience 10 \\
+        --under "compute-sanitizer --tool racecheck --target-processes all --error-exitcode 9"
 
 Ranks on GPUs share those that are there. A few ways have a process of their own there; after a cell
 with an error, which may take the GPU from its process, a new one goes on with the next edge.
@@ -16,6 +18,7 @@ import json
 import os
 import pathlib
 import queue
+import shlex
 import signal
 import subprocess
 import sys
@@ -35,10 +38,10 @@ Results = dict[Cell, tuple[str, str]]
 class Worker:
     """A process that runs cells one after another, and says what came of each."""
 
-    def __init__(self, device: str, way: Any, folder: str) -> None:
+    def __init__(self, device: str, ranks: str, under: list[str], folder: str) -> None:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", way.ranks, "--device", device],
+            [*under, sys.executable, __file__, "--worker", ranks, "--device", device],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
             start_new_session=True, env={**os.environ, "TMPDIR": folder},
         )  # fmt: skip
@@ -78,6 +81,15 @@ class Worker:
         lines = [line.strip() for line in self.errors.read().splitlines() if line.strip()]
         return f"the process {how}: {' | '.join(lines[-3:])}"[:600]
 
+    def leave(self, limit_s: float) -> str | None:
+        """Lets the process end by itself; what it says if that is not well."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=limit_s)
+        return None if self.process.poll() == 0 else self.last_words()
+
     def end(self) -> None:
         """Ends the process, and the ranks that it has started."""
         with contextlib.suppress(ProcessLookupError):
@@ -87,14 +99,15 @@ class Worker:
 
 
 class Run:
-    """All cells of some ways on one kind of ranks."""
+    """Cells of some ways; ``keep`` gets the results as they come.
 
-    def __init__(
-        self, device: str, ways: dict[str, Any], limit_s: float, keep: Callable[[Results], None]
-    ) -> None:
-        self.device, self.ways, self.keep = device, ways, keep
+    :param given: the program's arguments
+    """
+
+    def __init__(self, given: Any, ways: dict[str, Any], keep: Callable[[Results], None]) -> None:
+        self.given, self.ways, self.keep = given, ways, keep
         self.folder = tempfile.TemporaryDirectory(prefix="ways-")
-        self.until = time.monotonic() + limit_s
+        self.until = time.monotonic() + given.limit_s
         self.results: Results = {}
         self.lock = threading.Lock()
         self.begun = time.monotonic()
@@ -116,7 +129,8 @@ class Run:
         return cells, self._worker(cells) if cells else None
 
     def _worker(self, cells: list[Cell]) -> Worker:
-        return Worker(self.device, self.ways[cells[0][0]], self.folder.name)
+        ranks = ranks_of(self.ways[cells[0][0]], self.given)
+        return Worker(self.given.device, ranks, shlex.split(self.given.under), self.folder.name)
 
     def _group(self, cells: list[Cell], worker: Worker | None) -> None:
         begun = time.monotonic()
@@ -135,7 +149,7 @@ class Run:
                 worker = self._worker(cells)
                 self._starts(worker)
             worker.say(cell)
-            answer = worker.hear(CELL_LIMIT_S)
+            answer = worker.hear(CELL_LIMIT_S * self.given.patience)
             if answer is None:
                 answer = {"result": "wrong", "words": worker.last_words(), "usable": False}
             self._keep([cell], answer["result"], answer["words"])
@@ -150,13 +164,17 @@ class Run:
                 self._keep(rest, "not run", words)
                 failures = 0
         if worker is not None:
+            if self.given.under:  # which says what it has found at the end
+                words = worker.leave(CELL_LIMIT_S * self.given.patience)
+                if words is not None:
+                    self._keep(cells, "wrong", f"one of these ways: {words}")
             worker.end()
         self._print(cells, time.monotonic() - begun)
         with self.lock:
             self.keep(self.results)
 
     def _starts(self, worker: Worker) -> bool:
-        return worker.hear(START_LIMIT_S) is not None
+        return worker.hear(START_LIMIT_S * self.given.patience) is not None
 
     def _keep(self, cells: list[Cell], result: str, words: str) -> None:
         with self.lock:
@@ -200,33 +218,40 @@ def serve(device: str, kind: str) -> None:
     os._exit(0)
 
 
-def cells_of(ways: list[Any], device: str) -> list[Cell]:
+def ranks_of(way: Any, given: Any) -> str:
+    """Of which kind its ranks are in this run."""
+    return "processes" if given.as_processes else way.ranks
+
+
+def cells_of(ways: list[Any], given: Any) -> list[Cell]:
     """Those that mean something on these ranks."""
     return [
-        (way.name, edge) for way in ways for edge in way.edges if way.excluded(edge, device) is None
+        (way.name, edge)
+        for way in ways
+        for edge in way.edges
+        if fnmatch.fnmatch(edge, given.edge) and way.excluded(edge, given.device) is None
     ]
 
 
-def run_all(
-    device: str,
-    only: str,
-    kinds: tuple[str, ...],
-    limit_s: float,
-    jobs: int,
-    keep: Callable[[Results], None],
-) -> Results:
-    """The results of all cells of the ways whose name fits the pattern and whose ranks are of these
-    kinds; ``keep`` gets them as they come. So many processes run ways side by side.
+def run_all(given: Any, keep: Callable[[Results], None]) -> Results:
+    """The results of all cells that the arguments ask for. So many processes run ways side by
+    side.
     """
     from ranks import WAYS
 
-    ways = [w for w in WAYS.values() if fnmatch.fnmatch(w.name, only) and device in w.devices]
-    ways = [way for way in ways if way.ranks in kinds]
-    run = Run(device, WAYS, limit_s, keep)
-    of_each = 8 if device == "cuda" else -(-len(ways) // jobs)
-    all_groups = (cells_of(group, device) for group in groups_of(ways, of_each))
+    kinds = (given.ranks,) if given.ranks else KINDS
+    ways = [
+        way
+        for way in WAYS.values()
+        if fnmatch.fnmatch(way.name, given.only)
+        and given.device in way.devices
+        and way.ranks in kinds
+    ]
+    run = Run(given, WAYS, keep)
+    of_each = 8 if given.device == "cuda" else -(-len(ways) // given.jobs)
+    all_groups = (cells_of(group, given) for group in groups_of(ways, of_each))
     groups = iter([cells for cells in all_groups if cells])
-    busy = [threading.Thread(target=run.groups, args=(groups,)) for _ in range(jobs)]
+    busy = [threading.Thread(target=run.groups, args=(groups,)) for _ in range(given.jobs)]
     for one in busy:
         one.start()
     for one in busy:
@@ -270,12 +295,17 @@ def main() -> int:
     parser.add_argument("--page", type=pathlib.Path, help="writes the page again, runs nothing")
     parser.add_argument("--limit-s", type=float, default=480.0)
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
+    parser.add_argument("--edge", default="*", help="pattern of the edges' names")
     parser.add_argument("--ranks", choices=KINDS, help="only ways whose ranks are these")
+    parser.add_argument("--as-processes", action="store_true", help="all ranks are processes")
+    parser.add_argument("--under", default="", help="a command that runs the processes")
+    parser.add_argument("--patience", type=float, default=1.0, help="multiplies all deadlines")
     parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("WAYS_PATIENCE", str(given.patience))
     if given.worker:
         serve(given.device, given.worker)
         return 0
@@ -289,8 +319,7 @@ def main() -> int:
         if given.write:
             table.update(given.write, given.device, results)
 
-    kinds = (given.ranks,) if given.ranks else KINDS
-    wrong = summary(run_all(given.device, given.only, kinds, given.limit_s, given.jobs, keep))
+    wrong = summary(run_all(given, keep))
     return 1 if wrong else 0
 
 

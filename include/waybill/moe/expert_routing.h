@@ -40,7 +40,12 @@ struct ExpertSlots {
   EvenExperts plan;  ///< a plan of these rows; slot_ids puts its slots in place of ids
 };
 
-/// Plans the copies of a dispatch with even_experts; copies take multiples of expert_alignment.
+/// How a layer plans copies, without those that are present: nodes are the layer's, and copies take
+/// multiples of expert_alignment.
+[[nodiscard]] EvenExpertsOptions copy_options(const EPConfig& config,
+                                              const EPDispatchOptions& options);
+
+/// Plans the copies of a dispatch with even_experts and copy_options.
 /// @param counts [W] of at least [E], by rank, from count_topk_slots
 /// @param present as in EvenExpertsOptions
 [[nodiscard]] ExpertSlots plan_slots(const EPConfig& config, const EPDispatchOptions& options,

@@ -21,6 +21,9 @@ struct EvenExpertsOptions {
   double limit = 1.0;
   /// A copy takes a multiple of so many rows where it does not take all of an expert's, >= 1.
   std::int64_t alignment = 1;
+  /// Nodes of num_ranks / num_nodes ranks each, in order, >= 1. A copy lies on a node that has the
+  /// expert where a rank there has room for seven eighths of what the emptiest rank would take.
+  std::int32_t num_nodes = 1;
 };
 
 /// Which expert lies in which slot and how many rows each slot takes. Tables are [R,

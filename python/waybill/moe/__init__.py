@@ -18,7 +18,7 @@ from .even_experts import (
     slot_ids,
 )
 from .layer import EPAll2AllLayer
-from .payloads import quantize_fp8, quantize_rows
+from .payloads import quantize_fp8, quantize_rows, tile_scales
 from .predict import ExpertCallPrediction, ExpertSummary, predict, summarize
 from .prices import ExpertCopyPrices, ExpertStepSeconds, break_even_rows, price_copies
 from .simulate import EPAllToAllLayoutDesc, ExpertDispatch, simulate_dispatch
@@ -46,6 +46,7 @@ __all__ = [
     "simulate_expert_copy_gradients",
     "slot_ids",
     "summarize",
+    "tile_scales",
 ]
 
 if not _typing.TYPE_CHECKING:

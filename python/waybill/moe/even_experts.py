@@ -57,6 +57,7 @@ def even_experts(
     min_rows: int = 0,
     limit: Optional[float] = None,
     alignment: int = 1,
+    num_nodes: int = 1,
 ) -> EvenExperts:
     """Plans copies of hot experts: at most ``spare_experts`` per rank.
 
@@ -75,6 +76,9 @@ def even_experts(
             plan has about half of the copies.
         alignment: a copy takes a multiple of so many rows where it does not take all of its
             expert's.
+        num_nodes: nodes of ``num_ranks / num_nodes`` ranks each, in order. A copy lies on a node
+            that has the expert where a rank there has room for seven eighths of what the emptiest
+            rank would take.
 
     Raises:
         InvalidArgument: rows that are negative, no integers or more than 2^53 together; experts
@@ -82,11 +86,13 @@ def even_experts(
             expert twice; an option out of range.
     """
     counts = _counts(rows, "even_experts")
-    numbers = {"spare_experts": spare_experts, "min_rows": min_rows, "alignment": alignment}
+    numbers = {"spare_experts": spare_experts, "num_nodes": num_nodes}
+    _check_integers("even_experts", numbers, 2**31 - 1, "2^31 - 1")
+    numbers = {"min_rows": min_rows, "alignment": alignment}
     _check_integers("even_experts", numbers, 2**53, "2^53")
     factor = number(1.0 if limit is None else limit, "even_experts: limit")
     lying = present_copies(present, counts.shape[0], spare_experts, "even_experts: present")
-    plan = _core.even_experts(counts, spare_experts, lying, min_rows, factor, alignment)
+    plan = _core.even_experts(counts, spare_experts, lying, min_rows, factor, alignment, num_nodes)
     made = {field.name: getattr(plan, field.name) for field in fields(EvenExperts)}
     for name in ("slots", "quotas", "local_rows", "first_row"):
         made[name] = made[name].reshape([counts.shape[0], -1])

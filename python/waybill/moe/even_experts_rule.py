@@ -1,13 +1,13 @@
 """The rule by which ``waybill.moe.even_experts`` chooses copies of hot experts: its specification.
 
-Plain Python on lists, to be read, copied and compared. The C++ planner gives the same result, bit
-for bit. R ranks hold E / R home experts each. ``spare`` more slots per rank take copies of other
-ranks' experts. A plan says which expert each slot holds and how many rows each slot takes. Its
-aims, in this order: few rows on the fullest rank, few weights from the fullest sender.
+To be read, copied and compared; the C++ planner gives the same, bit for bit. R ranks hold E / R
+home experts each, and ``spare`` slots for copies. A plan says which expert each slot holds and how
+many rows it takes. Aims: few rows on the fullest rank, few weights that it and that nodes send.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import product
 
 RUNGS = 32
 Copy = tuple[int, int]  # rank, expert
@@ -37,16 +37,15 @@ class Pass:
     """One try to bring every rank down to ``limit`` rows."""
 
     def __init__(self, limit: int, loads: Sequence[int], num_ranks: int, spare: int,
-                 min_rows: int, alignment: int, present: set[Copy]) -> None:  # fmt: skip
+                 min_rows: int, alignment: int, present: set[Copy], nodes: int = 1):  # fmt: skip
         self.limit, self.min_rows, self.alignment = limit, min_rows, alignment
         self.homes = len(loads) // num_ranks
-        self.ranks = range(num_ranks)
+        self.ranks, self.node_ranks = range(num_ranks), num_ranks // nodes
         self.home_rows = list(loads)  # rows that an expert's home keeps
         self.load = [sum(loads[r * self.homes : (r + 1) * self.homes]) for r in self.ranks]
         self.free = [spare] * num_ranks
         self.sent = [0] * num_ranks  # weights that a rank sends
-        self.present = present
-        self.copies = Counter[Copy]()
+        self.present, self.copies = present, Counter[Copy]()
 
     def give(self, expert: int, rank: int, rows: int) -> None:
         home = expert // self.homes
@@ -66,47 +65,48 @@ class Pass:
         used: set[Copy] = set()
         while True:
             sizes: dict[Copy, int] = {}
-            of_home, of_rank = Counter[int](), Counter[int]()
             for rank, expert in sorted(self.present - used):
                 home, room = expert // self.homes, self.limit - self.load[rank]
                 size = min(self.home_rows[expert], room, self.load[home] - self.limit)
-                if size <= 0 or size < self.min_rows or (self.free[rank] == 1 and size < room):
-                    continue
-                sizes[rank, expert] = size
-                of_home[home] += 1
-                of_rank[rank] += 1
+                if size >= max(1, self.min_rows) and (self.free[rank] > 1 or size == room):
+                    sizes[rank, expert] = size
             if not sizes:
                 return
-            order = []
+            of_home = Counter(expert // self.homes for _, expert in sizes)
+            of_rank, order = Counter(rank for rank, _ in sizes), []
             for (rank, expert), size in sizes.items():
                 home = expert // self.homes
-                settles = (of_rank[rank] == 1 and size == self.limit - self.load[rank]) or (
-                    of_home[home] == 1 and size == self.load[home] - self.limit
-                )
+                settles = of_rank[rank] == 1 and size == self.limit - self.load[rank]
+                settles |= of_home[home] == 1 and size == self.load[home] - self.limit
                 order.append((not settles, -size, rank, expert))
-            _, _, rank, expert = min(order)
-            self.give(expert, rank, sizes[rank, expert])
+            _, less, rank, expert = min(order)
+            self.give(expert, rank, -less)
             used.add((rank, expert))
 
-    def settle(self, spread: bool, whole: bool) -> bool:
+    def settle(self, spread: bool, whole: bool, near: bool = False) -> bool:
         """Gives rows of ranks above the limit to the emptiest ranks; False where that ends early.
 
-        ``spread``: the rank gives next that will have sent most weights, else the fullest.
-        ``whole``: a rank with several free slots takes an expert that fits, else the largest.
+        ``spread``: the rank gives next that will have sent most weights, else the fullest;
+        ``whole``: a rank with several free slots takes an expert that fits, else the largest;
+        ``near``: a rank takes on a node that has the expert, if one there has room enough.
         """
         while True:
             above = [r for r in self.ranks if self.load[r] > self.limit]
             if not above:
                 return True
-            takers = [r for r in self.ranks if self.free[r] > 0 and self.load[r] < self.limit]
-            if not takers:
+            below = [r for r in self.ranks if self.free[r] > 0 and self.load[r] < self.limit]
+            if not below:
                 return False
-            taker = min(takers, key=lambda r: (self.load[r], r))
+            takers = sorted(below, key=lambda r: (self.load[r], r))
+            taker = takers[0]
             room = self.limit - self.load[taker]
             giver = max(above, key=lambda r: (spread * self.sent[r] * room + self.load[r], -r))
             excess = self.load[giver] - self.limit
             experts = range(giver * self.homes, (giver + 1) * self.homes)
             expert = max(experts, key=lambda e: (self.home_rows[e], -e))
+            if near:
+                taker = self.nearer(takers, expert, min(self.home_rows[expert], room, excess))
+                room = self.limit - self.load[taker]
             if whole and self.free[taker] > 1 and excess > room:
                 fitting = [e for e in experts if 0 < self.home_rows[e] <= room]
                 expert = max(fitting, key=lambda e: (self.home_rows[e], -e), default=expert)
@@ -115,13 +115,18 @@ class Pass:
                 return False
             self.give(expert, taker, rows)
 
+    def nearer(self, takers: list[int], expert: int, rows: int) -> int:
+        """The emptiest on the nodes of the expert, if that has room for 7/8 of ``rows``."""
+        holders = [expert // self.homes, *(rank for rank, e in self.copies if e == expert)]
+        nodes = {rank // self.node_ranks for rank in holders}
+        near = next((r for r in takers if r // self.node_ranks in nodes), takers[0])
+        return near if self.limit - self.load[near] >= rows - rows // 8 else takers[0]
+
     def share(self, rows: int, room: int, excess: int, giver: int, taker: int) -> int:
         """How many of an expert's rows a copy takes; 0: none."""
         most = min(rows, room)
         wanted = most if self.free[taker] == 1 and self.free[giver] > 0 else min(most, excess)
         wanted = max(wanted, min(self.min_rows, most))
-        if wanted < self.min_rows:
-            return 0
         if wanted < rows:
             up = -(-wanted // self.alignment) * self.alignment
             wanted = up if up <= most else wanted // self.alignment * self.alignment
@@ -138,27 +143,23 @@ class Pass:
 
 
 def choose_copies(loads: Sequence[int], num_ranks: int, spare: int, present: Iterable[Copy] = (),
-                  min_rows: int = 0, limit: float = 1.0, alignment: int = 1,
+                  min_rows: int = 0, limit: float = 1.0, alignment: int = 1, num_nodes: int = 1,
                   ) -> tuple[dict[Copy, int], int]:  # fmt: skip
     """{(rank, expert): rows} of the copies, and the lower bound.
 
-    Limits grow from the bound to the fullest rank; at each, four ways are tried. The first try that
-    brings all ranks below the limit is taken.
+    Limits grow from the bound to the fullest rank; at each, four ways are tried, each near first.
+    The first try that brings all ranks below the limit is taken.
     """
-    bound = lower_bound(loads, num_ranks, spare)
-    homes = len(loads) // num_ranks
-    fullest = max(sum(loads[r * homes : (r + 1) * homes]) for r in range(num_ranks))
+    bound, lying = lower_bound(loads, num_ranks, spare), set(present)
     base = int(bound * limit)
-    lying = set(present)
+    fullest = max(Pass(base, loads, num_ranks, spare, min_rows, alignment, lying).load)
     for rung in range(RUNGS):
         rows = base + max(fullest - base, 0) * rung**3 // (RUNGS - 1) ** 3
-        for reuse, spread, whole in WAYS:
-            if reuse and not lying:
-                continue
-            tried = Pass(rows, loads, num_ranks, spare, min_rows, alignment, lying)
+        for (reuse, spread, whole), near in product(WAYS, [True, False][num_nodes == 1 :]):
+            tried = Pass(rows, loads, num_ranks, spare, min_rows, alignment, lying, num_nodes)
             if reuse:
                 tried.reuse()
-            if tried.settle(spread, whole):
+            if tried.settle(spread, whole, near):
                 tried.send_home()
                 return tried.copies, bound
     raise AssertionError("the last limit needs no copy")
@@ -171,12 +172,11 @@ def fill_slots(copies: dict[Copy, int], num_ranks: int, num_experts: int, spare:
     homes = num_experts // num_ranks
     slots = []
     for rank in range(num_ranks):
-        mine = sorted(expert for r, expert in copies if r == rank)
         row = list(present[rank]) if present else [-1] * spare
-        new = [expert for expert in mine if expert not in row]
-        places = [s for s in range(spare) if row[s] == -1]
-        places += [s for s in range(spare) if row[s] != -1 and row[s] not in mine]
-        for expert, place in zip(new, places):
+        new = sorted(expert for r, expert in copies if r == rank and expert not in row)
+        free = [s for s in range(spare) if (rank, row[s]) not in copies]
+        free.sort(key=lambda s: row[s] >= 0)
+        for expert, place in zip(new, free):
             row[place] = expert
         slots.append([*range(rank * homes, (rank + 1) * homes), *row])
     return slots

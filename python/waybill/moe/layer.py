@@ -19,7 +19,17 @@ from ..errors import InvalidArgument, Unsupported, WrongType
 from ..world import World, agreed_world
 from .config import EPConfig, named_dtype
 from .even_experts import spare_options
-from .payloads import Payload, as_items, own_scales, payload_of, row_bits, scale_bits, shown_scales
+from .payloads import (
+    Payload,
+    as_items,
+    kept_scales,
+    payload_of,
+    row_bits,
+    scale_bits,
+    scale_layout_of,
+    shown_scales,
+    tile_scales,
+)
 from .simulate import EPAllToAllLayoutDesc, as_float, id_array, payload_bits
 
 _L = TypeVar("_L", bound="RankLayout")
@@ -160,6 +170,7 @@ class ExpertLayer(OfThisProcess):
     is_intra_node: bool
     payload: str
     rows: str
+    scale_layout: str
     fixed_rows: Optional[int]
 
     def _set_up(
@@ -167,6 +178,7 @@ class ExpertLayer(OfThisProcess):
         num_sm: Any, enable_local_combine: Any, use_aot: Any, dropped_id: Any, rows: Any,
         expert_alignment: Any, payload: Any, capacity: Any, fixed_rows: Any, copy_out: Any,
         max_per_expert: Any, spare_experts: Any, limit: Any, min_rows: Any, combine: Any,
+        scale_layout: Any,
     ) -> None:  # fmt: skip
         """Checks the arguments, agrees on them with the other ranks, and makes the compiled layer.
 
@@ -199,6 +211,9 @@ class ExpertLayer(OfThisProcess):
             self._payload: Payload = payload_of(payload, f"{who}: payload", self.hidden)
             with said_by(who, words=called):
                 options = _core.ep_dispatch_options(compiled, **self._options, payload=payload)
+            self.scale_layout = scale_layout_of(
+                scale_layout, self._payload, rows, expert_alignment, who
+            )
             fixed = number_of_rows(
                 fixed_rows, who, world_size=self.world_size, max_tokens=self.max_tokens, rows=rows,
                 topk=self.topk, num_experts=self.num_tot_experts, expert_alignment=expert_alignment,
@@ -250,6 +265,7 @@ class ExpertLayer(OfThisProcess):
         parts += [f"num_sm={self.num_sm}", f"enable_local_combine={self.enable_local_combine}"]
         parts += [] if self.fixed_rows is None else [f"fixed_rows={self.fixed_rows}"]
         parts += [f"spare_experts={self.spare_experts}"] if self.spare_experts else []
+        parts += [] if self.scale_layout == "rows" else [f"scale_layout={self.scale_layout}"]
         parts += [] if self.combine_way == "pull" else [f"combine={self.combine_way}"]
         return ", ".join(parts)
 
@@ -441,6 +457,7 @@ class EPAll2AllLayer(ExpertLayer):
         limit: float = 1.0,
         min_rows: int = 0,
         combine: str = "pull",
+        scale_layout: str = "rows",
     ) -> None:
         self._set_up(
             lambda: _in_host_memory(ep_group),
@@ -449,7 +466,7 @@ class EPAll2AllLayer(ExpertLayer):
             use_aot=use_aot, dropped_id=dropped_id, rows=rows, expert_alignment=expert_alignment,
             payload=payload, capacity=capacity, fixed_rows=fixed_rows, copy_out=copy_out,
             max_per_expert=max_per_expert, spare_experts=spare_experts, limit=limit,
-            min_rows=min_rows, combine=combine,
+            min_rows=min_rows, combine=combine, scale_layout=scale_layout,
         )  # fmt: skip
         self._native = {"rows": True, "weights": True}
 
@@ -489,8 +506,8 @@ class EPAll2AllLayer(ExpertLayer):
             )  # fmt: skip
             if copies:
                 received, weights = (None if v is None else v.copy() for v in (received, weights))
-                recv_scales = own_scales(recv_scales)
-        layout.recv_scales = recv_scales
+            tile = tile_scales if self.scale_layout == "128x4" else None
+            layout.recv_scales = kept_scales(recv_scales, tile, np.copy if copies else None)
         return received, weights if weight is not None else None, layout
 
     @outside_graphs

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Tuple
+from typing import Any, Callable, Optional, Tuple
 
 import numpy as np
 
 from .. import _core
-from .._arrays import AnyArray, as_numpy, instance
+from .._arrays import AnyArray, as_numpy, choice, instance
 from .._errors import said_by
 from ..errors import InvalidArgument
-
-_NUMPY = {"float32": np.float32, "uint8": np.uint8}
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,7 @@ class Payload:
     scale_name: str  #: dtype of the scales of groups, as torch names it
     scale_dtype: str  #: dtype of scales as they travel, for the compiled part
     scale_columns: int  #: items of the scales of a row, as they travel
+    group: int  #: elements that share a scale; 0: no scales
     num_groups: int
     has_row_scale: bool  #: scales are (those of groups, one float32 per row)
 
@@ -44,14 +43,15 @@ def payload_of(name: Any, argument: str, hidden: int) -> Payload:
 
 
 def as_items(bits: AnyArray, dtype: str) -> AnyArray:
-    """Items under their dtype: that of ml_dtypes where it has it, else their codes as uint8."""
-    if dtype not in _NUMPY:
+    """Items under their dtype: numpy's or that of ml_dtypes, else their codes as uint8."""
+    known = getattr(np, dtype, None)
+    if known is None:
         try:
             import ml_dtypes
         except ImportError:
             return bits.view(np.uint8)
-        return bits.view(getattr(ml_dtypes, dtype, np.uint8))
-    return bits.view(_NUMPY[dtype])
+        known = getattr(ml_dtypes, dtype, np.uint8)
+    return bits.view(known)
 
 
 def item_bits(value: Any, dtype: str, columns: int, name: str) -> AnyArray:
@@ -124,11 +124,89 @@ def shown_scales(payload: Payload, bits: AnyArray) -> Any:
     return groups, bits[:, -4:].view(np.float32)[:, 0]
 
 
-def own_scales(scales: Any) -> Any:
-    """A copy of scales that a layer has shown."""
-    if isinstance(scales, tuple):
-        return tuple(part.copy() for part in scales)
-    return None if scales is None else scales.copy()
+def kept_scales(
+    scales: Any, tile: Optional[Callable[[Any], Any]], copy: Optional[Callable[[Any], Any]]
+) -> Any:
+    """Scales that a layer has shown, as its caller keeps them; None stays None.
+
+    :param tile: arranges scales of groups, in a copy; None: they stay by row
+    :param copy: makes a copy; None: views stay views
+    """
+    if scales is None:
+        return None
+    parts = list(scales) if isinstance(scales, tuple) else [scales]
+    changes = [tile or copy] + [copy] * (len(parts) - 1)
+    kept = [part if change is None else change(part) for part, change in zip(parts, changes)]
+    return tuple(kept) if isinstance(scales, tuple) else kept[0]
+
+
+SCALE_LAYOUTS = ("rows", "128x4")
+_TILE_ROWS, _TILE_COLUMNS = 128, 4
+
+
+def scale_layout_of(layout: Any, payload: Payload, rows: str, alignment: int, who: str) -> str:
+    """The option ``scale_layout`` of a layer.
+
+    :raises InvalidArgument: where rows of the layer have no such scales
+    """
+    known = choice(layout, f"{who}: scale_layout", *SCALE_LAYOUTS)
+    if known == "rows":
+        return known
+    suffix = f'for scale_layout = "{known}"'
+    if payload.num_groups == 0 or payload.scale_name == "float32":
+        raise InvalidArgument(
+            f'{who}: payload = "{payload.name}", expected one whose scales are of a byte, such as'
+            f' "mxfp8", {suffix}'
+        )
+    if rows != "grouped":
+        raise InvalidArgument(f'{who}: rows = "{rows}", expected "grouped" {suffix}')
+    if alignment % _TILE_ROWS != 0:
+        raise InvalidArgument(
+            f"{who}: expert_alignment = {alignment}, expected a multiple of {_TILE_ROWS} {suffix}:"
+            " the rows of each expert begin at a tile"
+        )
+    return known
+
+
+def tile_padding(scales: Any, itemsize: int, name: str) -> Tuple[int, int]:
+    """Rows and columns that scales lack to whole tiles."""
+    if scales.ndim != 2 or itemsize != 1:
+        raise InvalidArgument(
+            f"{name} has shape {list(scales.shape)} and items of {itemsize} bytes, expected"
+            " [rows, groups] of one byte"
+        )
+    rows, columns = scales.shape
+    return -rows % _TILE_ROWS, -columns % _TILE_COLUMNS
+
+
+def in_tiles(codes: Any, wide: int) -> Any:
+    """Whole tiles in the order of ``tile_scales``: arrays, and tensors.
+
+    :param codes: [rows, columns], ``wide`` tiles by row; items are bytes, or four of them
+    """
+    rows, columns = codes.shape
+    # Row t * 128 + 32 * a + b of column u * 4 + c goes to tile (t, u), place 16 * b + 4 * a + c.
+    split = codes.reshape(rows // _TILE_ROWS, 4, 32, wide, columns // max(wide, 1))
+    return split.swapaxes(1, 3).reshape(rows, columns)
+
+
+def tile_scales(scales: Any) -> AnyArray:
+    """Scales in the layout "128x4", which block-scaled GEMMs of Blackwell read: "1D Block Scaling
+    Factors Layout" of cuBLAS, ``SWIZZLE_32_4_4`` of PyTorch.
+
+    A tile has 128 rows of 4 scales in 512 bytes: the scale c of row r is byte (r % 32) * 16 +
+    (r // 32) * 4 + c. Tiles of the same rows follow each other. What is missing to whole tiles is
+    zeros.
+
+    :param scales: [rows, groups] of one byte each
+    :returns: the same dtype, [rows up to a multiple of 128, groups up to a multiple of 4]. Each 128
+        of its rows are the tiles of these 128 rows of scales
+    """
+    array = as_numpy(scales, "tile_scales: scales")
+    padding = tile_padding(array, array.dtype.itemsize, "tile_scales: scales")
+    codes = np.pad(array.view(np.uint8), [(0, missing) for missing in padding])
+    tiles = in_tiles(codes, codes.shape[1] // _TILE_COLUMNS)
+    return np.ascontiguousarray(tiles).view(array.dtype)
 
 
 def quantize_fp8(rows: Any) -> Tuple[AnyArray, AnyArray]:

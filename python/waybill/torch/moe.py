@@ -12,6 +12,7 @@ from .experts.context import BarrierAllContext, DispatchCombineContext
 from .experts.expert_parallel import ExpertParallel
 from .experts.grouped import SwiGLUExperts, grouped_mm
 from .experts.layer import EPAll2AllLayer
+from .experts.payloads import tile_scales
 
 __all__ = [
     "BarrierAllContext",
@@ -22,6 +23,7 @@ __all__ = [
     "ExpertParallel",
     "SwiGLUExperts",
     "grouped_mm",
+    "tile_scales",
 ]
 
 __path__: list[str] = []  # compat.py has the modules that this was a package of

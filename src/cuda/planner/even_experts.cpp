@@ -47,6 +47,11 @@ GpuEvenExperts::GpuEvenExperts(std::int32_t num_ranks, std::int32_t num_experts,
     throw Unsupported(
         concat(in_even_experts, ": num_ranks = ", num_ranks, ", expected at most ", max_ranks));
   }
+  if (options.num_nodes > max_even_nodes) {
+    throw Unsupported(concat(in_even_experts, ": num_nodes = ", options.num_nodes,
+                             ", expected at most ", max_even_nodes));
+  }
+  params_.num_nodes = options.num_nodes;
   params_.num_ranks = num_ranks;
   params_.num_experts = num_experts;
   params_.homes = num_experts / num_ranks;

@@ -144,7 +144,7 @@ __device__ bool count(Phases& phases, const EvenExpertsMemory& m, int warp, int 
   return true;
 }
 
-template <int Own>
+template <int Own, bool Nodes>
 __global__ void __launch_bounds__(even_experts_threads, 1)
     even_experts_kernel(const __grid_constant__ EvenExpertsParams p) {
   extern __shared__ __align__(16) int words[];
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(even_experts_threads, 1)
   const int warp =
       DeviceWarp::broadcast(thread / warp_lanes, 0);  // the same in all lanes: known so
   constexpr int warps = even_experts_threads / warp_lanes;
-  EvenExpertsPhases<DeviceWarp, Own> phases(p, m, thread, even_experts_threads);
+  EvenExpertsPhases<DeviceWarp, Own, Nodes> phases(p, m, thread, even_experts_threads);
   const auto begin = static_cast<unsigned>(clock());
   if (!count(phases, m, warp, warps)) {
     phases.write_failure();
@@ -173,14 +173,20 @@ __global__ void __launch_bounds__(even_experts_threads, 1)
   p.figures[figure_write_cycles] = static_cast<int>(static_cast<unsigned>(clock()) - tried);
 }
 
+using Kernel = void (*)(EvenExpertsParams);
+constexpr Kernel kernels[2][3] = {
+    {even_experts_kernel<1, false>, even_experts_kernel<2, false>, even_experts_kernel<4, false>},
+    {even_experts_kernel<1, true>, even_experts_kernel<2, true>, even_experts_kernel<4, true>}};
+
 }  // namespace
 
 cudaError_t prepare_even_experts(int shared_bytes) {
-  for (const auto kernel :
-       {even_experts_kernel<1>, even_experts_kernel<2>, even_experts_kernel<4>}) {
-    const cudaError_t status =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (status != cudaSuccess) return status;
+  for (const auto& of_nodes : kernels) {
+    for (const Kernel kernel : of_nodes) {
+      const cudaError_t status =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+      if (status != cudaSuccess) return status;
+    }
   }
   return cudaSuccess;
 }
@@ -188,13 +194,9 @@ cudaError_t prepare_even_experts(int shared_bytes) {
 cudaError_t launch_even_experts(const EvenExpertsParams& params, int shared_bytes,
                                 cudaStream_t stream) {
   const auto bytes = static_cast<std::size_t>(shared_bytes);
-  if (params.num_ranks <= warp_lanes) {
-    even_experts_kernel<1><<<1, even_experts_threads, bytes, stream>>>(params);
-  } else if (params.num_ranks <= 2 * warp_lanes) {
-    even_experts_kernel<2><<<1, even_experts_threads, bytes, stream>>>(params);
-  } else {
-    even_experts_kernel<4><<<1, even_experts_threads, bytes, stream>>>(params);
-  }
+  const int width = params.num_ranks <= warp_lanes ? 0 : params.num_ranks <= 2 * warp_lanes ? 1 : 2;
+  const Kernel kernel = kernels[params.num_nodes > 1 ? 1 : 0][width];
+  kernel<<<1, even_experts_threads, bytes, stream>>>(params);
   return cudaGetLastError();
 }
 

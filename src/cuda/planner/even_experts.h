@@ -19,8 +19,8 @@ class GpuEvenExperts {
   static constexpr std::int32_t max_ranks = 128;
 
   /// Memory of the current device, cleared on `stream`.
-  /// @throws InvalidArgument as EvenExpertsPlanner; Unsupported for more ranks, or for more experts
-  ///   and slots than shared memory holds
+  /// @throws InvalidArgument as EvenExpertsPlanner; Unsupported for more ranks, for more than
+  ///   max_even_nodes, or for more experts and slots than shared memory holds
   GpuEvenExperts(std::int32_t num_ranks, std::int32_t num_experts,
                  const EvenExpertsOptions& options, cudaStream_t stream);
 

@@ -14,8 +14,9 @@ struct EvenExpertsRanks {
 /// Gives rows of ranks above a limit to the emptiest ranks, by one warp. A step is a chain of
 /// waits, so all that it asks of ranks is kept ready in keys that one reduction decides on; what a
 /// rank would give is known to its lane before it is known which rank gives.
+/// @tparam Nodes whether ranks may take near, on nodes that have the expert
 /// @tparam Number of 32 bits where keys fit, of 64 elsewhere
-template <class Warp, int Own, class Number>
+template <class Warp, int Own, bool Nodes, class Number>
 class EvenExpertsSettle {
  public:
   using Int = typename Warp::Int;
@@ -34,21 +35,24 @@ class EvenExpertsSettle {
       : home_rows_(Warp::pin(own.home_rows)),
         copies_(Warp::pin(own.copies)),
         copy_rows_(Warp::pin(own.copy_rows)),
+        copy_nodes_(Nodes ? Warp::pin(own.copy_nodes) : nullptr),
         present_(p.present == nullptr ? nullptr : m.present),
         homes_(Warp::keep(p.homes)),
         spare_(Warp::keep(p.spare)),
         min_rows_(Warp::keep(p.min_rows)),
         alignment_(Warp::keep(p.alignment)),
+        node_ranks_(Nodes ? Warp::keep(p.node_ranks()) : 0),
         limit_(limit) {}
 
   /// @param spread the rank gives next that will have sent most weights, else the fullest
   /// @param whole a rank with several free slots takes an expert that fits, else the largest
+  /// @param near a rank takes on a node that has the expert, if one there has room enough
   /// @return false: a rank stays above the limit, or a lower try has succeeded meanwhile
   WAYBILL_HOST_DEVICE bool run(EvenExpertsRanks<Warp, Own>& ranks, bool spread, bool whole,
-                               const int* best_try, int attempt) {
+                               bool near, const int* best_try, int attempt) {
     begin(ranks);
     const bool is_settled =
-        give_all(spread, whole, Warp::pin(best_try), attempt * EvenExpertsBlock::max_warps);
+        give_all(spread, whole, near, Warp::pin(best_try), attempt * EvenExpertsBlock::max_warps);
     for (int k = 0; k < Own; ++k) ranks.load[k] = excess_[k] + Int(limit_);
     return is_settled;
   }
@@ -101,24 +105,19 @@ class EvenExpertsSettle {
   };
 
   /// The loop ends by what all lanes get of a reduction, so that they stay together.
-  WAYBILL_HOST_DEVICE bool give_all(bool spread, bool whole, const int* best_try, int own_try) {
-    const bool is_special = whole || present_ != nullptr || alignment_ > 1;
+  WAYBILL_HOST_DEVICE bool give_all(bool spread, bool whole, bool near, const int* best_try,
+                                    int own_try) {
+    const bool is_special = whole || (Nodes && near) || present_ != nullptr || alignment_ > 1;
     for (;;) {
       const int best = Warp::read(best_try);
       const auto taker_key = next_taker();
       note_top();
-      const int room = static_cast<int>(taker_key >> taker_bits);
-      const bool is_last = (taker_key & 1) != 0;
-      const auto giver_key = next_giver(spread ? room : 0);
+      const auto giver_key = next_giver(spread ? room_of(taker_key) : 0);
       Int shares[Own];
-      WAYBILL_UNROLL(4)
-      for (int k = 0; k < Own; ++k) {
-        const Mask fills = Mask(is_last) && free_[k] > Int(0);
-        shares[k] = Warp::hold(share(Int(top_[k] >> top_bits), room, excess_[k], fills));
-      }
+      get_shares(taker_key, shares);
       if (giver_key == 0) return true;
       if (taker_key == 0) return false;
-      const int taker = num_keys - 1 - static_cast<int>(taker_key >> 1 & (num_keys - 1));
+      const int taker = rank_of_taker(taker_key);
       const int giver = num_keys - 1 - static_cast<int>(giver_key & (num_keys - 1));
       Gift gift{taker, giver, of_rank(free_, taker), of_rank(shares, giver)};
       const auto top = of_rank(top_, giver);
@@ -126,7 +125,7 @@ class EvenExpertsSettle {
       const bool is_beaten = Warp::broadcast(Int(best), 0) < own_try;
       gift.home = top_mask - static_cast<int>(top & top_mask);
       gift.expert_rows = static_cast<int>(top >> top_bits);
-      if (is_special) refine(gift, whole && !is_last, room);
+      if (is_special) refine(gift, whole, near, taker_key);
       give(gift);
       if (gift.rows == 0 || is_beaten) end();
     }
@@ -136,6 +135,25 @@ class EvenExpertsSettle {
   WAYBILL_HOST_DEVICE void end() {
     WAYBILL_UNROLL(4)
     for (int k = 0; k < Own; ++k) taker_[k] = Number(0);
+  }
+
+  using Key = decltype(Warp::reduce_max(Number(0)));  // the same in all lanes
+
+  WAYBILL_HOST_DEVICE static int room_of(Key taker) {
+    return static_cast<int>(taker >> taker_bits);
+  }
+  WAYBILL_HOST_DEVICE static bool is_last(Key taker) { return (taker & 1) != 0; }
+  WAYBILL_HOST_DEVICE static int rank_of_taker(Key taker) {
+    return num_keys - 1 - static_cast<int>(taker >> 1 & (num_keys - 1));
+  }
+
+  /// Rows that each rank would give of its largest expert.
+  WAYBILL_HOST_DEVICE void get_shares(Key taker, Int (&shares)[Own]) const {
+    WAYBILL_UNROLL(4)
+    for (int k = 0; k < Own; ++k) {
+      const Mask fills = Mask(is_last(taker)) && free_[k] > Int(0);
+      shares[k] = Warp::hold(share(Int(top_[k] >> top_bits), room_of(taker), excess_[k], fills));
+    }
   }
 
   /// (room, rank counted down, last slot) of the emptiest rank that can take; 0: none.
@@ -177,15 +195,51 @@ class EvenExpertsSettle {
   }
 
   /// Ways and options change the common case.
-  WAYBILL_HOST_DEVICE void refine(Gift& gift, bool whole, int room) const {
-    if (whole) take_whole(gift, room);
+  WAYBILL_HOST_DEVICE void refine(Gift& gift, bool whole, bool near, Key taker) const {
+    if (Nodes && near) taker = take_near(gift, taker);
+    const int room = room_of(taker);
+    if (whole && !is_last(taker)) take_whole(gift, room);
     if (alignment_ > 1) gift.rows = aligned(gift.rows, gift.expert_rows, room);
-    if (present_ == nullptr && alignment_ == 1) return;
     const int expert = gift.giver * homes_ + gift.home;
+    if (Nodes && near) Warp::put(copy_nodes_ + expert, nodes_of(expert, gift.taker));
+    if (present_ == nullptr && alignment_ == 1) return;
     if (add_to_copy(gift, expert)) gift.is_new = gift.is_sent = 0;
     if (present_ == nullptr || find(present_ + gift.taker * spare_, spare_, expert) < 0) return;
     gift.flag = EvenExpertsCopy::is_present;
     gift.is_sent = 0;
+  }
+
+  /// The nodes that have a copy of an expert, and that of a rank: a bit each.
+  WAYBILL_HOST_DEVICE int nodes_of(int expert, int rank) const {
+    return Warp::read(copy_nodes_ + expert) | static_cast<int>(1U << node_of(rank));
+  }
+  WAYBILL_HOST_DEVICE unsigned node_of(int rank) const {
+    return static_cast<unsigned>(rank) / static_cast<unsigned>(node_ranks_);
+  }
+
+  /// The emptiest rank of the nodes that have the expert takes, if it has room for seven eighths of
+  /// what the emptiest of all would take.
+  /// @return its key, or `taker`
+  WAYBILL_HOST_DEVICE Key take_near(Gift& gift, Key taker) const {
+    const Int nodes = Int(nodes_of(gift.giver * homes_ + gift.home, gift.giver));
+    Number best = Number(0);
+    WAYBILL_UNROLL(4)
+    for (int k = 0; k < Own; ++k) {
+      const Int node = rank_of(k) / Int(node_ranks_) & Int(31);  // lanes without a rank, too
+      const Mask is_near = (nodes >> node & Int(1)) == Int(1);
+      best = Warp::larger(best, Warp::select(is_near, taker_[k], Number(0)));
+    }
+    const Key near = Warp::reduce_max(best);
+    const int excess = of_rank(excess_, gift.giver), room = room_of(taker);
+    int rows = gift.expert_rows < room ? gift.expert_rows : room;
+    if (excess < rows) rows = excess;
+    if (near == 0 || room_of(near) < rows - rows / 8) return taker;
+    gift.taker = rank_of_taker(near);
+    gift.taker_free = of_rank(free_, gift.taker);
+    const bool fills = is_last(near) && of_rank(free_, gift.giver) > 0;
+    const Int given = share(Int(gift.expert_rows), room_of(near), Int(excess), Mask(fills));
+    gift.rows = Warp::broadcast(given, 0);
+    return near;
   }
 
   /// An expert that fits into the room, if the giver has more above the limit and such an expert.
@@ -293,20 +347,22 @@ class EvenExpertsSettle {
   int* const home_rows_;
   int* const copies_;
   int* const copy_rows_;
+  int* const copy_nodes_;
   const int* const present_;
-  const int homes_, spare_, min_rows_, alignment_, limit_;  // in registers
-  Int excess_[Own];                                         // rows above the limit
-  Int free_[Own];                                           // free slots
-  Number taker_[Own], giver_[Own], sent_[Own];              // keys; weights sent * num_keys
-  Number top_[Own];                                         // the largest expert
+  const int homes_, spare_, min_rows_, alignment_, node_ranks_, limit_;  // in registers
+  Int excess_[Own];                                                      // rows above the limit
+  Int free_[Own];                                                        // free slots
+  Number taker_[Own], giver_[Own], sent_[Own];  // keys; weights sent * num_keys
+  Number top_[Own];                             // the largest expert
   int changed_rank_ = 0;  // that gave last, and rows of its experts; see note_top
   Int changed_rows_;
 };
 
 /// One try to bring every rank down to a limit, by one warp.
-template <class Warp, int Own>
+template <class Warp, int Own, bool Nodes>
 class EvenExpertsPass {
  public:
+  static constexpr int tries = Nodes ? 2 * even_ways : even_ways;  ///< per rung, near first
   using Int = typename Warp::Int;
   using Mask = typename Warp::Mask;
 
@@ -318,15 +374,17 @@ class EvenExpertsPass {
   WAYBILL_HOST_DEVICE bool run(int attempt, int limit) {
     attempt_ = attempt;
     limit_ = limit;
-    const int way = attempt % even_ways;
+    const bool near = Nodes && attempt % 2 == 0;
+    const int way = attempt % tries / (tries / even_ways);
     begin();
     if (way == 0) reuse_present();
-    using Narrow = EvenExpertsSettle<Warp, Own, typename Warp::Unsigned>;
-    using Wide = EvenExpertsSettle<Warp, Own, typename Warp::Wide>;
+    using Narrow = EvenExpertsSettle<Warp, Own, Nodes, typename Warp::Unsigned>;
+    using Wide = EvenExpertsSettle<Warp, Own, Nodes, typename Warp::Wide>;
     const int* const best_try = &m_.block->best_try;
     return Narrow::fits_narrow(p_, limit, m_.block->fullest)
-               ? Narrow(p_, m_, own_, limit).run(ranks_, way <= 1, way == 3, best_try, attempt)
-               : Wide(p_, m_, own_, limit).run(ranks_, way <= 1, way == 3, best_try, attempt);
+               ? Narrow(p_, m_, own_, limit)
+                     .run(ranks_, way <= 1, way == 3, near, best_try, attempt)
+               : Wide(p_, m_, own_, limit).run(ranks_, way <= 1, way == 3, near, best_try, attempt);
   }
 
   /// After a try that has succeeded: copies go home while home has room, new ones before present
@@ -365,6 +423,7 @@ class EvenExpertsPass {
       const Mask is_expert = expert < Int(p_.num_experts);
       Warp::scatter(own_.home_rows, expert, Warp::gather(m_.expert_rows, expert, is_expert, 0),
                     is_expert);
+      if constexpr (Nodes) Warp::scatter(own_.copy_nodes, expert, Int(0), is_expert);
     }
     WAYBILL_UNROLL(4)
     for (int i = 0; i < num_copies_; i += warp_lanes) {
@@ -524,8 +583,14 @@ class EvenExpertsPass {
     const int at_home = Warp::read(own_.home_rows + expert);
     const int of_home = Warp::read(own_.of_home + home), of_rank = Warp::read(own_.of_rank + rank);
     const int at = rank * p_.spare + p_.spare - free_slots;
+    const int nodes = Nodes ? Warp::read(own_.copy_nodes + expert) : 0;
     Warp::sync();
     const Mask first_lane = Warp::lane() == Int(0);
+    if constexpr (Nodes) {
+      const auto node = static_cast<unsigned>(rank) / static_cast<unsigned>(p_.node_ranks());
+      Warp::scatter(own_.copy_nodes, Int(expert), Int(nodes | static_cast<int>(1U << node)),
+                    first_lane);
+    }
     Warp::scatter(own_.present_rows, Int(slot), Int(0), first_lane);
     Warp::scatter(own_.of_home, Int(home), Int(of_home - 1), first_lane);
     Warp::scatter(own_.of_rank, Int(rank), Int(of_rank - 1), first_lane);

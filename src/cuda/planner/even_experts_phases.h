@@ -6,7 +6,7 @@ namespace waybill::cuda {
 
 /// The phases of a call. All threads call each; a barrier of the block follows unless a phase says
 /// otherwise. Some take the number of the warp.
-template <class Warp, int Own>
+template <class Warp, int Own, bool Nodes>
 class EvenExpertsPhases {
  public:
   using Int = typename Warp::Int;
@@ -183,12 +183,12 @@ class EvenExpertsPhases {
   /// Warps take tries in order until one has succeeded; the lowest wins, and its copies go home.
   WAYBILL_HOST_DEVICE void try_limits(int warp) {
     const EvenExpertsWarp own = m_.warp(p_, warp);
-    EvenExpertsPass<Warp, Own> pass(p_, m_, own);
+    Pass pass(p_, m_, own);
     for (int number = warp;; number = Warp::take_next(&m_.block->next_try)) {
       const int attempt = attempt_of(number);
-      if (attempt >= even_rungs * even_ways) return;
+      if (attempt >= even_rungs * Pass::tries) return;
       if (Warp::look(&m_.block->best_try) < attempt * EvenExpertsBlock::max_warps) return;
-      if (!pass.run(attempt, limit_of(attempt / even_ways))) continue;
+      if (!pass.run(attempt, limit_of(attempt / Pass::tries))) continue;
       Warp::block_min(&m_.block->best_try, attempt * EvenExpertsBlock::max_warps + warp);
       pass.send_home();
       return;
@@ -248,6 +248,8 @@ class EvenExpertsPhases {
   }
 
  private:
+  using Pass = EvenExpertsPass<Warp, Own, Nodes>;
+
   WAYBILL_HOST_DEVICE void fail(EvenExpertsStatus status) {
     Warp::block_max(&m_.block->status, static_cast<int>(status));
   }
@@ -368,11 +370,12 @@ class EvenExpertsPhases {
     return Warp::reduce_add(kept);
   }
 
-  /// The rung and way of a try: the first way needs present copies.
+  /// The number among all tries: those of the first way need present copies.
   WAYBILL_HOST_DEVICE int attempt_of(int number) const {
     if (p_.present != nullptr) return number;
     const auto place = static_cast<unsigned>(number);
-    return static_cast<int>(place + place / (even_ways - 1) + 1);
+    constexpr unsigned skipped = Pass::tries / even_ways;
+    return static_cast<int>(place + (place / (skipped * (even_ways - 1)) + 1) * skipped);
   }
 
   /// The limit of a rung. No limit above the fullest rank changes anything.

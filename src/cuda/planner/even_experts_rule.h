@@ -22,6 +22,7 @@ namespace waybill::cuda {
 
 inline constexpr int even_rungs = 32;
 inline constexpr int even_ways = 4;
+inline constexpr int max_even_nodes = 32;  ///< a bit each
 inline constexpr int warp_lanes = 32;
 
 /// Rows or present copies may be wrong; the plan then is not written. The highest is told.
@@ -35,6 +36,7 @@ struct EvenExpertsParams {
   std::int32_t num_ranks = 0, num_experts = 0, homes = 0, spare = 0;
   std::int32_t min_rows = 0, alignment = 1;  ///< at most INT_MAX, which no copy reaches
   double limit_factor = 1;
+  std::int32_t num_nodes = 1;   ///< at most max_even_nodes
   std::int32_t pass_warps = 4;  ///< warps that try limits and ways
 
   std::int32_t* slots = nullptr;
@@ -44,6 +46,10 @@ struct EvenExpertsParams {
   std::int32_t* weights_out = nullptr;  ///< [R]
   std::int32_t* weights_in = nullptr;   ///< [R]
   std::int32_t* figures = nullptr;      ///< EvenExpertsFigure
+
+  /// Tries per rung: with nodes each way is tried near first.
+  WAYBILL_HOST_DEVICE int tries() const { return num_nodes > 1 ? 2 * even_ways : even_ways; }
+  WAYBILL_HOST_DEVICE int node_ranks() const { return num_ranks / num_nodes; }
 };
 
 /// Places in EvenExpertsParams::figures.
@@ -52,7 +58,7 @@ enum EvenExpertsFigure : int {
   figure_max_rows,
   figure_bound,
   figure_total,
-  figure_try,           ///< rung * 4 + way
+  figure_try,           ///< rung * EvenExpertsParams::tries() + try
   figure_count_cycles,  ///< clocks of the block: sums and bound, tries, and from there to the end
   figure_try_cycles,
   figure_write_cycles,
@@ -100,6 +106,7 @@ struct EvenExpertsWarp {
   int* present_rows;  ///< [R, spare] rows that a present copy takes now; 0: none, or it was used
   int* of_home;       ///< [R] present copies that take rows
   int* of_rank;       ///< [R]
+  int* copy_nodes;    ///< [E] with nodes: a bit for each that has a copy
 };
 
 /// The shared memory of a call, in words.
@@ -128,7 +135,8 @@ struct EvenExpertsMemory {
   static constexpr int block_words = 16;
 
   WAYBILL_HOST_DEVICE static int warp_words(const EvenExpertsParams& p) {
-    return p.num_experts + 3 * p.num_ranks * p.spare + 4 * p.num_ranks;
+    const int nodes = p.num_nodes > 1 ? p.num_experts : 0;
+    return p.num_experts + 3 * p.num_ranks * p.spare + 4 * p.num_ranks + nodes;
   }
   WAYBILL_HOST_DEVICE static int experts_in_fours(const EvenExpertsParams& p) {
     return (p.num_experts + 3) & ~3;
@@ -197,7 +205,8 @@ struct EvenExpertsMemory {
             ranks + p.num_ranks,
             first + copies + copies,
             ranks + p.num_ranks + p.num_ranks,
-            ranks + p.num_ranks + p.num_ranks + p.num_ranks};
+            ranks + p.num_ranks + p.num_ranks + p.num_ranks,
+            ranks + 4 * p.num_ranks};
   }
 };
 static_assert(sizeof(EvenExpertsBlock) <= EvenExpertsMemory::block_words * sizeof(int));

@@ -11,6 +11,7 @@ from ..._arrays import at_least, flag, instance, int64
 from ...errors import InvalidArgument, Unsupported
 from ...torch._tensors import require_known_ids
 from ...world import World
+from .payloads import Rows, scaled_rows
 
 COUNTS = (torch.int32, torch.int64)
 
@@ -22,29 +23,26 @@ class Call(NamedTuple):
     rank: int
     device: torch.device  #: where the buffer is
 
-    def payload(self, x: Any) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-        """Rows, and their scales where they are float8."""
+    def rows(self, x: Any) -> Rows:
+        """Rows, which have scales unless they are bfloat16."""
         x, scales = x if isinstance(x, (tuple, list)) and len(x) == 2 else (x, None)
         place = f"{self.who}: x of rank {self.rank}"
         if not isinstance(x, torch.Tensor) or x.ndim != 2:
             shape = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise InvalidArgument(f"{place} is {shape}, expected a tensor [num_tokens, hidden]")
-        expected = torch.bfloat16 if scales is None else torch.float8_e4m3fn
-        if x.dtype != expected:
-            scaled = "without" if scales is None else "with"
+        if scales is None and x.dtype != torch.bfloat16:
             raise InvalidArgument(
-                f"{place} has dtype {x.dtype}, expected {expected} {scaled} scales"
+                f"{place} has dtype {x.dtype}, expected torch.bfloat16 without scales"
             )
         if x.shape[1] < 1:
             raise InvalidArgument(f"{place} has no columns, expected [num_tokens, hidden]")
         self._memory("x", x)
-        if scales is not None:
-            if x.shape[1] % 128 != 0:
-                raise InvalidArgument(
-                    f"{place} has {x.shape[1]} columns, expected a multiple of 128"
-                )
-            self.table("scales", scales, (x.shape[0], x.shape[1] // 128), torch.float32)
-        return x, scales
+        if scales is None:
+            return Rows(x, None, "plain")
+        named = f"{self.who}: scales of rank {self.rank}"
+        instance(scales, torch.Tensor, named, "a tensor [num_tokens, num_scales]")
+        self._memory("scales", scales)
+        return scaled_rows(x, scales, self.who, self.rank)
 
     def table(
         self, name: str, value: Any, shape: Tuple[Any, ...], *dtypes: torch.dtype

@@ -11,6 +11,7 @@ from ..._arrays import at_least, flag, instance, int64
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
 from ...errors import InvalidArgument, Unsupported
+from ...moe.payloads import payload_of
 from ...torch.world import world_of
 from ...world import agreed_world
 from .arguments import COUNTS, Config, check_network, counts_of, ll_bytes
@@ -179,14 +180,16 @@ class Buffer(OfThisProcess):
         of each local expert, handle, event). With a handle its routing is used again, and only rows
         and event are given.
 
-        :param x: [tokens, hidden] bfloat16, or (float8_e4m3fn, scales [tokens, hidden / 128])
+        :param x: [tokens, hidden] bfloat16, or (rows, scales) of a format with a scale per group:
+            float8_e4m3fn with float32 for each 128, or float8 with UE8M0 for each 128 or 32, which
+            are float8_e8m0fnu or come four in an int32
         :param expert_alignment: the counts in the list are rounded up to a multiple
         :param num_worst_tokens: rows of the results, the same on all ranks; the host waits for
             nothing, the list is empty, and rows after those that came have ids -1
         """
         call = self._layers.call("dispatch")
-        rows, scales = call.payload(x)
-        self._many.check_room(rows, call)
+        rows = call.rows(x)
+        self._many.check_room(rows.x, call)
         sms = self._sms(config)
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
@@ -196,24 +199,27 @@ class Buffer(OfThisProcess):
                     f"{call.who}: topk_idx or topk_weights of rank {self.rank} with a handle,"
                     " expected one or the other"
                 )
-            call.same_tokens(rows, handle.ids.shape[0])
+            call.same_tokens(rows.x, handle.ids.shape[0])
             (out, out_scales), event = self._queue.run(
-                lambda: self._many.again(rows, scales, handle, sms), [rows, scales], *streams
+                lambda: self._many.again(rows, handle, sms), [rows.x, rows.scales], *streams
             )
             return out if out_scales is None else (out, out_scales), None, None, None, None, event
         if num_tokens_per_rank is not None:
             call.table("num_tokens_per_rank", num_tokens_per_rank, (self.group_size,), *COUNTS)
-        alignment, worst = self._check_room(rows, expert_alignment, num_worst_tokens)
+        alignment, worst = self._check_room(rows.x, expert_alignment, num_worst_tokens)
         self._many.check_route(
-            rows.shape[0], is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, call
+            rows.x.shape[0], is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, call
         )
         assert is_token_in_rank is not None and num_tokens_per_expert is not None  # now looked at
         got, event = self._queue.run(
             lambda: self._many.dispatch(
-                rows, scales, self._many.handle(is_token_in_rank), num_tokens_per_expert, topk_idx,
+                rows, self._many.handle(is_token_in_rank), num_tokens_per_expert, topk_idx,
                 topk_weights, alignment, worst, sms,
             ),
-            [rows, scales, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights],
+            [
+                rows.x, rows.scales, is_token_in_rank, num_tokens_per_expert, topk_idx,
+                topk_weights,
+            ],
             *streams,
         )  # fmt: skip
         return got.rows, got.topk_idx, got.topk_weights, got.counts, got.handle, event
@@ -287,7 +293,8 @@ class Buffer(OfThisProcess):
         results are the caller's: any number of them may be kept.
 
         :param cumulative_local_expert_recv_stats: [experts] int32, to which the counts are added
-        :param round_scale: scales are powers of two; with use_ue8m0 their exponents, four an int32
+        :param round_scale: the format is "float8_ue8m0", not "float8"; its scales come as float32,
+            or with use_ue8m0 as they are, four in an int32
         :param return_recv_hook: the rows are there when the hook was called
         """
         call = self._layers.call("low_latency_dispatch")
@@ -307,8 +314,8 @@ class Buffer(OfThisProcess):
                 f"{who}: use_ue8m0 = True with use_fp8 = {use_fp8}, round_scale = {round_scale},"
                 " expected both"
             )
-        kind = "plain" if not use_fp8 else "scaled" if round_scale else "quantized"
-        multiple = 512 if use_ue8m0 else 128 if use_fp8 else 1
+        kind = "plain" if not use_fp8 else "float8_ue8m0" if round_scale else "float8"
+        multiple = payload_of(kind, who, 0).group * (4 if use_ue8m0 else 1) if use_fp8 else 1
         most = int64(num_max_dispatch_tokens_per_rank, f"{who}: num_max_dispatch_tokens_per_rank")
         experts = int64(num_experts, f"{who}: num_experts")
         key = self._few.checked(x, topk_idx, most, experts, kind, multiple, call)

@@ -17,6 +17,7 @@ from .buffer import Buffer, _Rows
 from .elastic_rows import Compact, EPHandle, Expanded
 from .events import EventHandle, EventOverlap, handle_of
 from .handles import Layers, Received
+from .payloads import columns_first
 
 _NOT_EXPERTS = (
     "all_gather", "agrs_get_inplace_tensor", "agrs_new_session", "agrs_set_config",
@@ -208,33 +209,42 @@ class ElasticBuffer(OfThisProcess):
 
         :param do_cpu_sync: results of the size that comes, for which the host waits; False: of the
             worst case, and counts on the device alone
+        :param use_tma_aligned_col_major_sf: scales have the rows of a column side by side, each
+            column aligned to 16 bytes
         """
         call = self._layers.call("dispatch")
         who = call.who
-        rows, scales = call.payload(x)
+        rows = call.rows(x)
         waits = flag(async_with_compute_stream, f"{who}: async_with_compute_stream")
         if do_cpu_sync is not None:
             do_cpu_sync = flag(do_cpu_sync, f"{who}: do_cpu_sync")
         stats = cumulative_local_expert_recv_stats
+        by_columns = flag(use_tma_aligned_col_major_sf, f"{who}: use_tma_aligned_col_major_sf")
+
+        def ordered(made: Received) -> Received:
+            if made.scales is None or not by_columns:
+                return made
+            return made._replace(scales=columns_first(made.scales))
+
         if handle is not None:
             call.own_handle(self._is_own(handle))
             if topk_idx is not None or do_cpu_sync:
                 raise InvalidArgument(
                     f"{who}: topk_idx, or do_cpu_sync = True, of rank {self.rank_idx} with a handle"
                 )
-            call.same_tokens(rows, handle.topk_idx.shape[0])
+            call.same_tokens(rows.x, handle.topk_idx.shape[0])
             call.weights(topk_weights, *handle.topk_idx.shape)
-            handle.part.check(rows, handle.topk_idx, call)
+            handle.part.check(rows.x, handle.topk_idx, call)
             self._wait(previous_event_before_epilogue, who)
             got, event = self._queue.run(
-                lambda: handle.part.again(rows, scales, handle, topk_weights),
-                [rows, scales, topk_weights, handle.topk_idx], previous_event, waits,
+                lambda: ordered(handle.part.again(rows, handle, topk_weights)),
+                [rows.x, rows.scales, topk_weights, handle.topk_idx], previous_event, waits,
             )  # fmt: skip
             return got.rows, got.topk_idx, got.topk_weights, handle, event
         part = self._part(num_experts, num_max_tokens_per_rank, expert_alignment, do_expand, call)
-        ids = call.ids(topk_idx, part.num_experts, rows.shape[0])
+        ids = call.ids(topk_idx, part.num_experts, rows.x.shape[0])
         call.weights(topk_weights, *ids.shape)
-        part.check(rows, ids, call)
+        part.check(rows.x, ids, call)
         call.stats(stats, part.num_experts // self.num_ranks)
         copies = flag(do_handle_copy, f"{who}: do_handle_copy")
         sms = int64(num_sms, f"{who}: num_sms") or Buffer.num_sms
@@ -243,12 +253,12 @@ class ElasticBuffer(OfThisProcess):
 
         def body() -> Received:
             kept = ids.clone() if copies else ids
-            made: Received = part.dispatch(rows, scales, kept, topk_weights, exact, sms)
+            made: Received = part.dispatch(rows, kept, topk_weights, exact, sms)
             if stats is not None:
                 stats.add_(made.handle.num_unaligned_recv_tokens_per_expert.to(stats.dtype))
-            return made
+            return ordered(made)
 
-        given: List[Any] = [rows, scales, ids, topk_weights, stats]
+        given: List[Any] = [rows.x, rows.scales, ids, topk_weights, stats]
         got, event = self._queue.run(body, given, previous_event, waits)
         return got.rows, got.topk_idx, got.topk_weights, got.handle, event
 

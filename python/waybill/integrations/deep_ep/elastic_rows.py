@@ -12,6 +12,7 @@ from .arguments import Call, counts_of, occurrences
 from .events import Queue
 from .handles import LayerKey, Layers, Received, reads_handle
 from .intranode import Intranode, local_counts
+from .payloads import Rows
 
 
 class EPHandle(OfThisProcess):
@@ -134,16 +135,13 @@ class Compact:
         self._rows.check_room(x, call)
 
     def dispatch(
-        self, x: torch.Tensor, scales: Optional[torch.Tensor], ids: torch.Tensor,
-        weights: Optional[torch.Tensor], exact: bool, num_sms: int,
-    ) -> Received:  # fmt: skip
+        self, x: Rows, ids: torch.Tensor, weights: Optional[torch.Tensor], exact: bool, num_sms: int
+    ) -> Received:
         """Collective."""
         _, choices, inside = counts_of(ids, self.num_experts, self._ranks)
         worst = 0 if exact else self._ranks * self.max_tokens
         inner = self._rows.handle(inside, self._by_last_choice(ids, inside))
-        got = self._rows.dispatch(
-            x, scales, inner, choices, ids, weights, self.alignment, worst, num_sms
-        )
+        got = self._rows.dispatch(x, inner, choices, ids, weights, self.alignment, worst, num_sms)
         handle = EPHandle(self, inner, ids, num_sms)
         handle._layout, handle.rows_out = inner.layout(), inner.rows_out
         handle.num_recv_tokens_per_expert_list = got.counts or []
@@ -151,11 +149,9 @@ class Compact:
         handle.found = got.topk_idx.clone()  # the caller may change the other
         return got._replace(handle=handle)
 
-    def again(
-        self, x: torch.Tensor, scales: Optional[torch.Tensor], handle: EPHandle, weights: Any
-    ) -> Received:
+    def again(self, x: Rows, handle: EPHandle, weights: Any) -> Received:
         """Collective: other rows, and perhaps weights, by the same routing."""
-        out, out_scales = self._rows.again(x, scales, handle.inner, handle.num_sms)
+        out, out_scales = self._rows.again(x, handle.inner, handle.num_sms)
         if weights is None:
             found = None if handle.found is None else handle.found.clone()
             return Received(out, out_scales, found, None, None, handle)
@@ -225,44 +221,41 @@ class Expanded:
         call.not_too_many(ids, self.num_experts, self.max_tokens)
 
     def dispatch(
-        self, x: torch.Tensor, scales: Optional[torch.Tensor], ids: torch.Tensor,
-        weights: Optional[torch.Tensor], exact: bool, num_sms: int,
-    ) -> Received:  # fmt: skip
+        self, x: Rows, ids: torch.Tensor, weights: Optional[torch.Tensor], exact: bool, num_sms: int
+    ) -> Received:
         """Collective."""
         topk, local = ids.shape[1], self.num_experts // self._ranks
         fixed_rows = self._ranks * self.max_tokens * min(topk, local) + local * (self.alignment - 1)
         key = LayerKey(
-            "plain" if scales is None else "scaled", x.shape[1], self.max_tokens, self.num_experts,
-            topk, fixed_rows, self.alignment, max_per_expert=self.max_tokens,
+            x.payload, x.x.shape[1], self.max_tokens, self.num_experts, topk, fixed_rows,
+            self.alignment, max_per_expert=self.max_tokens,
         )  # fmt: skip
         layer = self._layers.get(key, num_sms)
         layout: Any
-        rows, arrived, layout = layer.dispatch(x, ids, weights, scales=scales)
+        rows, arrived, layout = layer.dispatch(x.x, ids, weights, scales=x.held())
         handle = EPHandle(self, key, ids, num_sms)
         handle._layout = layout
         handle.rows_out = layout._handle.num_recv_rows() if exact else key.fixed_rows
-        got = self._taken(rows, arrived, layout.recv_scales, handle)
+        got = self._taken(rows, arrived, x.shown(layout.recv_scales), handle)
         if exact:
             step = key.alignment
             counts = layout.recv_expert_counts.tolist()
             handle.num_recv_tokens_per_expert_list = [-(-n // step) * step for n in counts]
         return got
 
-    def again(
-        self, x: torch.Tensor, scales: Optional[torch.Tensor], handle: EPHandle, weights: Any
-    ) -> Received:
+    def again(self, x: Rows, handle: EPHandle, weights: Any) -> Received:
         """Collective: other rows, and perhaps weights, by the same routing."""
         key, layout = handle.inner, handle._layout
         layer = self._layers.get(key, handle.num_sms)
-        if (key.kind == "scaled") != (scales is not None):
+        if key.kind != x.payload:
             raise InvalidArgument(
-                f"ElasticBuffer.dispatch: x of rank {self._layers.rank} is of another dtype than in"
-                " the dispatch of the handle, expected the same for expanded rows"
+                f"ElasticBuffer.dispatch: x of rank {self._layers.rank} is {x.payload}, expected"
+                f" {key.kind} as in the dispatch of the handle, as rows are expanded"
             )
         rows, arrived, made = layer.dispatch(
-            x, handle.topk_idx, weights, scales=scales, layout_desc=layout
+            x.x, handle.topk_idx, weights, scales=x.held(), layout_desc=layout
         )
-        return self._taken(rows, arrived, made.recv_scales, handle)
+        return self._taken(rows, arrived, x.shown(made.recv_scales), handle)
 
     def check_combine(
         self, x: Any, handle: EPHandle, weights: Any, bias: Any, call: Call

@@ -22,7 +22,7 @@ _MOST_RANKS = 32  # topk slots of a token in a layer
 class LayerKey(NamedTuple):
     """The key of a layer. Two with the same key are the same layer."""
 
-    kind: str  #: payload: "plain", "scaled", "quantized"; "floats": columns of float32
+    kind: str  #: payload; "floats": columns of float32
     hidden: int
     max_tokens: int
     num_experts: int  #: experts of all ranks; the number of ranks where only those matter

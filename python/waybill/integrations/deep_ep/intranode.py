@@ -12,6 +12,7 @@ from ...errors import Disagreement, InvalidArgument
 from ...torch._tensors import require_known_ids
 from .arguments import COUNTS, WINDOWS, Call, counts_of, occurrences
 from .handles import DispatchHandle, LayerKey, Layers, Received
+from .payloads import Rows
 
 
 class Intranode:
@@ -81,9 +82,9 @@ class Intranode:
             )
 
     def dispatch(
-        self, x: torch.Tensor, scales: Optional[torch.Tensor], handle: DispatchHandle,
-        num_tokens_per_expert: torch.Tensor, topk_idx: Optional[torch.Tensor],
-        topk_weights: Optional[torch.Tensor], alignment: int, num_worst_tokens: int, num_sms: int,
+        self, x: Rows, handle: DispatchHandle, num_tokens_per_expert: torch.Tensor,
+        topk_idx: Optional[torch.Tensor], topk_weights: Optional[torch.Tensor], alignment: int,
+        num_worst_tokens: int, num_sms: int,
     ) -> Received:  # fmt: skip
         """Collective. With ``num_worst_tokens`` the host waits for nothing."""
         experts = num_tokens_per_expert.numel()
@@ -96,7 +97,7 @@ class Intranode:
         )
         if self._limit is None:
             agreed += f", num_worst_tokens = {num_worst_tokens}"
-        rows, recv_scales = self._send(x, scales, handle, num_sms, agreed)
+        rows, recv_scales = self._send(x, handle, num_sms, agreed)
         choices = self._send_choices(topk_idx, topk_weights, handle, num_sms)
         if num_worst_tokens > 0:
             handle.rows_out = num_worst_tokens
@@ -128,10 +129,10 @@ class Intranode:
         return DispatchHandle(self, is_token_in_rank.clone(), ids)
 
     def again(
-        self, x: torch.Tensor, scales: Optional[torch.Tensor], handle: DispatchHandle, num_sms: int
+        self, x: Rows, handle: DispatchHandle, num_sms: int
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """Collective: other rows by the routing of a dispatch."""
-        rows, recv_scales = self._send(x, scales, handle, num_sms)
+        rows, recv_scales = self._send(x, handle, num_sms)
         return _rows(rows, handle.rows_out), _rows(recv_scales, handle.rows_out)
 
     def choices(
@@ -165,26 +166,25 @@ class Intranode:
         return sums, layer.combine(wide, handle.layouts[floats])[:, :topk].contiguous()
 
     def _send(
-        self, x: torch.Tensor, scales: Optional[torch.Tensor], handle: DispatchHandle, num_sms: int,
-        agreed: str = "",
-    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:  # fmt: skip
+        self, x: Rows, handle: DispatchHandle, num_sms: int, agreed: str = ""
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """Views of what arrived; room for all tokens of all ranks. ``agreed`` is the same on all of
         them, which they compare with the call.
         """
-        kind = "plain" if scales is None else "scaled"
-        key = self._layers.of_ranks(kind, x.shape[1], self.max_tokens(x.shape[1]))
+        hidden = x.x.shape[1]
+        key = self._layers.of_ranks(x.payload, hidden, self.max_tokens(hidden))
         layer, layout = self._layers.get(key, num_sms), handle.layouts.get(key)
         origin = zlib.crc32(agreed.encode())
         try:
             rows, _, made = layer._dispatch(
-                x, handle.ids, None, None, scales, layout, origin=origin
+                x.x, handle.ids, None, None, x.held(), layout, origin=origin
             )
         except Disagreement as error:
             if agreed:
                 error.args = (f"Buffer.dispatch: rank {self.rank} has {agreed}: {error}",)
             raise
         handle.layouts.setdefault(key, made)
-        return rows, made.recv_scales
+        return rows, x.shown(made.recv_scales)
 
     def _floats_key(self, columns: int, max_tokens: int) -> LayerKey:
         return self._layers.of_ranks("floats", -(-columns // 4) * 4, max_tokens)

@@ -2,40 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, Optional, Tuple
+from typing import Any, NoReturn, Optional
 
 import torch
 
 from ...errors import InvalidArgument, Unsupported
 from .arguments import COUNTS, Call, ll_bytes
 from .handles import LayerKey, Layers, LowLatencyHandle, Received
-
-_GROUP, _LARGEST = 128, 448.0
-_LEAST = 1e-4  # the smallest value that a group's largest element counts as
-
-
-def rows_as_float8(x: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Elements, and for each 128 of them a scale that is a power of two: at least the largest of
-    them over 448.
-    """
-    tokens, hidden = x.shape
-    groups = x.view(tokens, hidden // _GROUP, _GROUP).float()
-    largest = groups.abs().amax(-1).clamp(min=_LEAST)
-    scales = round_scales_up(largest / _LARGEST)
-    elements = (groups / scales[..., None]).to(torch.float8_e4m3fn)
-    return elements.view(tokens, hidden), scales
-
-
-def round_scales_up(scales: torch.Tensor) -> torch.Tensor:
-    """The power of two that is the next one, or the same."""
-    mantissa, exponent = torch.frexp(scales)
-    return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).to(exponent.dtype))
-
-
-def packed_exponents(scales: torch.Tensor) -> torch.Tensor:
-    """Powers of two as the eight bits of float32's exponent, four in an int32, the first lowest."""
-    exponents = (scales.contiguous().view(torch.int32) >> 23) & 0xFF
-    return exponents.to(torch.uint8).view(torch.int32)
+from .payloads import packed, powers_of_two
 
 
 class LowLatency:
@@ -52,7 +26,7 @@ class LowLatency:
     ) -> LayerKey:  # fmt: skip
         """The layer for these arguments, all of which are looked at.
 
-        :param kind: of payload
+        :param kind: payload
         :param multiple: of it are the columns
         """
         who, place = call.who, f"{call.who}: x of rank {self.rank}"
@@ -88,13 +62,14 @@ class LowLatency:
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, key: LayerKey, packs: bool, num_sms: int
     ) -> Received:
-        """Collective. The host waits for nothing. ``packs``: scales become their exponents."""
-        rows, scales = (x, None) if key.kind != "scaled" else rows_as_float8(x)
+        """Collective. The host waits for nothing. ``packs``: UE8M0 scales come four in an int32,
+        not as float32.
+        """
         # Combine brings the weights, which take this place.
         later = torch.zeros(topk_idx.shape, dtype=torch.float32, device=self.device)
         layer = self._layers.get(key, num_sms)
         layout: Any
-        arrived, _, layout = layer.dispatch(rows, topk_idx, later, scales=scales)
+        arrived, _, layout = layer.dispatch(x, topk_idx, later)
         slots = self._slots(layout, key, arrived.shape[0])
         handle = LowLatencyHandle(self, layout, slots, key)
         if self.device.type == "cpu":
@@ -102,9 +77,10 @@ class LowLatency:
         out = _spread(arrived, handle)
         recv_scales = None
         if key.kind != "plain":
-            recv_scales = _columns_first(_spread(layout.recv_scales, handle))
-            if packs:
-                recv_scales = _columns_first(packed_exponents(recv_scales))
+            recv_scales = layout.recv_scales
+            if recv_scales.dtype != torch.float32:
+                recv_scales = (packed if packs else powers_of_two)(recv_scales)
+            recv_scales = _columns_first(_spread(recv_scales, handle))
         counts = layout.recv_expert_counts.clone()
         return Received(out, recv_scales, None, None, counts, handle)
 

@@ -162,11 +162,13 @@ def check_options(
         num_experts, world.rank, world.world_size, world.topology.ranks_per_node,
         dtype, weight_dtype, torch.int32,
     )  # fmt: skip
-    for name, value in (("rows", "grouped"), ("payload", "plain")):
+    for name, value, reason in (
+        ("rows", "grouped", "experts get rows of their own"),
+        ("payload", "plain", "rows in other formats have no gradients"),
+    ):
         if options.get(name, value) != value:
             raise InvalidArgument(
-                f'{_WHO}: {name} = {shown(options[name])}, expected "{value}": experts get rows of'
-                " their own, which are those of the tokens"
+                f'{_WHO}: {name} = {shown(options[name])}, expected "{value}": {reason}'
             )
     parameters = list(inspect.signature(EPAll2AllLayer).parameters)
     known = parameters[parameters.index(_FIRST_OPTION) :]
@@ -543,8 +545,8 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
 
     def forget_copies(self) -> None:
         """With ``keep_copies``: weights of this rank's experts have changed in a way that torch's
-        version counters do not show, such as through ``data``. Steps of optimizers, load_state_dict
-        and edits in place are noticed. Not collective.
+        version counters do not show, such as through ``data`` or by a step in a CUDA graph. Other
+        steps of optimizers, load_state_dict and edits in place are noticed. Not collective.
         """
         for copies in self._copies:
             copies.forget()

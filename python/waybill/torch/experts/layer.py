@@ -12,6 +12,7 @@ from ..._graphs import outside_graphs
 from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc
 from ...moe.layer import ExpertLayer, RankLayout, checked_layout
+from ...moe.payloads import kept_scales
 from .._tensors import (
     as_autocast,
     given,
@@ -24,7 +25,7 @@ from .._tensors import (
 )
 from ..world import group_of_layer, world_of
 from .autograd import Combine, Dispatch
-from .payloads import given_rows, given_scales, of_each, shown_scales, torch_name
+from .payloads import given_rows, given_scales, shown_scales, tile_scales, torch_name
 from .presets import suggested_sms
 
 
@@ -105,6 +106,9 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
         outputs from where they are; "push": they send them to the ranks of the tokens, which takes
         more memory. The same on all ranks; results are the same bits. Over several nodes they pull.
         The attribute is ``combine_way``
+    :param scale_layout: of scales that arrive: "rows"; "128x4": ``tile_scales`` of them, a copy,
+        which Blackwell's block-scaled GEMMs read. The payload's scales are of a byte, and
+        ``expert_alignment`` a multiple of 128, so that the rows of each expert begin at a tile
     :param device: of ranks from a process group: "cpu", "cuda" for torch's current device,
         "cuda:1"; None is "cuda" where the group's backend is NCCL, else "cpu"
     """
@@ -142,6 +146,7 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
         limit: float = 1.0,
         min_rows: int = 0,
         combine: str = "pull",
+        scale_layout: str = "rows",
         device: Any = None,
     ) -> None:
         super().__init__()
@@ -152,7 +157,7 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
             use_aot=use_aot, dropped_id=dropped_id, rows=rows, expert_alignment=expert_alignment,
             payload=payload, capacity=capacity, fixed_rows=fixed_rows, copy_out=copy_out,
             max_per_expert=max_per_expert, spare_experts=spare_experts, limit=limit,
-            min_rows=min_rows, combine=combine,
+            min_rows=min_rows, combine=combine, scale_layout=scale_layout,
         )  # fmt: skip
         self._group = group_of_layer(ep_group)
         self.device = torch.device(self.world.device)
@@ -388,10 +393,12 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
                 self._views.append((made._handle.number, rows.detach(), False))
             if copies or self.copy_out:  # they are small: a layer that copies does so in any call
                 weights = None if weights is None else weights.clone()
-                scales = of_each(scales, torch.Tensor.clone)
             elif keeps and weights is not None:
                 self._views.append((made._handle.number, weights.detach(), True))
-        made.recv_scales = scales
+            made.recv_scales = kept_scales(
+                scales, tile_scales if self.scale_layout == "128x4" else None,
+                torch.Tensor.clone if copies or self.copy_out else None,
+            )  # fmt: skip
         return rows, weights, made
 
     def _end_views(self, number: int, brings_weights: bool) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional
+from typing import Any, Optional
 
 import torch
 
 from ...errors import InvalidArgument
-from ...moe.payloads import Payload, two_scales
+from ...moe.payloads import Payload, in_tiles, tile_padding, two_scales
 from .._tensors import require_moved, shown_memory
 
 
@@ -70,8 +70,18 @@ def shown_scales(payload: Payload, bits: Any) -> Any:
     return groups, packed[:, -4:].view(torch.float32)[:, 0]
 
 
-def of_each(scales: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """What ``change`` makes of scales, in the form in which they are; None stays None."""
-    if isinstance(scales, tuple):
-        return tuple(change(part) for part in scales)
-    return None if scales is None else change(scales)
+def tile_scales(scales: torch.Tensor) -> torch.Tensor:
+    """``waybill.moe.tile_scales`` of a tensor, on its device: one copy where the shape is one of
+    whole tiles, else two.
+
+    :param scales: [rows, groups] of one byte each
+    """
+    require_moved(scales, "tile_scales: scales")
+    more_rows, more_columns = tile_padding(scales, scales.itemsize, "tile_scales: scales")
+    codes = scales.detach().view(torch.uint8)
+    if more_rows or more_columns:
+        codes = torch.nn.functional.pad(codes, (0, more_columns, 0, more_rows))
+    wide = codes.shape[1] // 4
+    if codes.stride(0) % 4 == 0 and codes.stride(1) == 1 and codes.storage_offset() % 4 == 0:
+        codes = codes.view(torch.int32)  # four neighbours stay together
+    return in_tiles(codes, wide).view(scales.dtype)

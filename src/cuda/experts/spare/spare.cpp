@@ -2,19 +2,9 @@
 
 #include "../../rank/gpu_rank.h"
 #include "waybill/core/error.h"
+#include "waybill/moe/expert_routing.h"
 
 namespace waybill::cuda {
-namespace {
-
-EvenExpertsOptions planner_options(const EPDispatchOptions& options) {
-  return {.spare_experts = options.spare_experts,
-          .min_rows = options.min_rows,
-          .limit = options.limit,
-          .alignment = options.expert_alignment};
-}
-
-}  // namespace
-
 SpareExperts::SpareExperts(const GpuExpertLayer& layer, const MoeShape& experts) : layer_(layer) {
   if (!spare_kernels_fit(experts, layer.config.num_experts)) {
     throw Unsupported(concat("experts on GPUs: spare_experts = ", layer.options.spare_experts,
@@ -24,7 +14,7 @@ SpareExperts::SpareExperts(const GpuExpertLayer& layer, const MoeShape& experts)
   }
   const cudaStream_t stream = layer_.gpu->stream();
   planner_ = std::make_shared<GpuEvenExperts>(experts.world_size, experts.num_experts,
-                                              planner_options(layer.options), stream);
+                                              copy_options(layer.config, layer.options), stream);
   rows_ = device_memory(
       std::int64_t{experts.world_size} * experts.num_experts * std::int64_t{sizeof(std::int32_t)},
       stream);
