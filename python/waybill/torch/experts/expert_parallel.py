@@ -611,7 +611,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         with said_by("ExpertParallel: forward"):
             layer, present = self.layer, None
             for copies in self._copies:
-                present = copies.before_dispatch(layer, self.training)
+                present = copies.before_dispatch(self.experts, layer, self.training)
             copy_out = layer.copy_out and kept
             return layer.dispatch(x, ids, weights, present=present, copy_out=copy_out)
 
