@@ -1,6 +1,7 @@
 """ExpertParallel with copies of hot experts: as without copies, to the rounding of the sums."""
 
 import copy
+import threading
 
 import pytest
 
@@ -214,6 +215,70 @@ def test_kept_copies_are_void_when_weights_change():
 
         assert calls(behind) == 1
         assert calls() == 0
+
+    waybill.run_threads(2, body)
+
+
+@pytest.mark.parametrize("way", ["fused", "masters", "other thread"])
+def test_kept_copies_are_void_after_steps_that_no_version_counter_shows(way):
+    def body(world):
+        own = experts_of(world.rank)
+        module = module_on(world, own, keep_copies=True).eval()
+        plain = module_on(world, own, spare_experts=0)
+        weights = list(own.parameters())
+        masters = [one.detach().clone() for one in weights] if way == "masters" else weights
+        optimizer = torch.optim.AdamW(masters, lr=0.1, fused=True)
+        inputs = batch(world.rank, 2, 0)[:3]
+        for _ in range(3):
+            with torch.no_grad():
+                close(module(*inputs), plain(*inputs))
+            for one in masters:
+                one.grad = torch.ones_like(one)
+            versions = [one._version for one in weights]
+            if way == "other thread":
+                stepping = threading.Thread(target=optimizer.step)
+                stepping.start()
+                stepping.join()
+            else:
+                optimizer.step()
+            if way == "masters":
+                for one, master in zip(weights, masters):
+                    one.data.copy_(master)
+            assert versions == [one._version for one in weights]
+        module.finalize()
+        plain.finalize()
+
+    waybill.run_threads(2, body)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_experts_that_are_put_in_place_of_others(keep):
+    def body(world):
+        module = module_on(world, experts_of(world.rank), keep_copies=keep)
+        inputs = batch(world.rank, 2, 0)
+        one_step(module, inputs)
+        own = module.experts = experts_of(world.rank + 7)
+        other = copy.deepcopy(own)
+        plain = module_on(world, other, spare_experts=0)
+        for got, wanted in zip(one_step(module, inputs), one_step(plain, inputs)):
+            close(got, wanted)
+        for got, wanted in zip(own.parameters(), other.parameters()):
+            close(got.grad, wanted.grad)
+        module.experts = SwiGLUExperts(LOCAL, HIDDEN, INNER + 1)
+        with pytest.raises(waybill.InvalidArgument, match="put in place of others"):
+            module(*inputs[:3])
+
+    waybill.run_threads(2, body)
+
+
+def test_a_rank_whose_experts_alone_are_frozen():
+    """Its copies have no gradients that would come home: all are told at once."""
+
+    def body(world):
+        experts = experts_of(world.rank).requires_grad_(world.rank != 1)
+        module = module_on(world, experts)
+        with pytest.raises(waybill.Disagreement, match="the tensors' format"):
+            one_step(module, batch(world.rank, 2, 0))
 
     waybill.run_threads(2, body)
 

@@ -43,7 +43,7 @@ WRONG_OPTIONS = [
     ({"dtype": torch.int32}, r"dtype = int32, expected bfloat16"),
     ({"weight_dtype": torch.int8}, r"weight_dtype = int8, expected float32"),
     ({"rows": "compact"}, r"rows = 'compact', expected \"grouped\""),
-    ({"payload": "mxfp8", "hidden": 128}, r"'mxfp8', expected \"plain\": rows .* no gradients"),
+    ({"payload": "mxfp8"}, r"payload = 'mxfp8', expected \"plain\": rows .* no gradients"),
     ({"rank": 0}, r"there is no argument rank, expected one of"),
     ({"capacty": 3}, r"there is no argument capacty, expected one of .*capacity"),
     (

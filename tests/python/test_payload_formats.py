@@ -296,10 +296,11 @@ def model_of_tiles(scales):
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (256, 8), (130, 5), (1, 1), (0, 4), (0, 0), (3, 224)])
-def test_tiles_of_scales(shape):
+def test_tiles_of_scales(torch_way, shape):
     random = np.random.default_rng(5)
     scales = random.integers(0, 256, shape).astype(np.uint8)
     want = model_of_tiles(scales)
+    on_device = torch.from_numpy(scales).to(torch_way.device)
     for dtype, torch_dtype in (
         (np.uint8, torch.uint8),
         (ml_dtypes.float8_e8m0fnu, torch.float8_e8m0fnu),
@@ -307,15 +308,15 @@ def test_tiles_of_scales(shape):
     ):
         got = tile_scales(scales.view(dtype))
         assert got.dtype == dtype and np.array_equal(codes(got), want)
-        got = waybill.torch.moe.tile_scales(torch.from_numpy(scales).view(torch_dtype))
-        assert got.dtype == torch_dtype and np.array_equal(got.view(torch.uint8).numpy(), want)
+        got = waybill.torch.moe.tile_scales(on_device.view(torch_dtype))
+        assert got.dtype == torch_dtype
+        assert np.array_equal(got.view(torch.uint8).cpu().numpy(), want)
     wider = np.zeros((shape[0], shape[1] + 3), np.uint8)
     wider[:, : shape[1]] = scales  # columns of a wider table
     assert np.array_equal(codes(tile_scales(wider[:, : shape[1]])), want)
-    view = torch.from_numpy(wider)[:, : shape[1]]
-    assert np.array_equal(waybill.torch.moe.tile_scales(view).numpy(), want)
-    columns = torch.from_numpy(np.ascontiguousarray(scales.T)).T
-    assert np.array_equal(waybill.torch.moe.tile_scales(columns).numpy(), want)
+    of_wider = torch.nn.functional.pad(on_device, (0, 3))[:, : shape[1]]
+    for view in (of_wider, on_device.T.contiguous().T):
+        assert np.array_equal(waybill.torch.moe.tile_scales(view).cpu().numpy(), want)
 
 
 @pytest.mark.parametrize("face", [EPAll2AllLayer, waybill.EPAll2AllLayer])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ... import _core
 from ..._arrays import flag
@@ -259,6 +261,35 @@ class Call:
         self.store = store
 
 
+class _Steps:
+    """Tells kept copies of steps of optimizers. No version counter shows fused ones, nor those that
+    write weights through ``data`` from tensors of their own.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._hooked = threading.Lock(), False
+        self._watching: weakref.WeakSet[Copies] = weakref.WeakSet()
+
+    def watch(self, copies: Copies) -> None:
+        """As long as they live."""
+        with self._lock:
+            if not self._hooked:
+                register_optimizer_step_post_hook(self._tell)
+            self._hooked = True
+            self._watching.add(copies)
+
+    @outside_graphs
+    def _tell(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        with self._lock:
+            watching = list(self._watching)
+        changed = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        for copies in watching:
+            copies.after_step(changed, threading.get_ident())
+
+
+_steps = _Steps()
+
+
 class Copies:
     """Copies of hot experts for one module.
 
@@ -280,6 +311,9 @@ class Copies:
         if not keep:
             self._pool()
         self._forgotten = 0
+        self._made_by = threading.get_ident()
+        if keep:
+            _steps.watch(self)
         self._seen: Tuple[Any, ...] = ()  #: what the tensors were
         self._version = 0
         self._versions: Optional[List[int]] = None  #: of all ranks, for which ``_present`` holds
@@ -336,6 +370,17 @@ class Copies:
         """Copies of this rank's experts are void, on all ranks."""
         self._forgotten += 1
 
+    def after_step(self, changed: Set[int], thread: int) -> None:
+        """An optimizer has taken a step: on the thread of this rank, or of these experts.
+
+        :param changed: the ids of the tensors that the optimizer has
+        :param thread: on which the step was
+        """
+        given = self._parameters() or self._experts.home()  # the latter may be slices
+        held = (one if one._base is None else one._base for one in given)
+        if thread == self._made_by or any(id(one) in changed for one in held):
+            self.forget()
+
     def release(self) -> None:
         """Collective."""
         self._exchange.release(self.world)
@@ -344,17 +389,31 @@ class Copies:
         module = self._experts.module
         return list(module.parameters()) if isinstance(module, torch.nn.Module) else []
 
-    def _check_whole(self) -> None:
-        """Whether the experts are as they were: FSDP may have sharded them since."""
-        adapted(self._experts.module, self._first_spare)
+    def _take(self, experts: Any) -> None:
+        """The experts as they are now: they may be others, or sharded by FSDP, since."""
+        before, now = self._experts, adapted(experts, self._first_spare)
+        if experts is before.module:
+            return
+        self._experts = now
+        parts = self._checked_parts()
+        if parts != self._parts:
+            self._experts = before
+            raise InvalidArgument(
+                f"{_WHO}: tensors of an expert of the experts that were put in place of others are"
+                f" {parts}, expected {self._parts}, as those had"
+            )
+        if isinstance(before, StackedExperts) and isinstance(now, StackedExperts):
+            now.host_waits = before.host_waits
+        self._made_with = [weakref.ref(one) for one in self._parameters()]
+        self.forget()
 
-    def before_dispatch(self, layer: Any, training: bool) -> Any:
+    def before_dispatch(self, experts: Any, layer: Any, training: bool) -> Any:
         """Collective where copies are kept: the layout whose copies are there, None: none.
 
         In training it changes with the weights alone, so that a checkpoint that computes a forward
         again makes the same plan.
         """
-        self._check_whole()
+        self._take(experts)
         if not self.keep:
             return None
         versions = self._exchange.compiled.exchange_versions(self._own_version(), self.number)
@@ -465,9 +524,8 @@ class Copies:
         :param needs: of home's tensors, whether they need a gradient: alike for all experts
         """
         tensors = self._experts.home()
+        # Where no part needs a gradient, ranks agree on that.
         which = [part for part in range(self.num_parts) if needs[part]]
-        if not which:
-            return home
         first = self._rank * self._first_spare
         spare = call.slots[:, self._first_spare :]
         mine = home

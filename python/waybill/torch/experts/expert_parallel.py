@@ -546,8 +546,8 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
 
     def forget_copies(self) -> None:
         """With ``keep_copies``: weights of this rank's experts have changed in a way that torch's
-        version counters do not show, such as through ``data``. Steps of optimizers, load_state_dict
-        and edits in place are noticed. Not collective.
+        version counters do not show, such as through ``data`` or by a step in a CUDA graph. Other
+        steps of optimizers, load_state_dict and edits in place are noticed. Not collective.
         """
         for copies in self._copies:
             copies.forget()
@@ -612,7 +612,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         with said_by("ExpertParallel: forward"):
             layer, present = self.layer, None
             for copies in self._copies:
-                present = copies.before_dispatch(layer, self.training)
+                present = copies.before_dispatch(self.experts, layer, self.training)
             copy_out = layer.copy_out and kept
             return layer.dispatch(x, ids, weights, present=present, copy_out=copy_out)
 
