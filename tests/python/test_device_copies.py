@@ -188,8 +188,8 @@ def test_kept_copies_come_again_when_weights_have_changed(on_device):
         module.forget_copies()
         assert fetched() == first
         module.eval()
-        assert module._copies[0].before_dispatch(module.layer, False) is not None
-        assert module._copies[0].before_dispatch(module.layer, True) is None
+        assert module._copies[0].before_dispatch(module.experts, module.layer, False) is not None
+        assert module._copies[0].before_dispatch(module.experts, module.layer, True) is None
         assert fetched() == 0
         module.finalize()
 

@@ -251,6 +251,38 @@ def test_kept_copies_are_void_after_steps_that_no_version_counter_shows(way):
     waybill.run_threads(2, body)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_experts_that_are_put_in_place_of_others(keep):
+    def body(world):
+        module = module_on(world, experts_of(world.rank), keep_copies=keep)
+        inputs = batch(world.rank, 2, 0)
+        one_step(module, inputs)
+        own = module.experts = experts_of(world.rank + 7)
+        other = copy.deepcopy(own)
+        plain = module_on(world, other, spare_experts=0)
+        for got, wanted in zip(one_step(module, inputs), one_step(plain, inputs)):
+            close(got, wanted)
+        for got, wanted in zip(own.parameters(), other.parameters()):
+            close(got.grad, wanted.grad)
+        module.experts = SwiGLUExperts(LOCAL, HIDDEN, INNER + 1)
+        with pytest.raises(waybill.InvalidArgument, match="put in place of others"):
+            module(*inputs[:3])
+
+    waybill.run_threads(2, body)
+
+
+def test_a_rank_whose_experts_alone_are_frozen():
+    """Its copies have no gradients that would come home: all are told at once."""
+
+    def body(world):
+        experts = experts_of(world.rank).requires_grad_(world.rank != 1)
+        module = module_on(world, experts)
+        with pytest.raises(waybill.Disagreement, match="the tensors' format"):
+            one_step(module, batch(world.rank, 2, 0))
+
+    waybill.run_threads(2, body)
+
+
 def train(world_size, spare, steps=20, **options):
     """Losses and weights of all ranks after some steps of a small mixture with a skewed router."""
     found = {}

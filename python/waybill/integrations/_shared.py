@@ -120,7 +120,7 @@ class CopiedExperts:
             with said_by(self._who):
                 keep = bool(self._options["keep_copies"])
                 (self._copies,) = copies_for(self._experts, layer, keep)
-        return self._copies.before_dispatch(layer, training)
+        return self._copies.before_dispatch(self._experts, layer, training)
 
     @outside_graphs
     def run(

@@ -389,17 +389,31 @@ class Copies:
         module = self._experts.module
         return list(module.parameters()) if isinstance(module, torch.nn.Module) else []
 
-    def _check_whole(self) -> None:
-        """Whether the experts are as they were: FSDP may have sharded them since."""
-        adapted(self._experts.module, self._first_spare)
+    def _take(self, experts: Any) -> None:
+        """The experts as they are now: they may be others, or sharded by FSDP, since."""
+        before, now = self._experts, adapted(experts, self._first_spare)
+        if experts is before.module:
+            return
+        self._experts = now
+        parts = self._checked_parts()
+        if parts != self._parts:
+            self._experts = before
+            raise InvalidArgument(
+                f"{_WHO}: tensors of an expert of the experts that were put in place of others are"
+                f" {parts}, expected {self._parts}, as those had"
+            )
+        if isinstance(before, StackedExperts) and isinstance(now, StackedExperts):
+            now.host_waits = before.host_waits
+        self._made_with = [weakref.ref(one) for one in self._parameters()]
+        self.forget()
 
-    def before_dispatch(self, layer: Any, training: bool) -> Any:
+    def before_dispatch(self, experts: Any, layer: Any, training: bool) -> Any:
         """Collective where copies are kept: the layout whose copies are there, None: none.
 
         In training it changes with the weights alone, so that a checkpoint that computes a forward
         again makes the same plan.
         """
-        self._check_whole()
+        self._take(experts)
         if not self.keep:
             return None
         versions = self._exchange.compiled.exchange_versions(self._own_version(), self.number)
@@ -510,9 +524,8 @@ class Copies:
         :param needs: of home's tensors, whether they need a gradient: alike for all experts
         """
         tensors = self._experts.home()
+        # Where no part needs a gradient, ranks agree on that.
         which = [part for part in range(self.num_parts) if needs[part]]
-        if not which:
-            return home
         first = self._rank * self._first_spare
         spare = call.slots[:, self._first_spare :]
         mine = home

@@ -1,4 +1,4 @@
-"""Copies of experts on GPUs of one node: plans, and what lies in a store, only the device knows."""
+"""Copies of experts on GPUs: plans, and what lies in a store, only the device knows."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ class DeviceCopies(Copies):
             self._own.compiled.finalize()
         super().release()
 
-    def before_dispatch(self, layer: Any, training: bool) -> Any:
+    def before_dispatch(self, experts: Any, layer: Any, training: bool) -> Any:
         """The last layout, where copies are kept and not trained: ranks do not ask each other
         whether weights have changed, and a checkpoint makes the same plan again.
         """
-        self._check_whole()
+        self._take(experts)
         last = None if training or not self.keep else self._last
         return last[1] if last is not None and last[0] is layer else None
 
