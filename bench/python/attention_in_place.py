@@ -39,8 +39,8 @@ class Part:
     def __init__(self, bench: Bench, plan: Any, rank: int) -> None:
         self.bench, self.rows = bench, plan.home_tokens[rank]
         in_place, arrived, _, _ = plan.routing().rank(rank)
-        home, came, _ = calls_of(in_place, arrived, self.rows, True, bench.device)
-        calls = [] if came is None else [(came, sum(came.q_lens), sum(came.k_lens))]
+        home, came, _ = calls_of(in_place, arrived, self.rows, True, bench.shape, bench.device)
+        calls = [(c.sequences, sum(c.sequences.q_lens), sum(c.sequences.k_lens)) for c in came]
         self.num_beside = len(calls) if home else 0
         calls += [(call.sequences, self.rows, self.rows) for call in home]
         self.calls = [(s, *bench.tensors(q_rows, k_rows)) for s, q_rows, k_rows in calls]

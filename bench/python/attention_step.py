@@ -160,8 +160,9 @@ class Bench:
         plan = module.plan(waybill_pieces(lengths, self.size))
         in_place, arrived, _, _ = plan.routing().rank(self.rank)
         own = self.per_rank
-        home, came, _ = calls_of(in_place, arrived, own, module.kernel.takes_gaps, self.device)
-        calls = [] if came is None else [(came, sum(came.q_lens), sum(came.k_lens))]
+        takes_gaps = module.kernel.takes_gaps
+        home, came, _ = calls_of(in_place, arrived, own, takes_gaps, self.shape, self.device)
+        calls = [(c.sequences, sum(c.sequences.q_lens), sum(c.sequences.k_lens)) for c in came]
         num_beside = 0 if one_call else len(calls)
         calls += [(call.sequences, own, own) for call in home]
         parts = [(s, *self._random(rows, keys)) for s, rows, keys in calls]

@@ -87,7 +87,9 @@ QkvPlan make_plan(std::int32_t world_size, std::vector<std::int64_t> rank_shard_
                std::move(doc_shards),
                std::move(kv_begin),
                std::move(kv_end)};
-  const bool full = mask_from_name("QkvPlan", mask) == MaskKind::full;
+  const bool full = mask == to_string(MaskKind::full);
+  require(full || mask == to_string(MaskKind::causal), "QkvPlan: mask = \"", mask,
+          "\", expected \"causal\" or \"full\"");
   require(!full || plan.kv_begin.empty(), "QkvPlan: kv_begin has ", plan.kv_begin.size(),
           " values, expected none: the mask is full");
   require(!full || plan.kv_end.empty(), "QkvPlan: kv_end has ", plan.kv_end.size(),
@@ -134,7 +136,7 @@ nb::tuple attention_of(nb::handle self, std::int32_t rank) {
 std::vector<std::int64_t> flat(const std::vector<VarlenSequence>& sequences) {
   std::vector<std::int64_t> values;
   for (const VarlenSequence& s : sequences)
-    values.insert(values.end(), {s.q_begin, s.q_len, s.kv_begin, s.kv_len});
+    values.insert(values.end(), {s.q_begin, s.q_len, s.kv_begin, s.kv_len, s.is_whole ? 1 : 0});
   return values;
 }
 
@@ -182,7 +184,8 @@ void bind_sparse(nb::module_& m) {
 PlannerOptions planner_options_py(
     std::int32_t world_size, std::int64_t tokens_per_rank, std::int64_t q_hidden,
     std::int64_t kv_hidden, std::string_view dtype, std::string_view mask, std::int64_t window,
-    std::int64_t chunk, std::int64_t max_tokens_per_rank, bool relay, std::string_view kv_layout,
+    std::int64_t chunk, std::int64_t prefix, std::vector<std::int64_t> prefixes,
+    std::int64_t max_tokens_per_rank, bool relay, std::string_view kv_layout,
     std::int64_t block_tokens, std::int32_t ranks_per_node, double imbalance_target,
     double byte_weight, double message_seconds, double pairs_per_second,
     double nvlink_bytes_per_second, double network_bytes_per_second, std::int64_t row_pairs,
@@ -191,7 +194,9 @@ PlannerOptions planner_options_py(
   options.world_size = world_size;
   options.tokens_per_rank = tokens_per_rank;
   options.model = {q_hidden, kv_hidden, dtype_from_name(dtype)};
-  options.mask = {.window = window, .kind = mask_from_name("plan", mask), .chunk = chunk};
+  options.mask = {
+      .window = window, .kind = mask_from_name("plan", mask), .chunk = chunk, .prefix = prefix};
+  options.prefixes = std::move(prefixes);
   options.kv_layout = kv_layout_from_name("plan", kv_layout);
   options.imbalance_target = imbalance_target;
   options.byte_weight = byte_weight;
@@ -553,10 +558,11 @@ void bind_plan(nb::module_& m) {
 void bind_planner(nb::module_& m) {
   nb::class_<PlannerOptions>(m, "PlannerOptions");
   m.def("planner_options", planner_options_py, "world_size"_a, "tokens_per_rank"_a, "q_hidden"_a,
-        "kv_hidden"_a, "dtype"_a, "mask"_a, "window"_a, "chunk"_a, "max_tokens_per_rank"_a,
-        "relay"_a, "kv_layout"_a, "block_tokens"_a, "ranks_per_node"_a, "imbalance_target"_a,
-        "byte_weight"_a, "message_seconds"_a, "pairs_per_second"_a, "nvlink_bytes_per_second"_a,
-        "network_bytes_per_second"_a, "row_pairs"_a, "shard_pairs"_a, "tails"_a);
+        "kv_hidden"_a, "dtype"_a, "mask"_a, "window"_a, "chunk"_a, "prefix"_a, "prefixes"_a,
+        "max_tokens_per_rank"_a, "relay"_a, "kv_layout"_a, "block_tokens"_a, "ranks_per_node"_a,
+        "imbalance_target"_a, "byte_weight"_a, "message_seconds"_a, "pairs_per_second"_a,
+        "nvlink_bytes_per_second"_a, "network_bytes_per_second"_a, "row_pairs"_a, "shard_pairs"_a,
+        "tails"_a);
   nb::class_<RelaySchedule> relay(m, "RelaySchedule");
   relay.def_prop_ro("empty", &RelaySchedule::empty);
   relay.def("hops", &hop_tuples);

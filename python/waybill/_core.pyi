@@ -289,6 +289,8 @@ def planner_options(
     mask: str,
     window: int,
     chunk: int,
+    prefix: int,
+    prefixes: Sequence[int],
     max_tokens_per_rank: int,
     relay: bool,
     kv_layout: str,

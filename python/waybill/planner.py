@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Optional, Sequence, Union
 from . import _core, _report
 from ._arrays import (
     IntArray,
+    at_least,
     choice,
     flag,
     flat_list,
@@ -19,7 +20,7 @@ from ._arrays import (
     sequence,
     within,
 )
-from ._errors import flat_names, reworded
+from ._errors import flat_names, reworded, shown
 from ._lifetime import Made, Unchanging, forwarded
 from .costs import AttentionCosts, LinkSpeeds, check_speeds, planned
 from .errors import InvalidArgument
@@ -198,6 +199,7 @@ def plan(
     costs: Optional[AttentionCosts] = None,
     tails: bool = False,
     chunk: Optional[int] = None,
+    prefix: Optional[Union[int, Sequence[Any]]] = None,
 ) -> AttentionPlan:
     """Decides which rank attends to which queries, so that the work is even and few bytes move.
 
@@ -209,7 +211,8 @@ def plan(
             evenly and lists have any length.
         q_hidden, kv_hidden: elements of a row of Q; of K, and of V.
         dtype: of Q, K and V: a name such as "bfloat16", or a dtype of numpy or torch.
-        mask: "causal": a query attends to itself and the keys before it; "full": to its document.
+        mask: "causal": a query attends to itself and the keys before it; "full": to its document;
+            "prefix": as "causal", but the first tokens of a document all attend to each other.
         window: with "causal", the number of keys that a query attends to, its own included.
         max_tokens_per_rank: rows of Q, and rows of KV, that a rank's buffers hold: a hard limit.
         relay: receivers may forward KV to each other.
@@ -228,6 +231,8 @@ def plan(
         tails: a rank gives away ends of documents, never their middle: fewer shards, more bytes.
         chunk: tokens after which a document's attention begins anew, counted from its beginning: a
             query attends to keys of its own chunk alone, as mask and window say.
+        prefix: with mask = "prefix", how many tokens: one number, or one for each document, in
+            lists as doc_lengths has them. A document with fewer tokens is all prefix.
 
     Raises:
         InvalidArgument: names the option or document; "infeasible: rank 3 needs 71680 tokens,
@@ -242,6 +247,7 @@ def plan(
         "mask": _mask(mask, "plan"),
         "window": _limit(window, "window"),
         "chunk": _limit(chunk, "chunk"),
+        **_prefix(prefix, mask, "plan"),
         "max_tokens_per_rank": _limit(max_tokens_per_rank, "max_tokens_per_rank"),
         "relay": flag(relay, "plan: relay"),
         "kv_layout": kv_layout,
@@ -275,8 +281,27 @@ def plan(
 
 def in_words(text: str) -> str:
     """An error of the planner in the words of Python's arguments."""
-    none = 'expected None with mask = "full"'
-    return flat_names(text).replace("expected 0: the mask is full", none)
+    text = flat_names(text)
+    for mask in ("full", "prefix"):
+        none = f'expected None with mask = "{mask}"'
+        text = text.replace(f"expected 0: the mask is {mask}", none)
+    return text
+
+
+def _prefix(prefix: Any, mask: str, who: str) -> dict[str, Any]:
+    """The argument as the compiled part takes it: one number, or one for each document."""
+    if mask != "prefix":
+        if prefix is not None:
+            raise InvalidArgument(
+                f'{who}: prefix = {shown(prefix)}, expected None with mask = "{mask}"'
+            )
+        return {"prefix": 0, "prefixes": []}
+    if not hasattr(prefix, "__len__") or getattr(prefix, "ndim", 1) == 0:
+        return {"prefix": at_least(prefix, 0, f"{who}: prefix"), "prefixes": []}
+    nested = [docs if hasattr(docs, "__len__") and getattr(docs, "ndim", 1) > 0 else [docs]
+              for docs in prefix]  # fmt: skip
+    flat = [n for docs in nested for n in flat_list(docs, f"{who}: prefix")]
+    return {"prefix": 0, "prefixes": flat}
 
 
 def _mask(value: Any, who: str) -> str:

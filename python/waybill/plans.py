@@ -210,7 +210,7 @@ def sparse_table(value: Any, who: str) -> Any:
 
 
 KV_LAYOUTS = ("per_rank", "per_query")
-MASKS = ("causal", "full")
+MASKS = ("causal", "full", "prefix")
 
 
 class QkvPlan(Unchanging, Made):
@@ -230,8 +230,9 @@ class QkvPlan(Unchanging, Made):
         kv_begin: (N,) by shard, first KV position that it needs; None is 0 for all.
         kv_layout: "per_rank", one copy of KV a rank and document; or "per_query", DistCA's.
         mask: "full" stands for the kv_end with which every shard needs all of its document.
-        kv_end: (N,) by shard, the position after the last that it needs; None: a shard needs none
-            after itself, and its queries none after themselves.
+        kv_end: (N,) by shard, the position after the last that it needs, all keys of which its
+            queries meet; 0: it needs none after itself, and its queries meet none after themselves.
+            None: 0 for all.
     """
 
     __slots__ = ("_plan",)
@@ -295,12 +296,15 @@ class QkvPlan(Unchanging, Made):
 
     @property
     def mask(self) -> str:
-        """ "full" where every shard needs all of its document, else "causal"."""
+        """ "full" where every shard needs all of its document, "prefix" where some queries alone
+        meet keys after themselves, else "causal".
+        """
         counts, ends = np.diff(self.doc_shard_offsets), self.kv_end
         if len(ends) == 0 or len(self.kv_begin) > 0:
             return "causal"
         whole = np.array_equal(ends[self.doc_shards], np.repeat(counts, counts))
-        return "full" if whole else "causal"
+        some = "prefix" if (ends == 0).any() and ends.any() else "causal"
+        return "full" if whole else some
 
     @property
     def num_shards(self) -> int:
@@ -315,7 +319,7 @@ class QkvPlan(Unchanging, Made):
     @property
     def work(self) -> IntArray:
         """(W,): (query, key) pairs that each rank attends to, with all keys of each range. Exact
-        for causal and full masks; of others whole blocks.
+        for causal, full and prefix masks; of others whole blocks.
         """
         return self._plan.rank_work()
 

@@ -8,6 +8,7 @@ from typing import Any, Iterator, Mapping, NamedTuple, Optional, Protocol, Seque
 from . import _core
 from ._arrays import (
     IntArray,
+    choice,
     flag,
     flat_list,
     instance,
@@ -22,7 +23,7 @@ from ._lifetime import Made, OfThisProcess, forwarded
 from ._progress import progress
 from .costs import AttentionCosts, LinkSpeeds, check_speeds, predicted
 from .errors import InvalidArgument
-from .planner import AttentionPlan, _limit, _mask, _world, in_words
+from .planner import AttentionPlan, _limit, _mask, _prefix, _world, in_words
 from .plans import QkvPlan
 
 __all__ = [
@@ -305,6 +306,7 @@ def compare(
     message_seconds: float = 0.4e-6,
     pairs_per_second: float = 0.0,
     chunk: Optional[int] = None,
+    prefix: Optional[Union[int, Sequence[int]]] = None,
 ) -> Comparison:
     """The same documents by static zigzag ("zigzag"), by sharding each document ("per document"),
     by heads ("Ulysses", where they divide) and by ContextParallelAttention ("planner"), as
@@ -312,7 +314,8 @@ def compare(
 
     Args:
         doc_lengths: tokens, packed in order into the ranks.
-        mask, chunk, q_hidden, ranks_per_node and the others that are not below: as of ``plan``.
+        mask, chunk, prefix, q_hidden, ranks_per_node and the others that are not below: as of
+            ``plan``.
         degree: ranks of a static context-parallel group, a divisor of world_size; None: the largest
             within a node, and for Ulysses the one that makes its step shortest.
         relay: whether ranks of "planner" may forward K and V, where that is predicted to pay.
@@ -327,6 +330,7 @@ def compare(
         "mask": _mask(mask, "compare"),
         "window": _limit(window, "window"),
         "chunk": _limit(chunk, "chunk"),
+        **_prefix(prefix, mask, "compare"),
         "max_tokens_per_rank": 0,
         "relay": flag(relay, "compare: relay"),
         "kv_layout": "per_rank",
@@ -385,7 +389,8 @@ def _static(
     group = _core.static_degree(world, 8) if degree is None else _degree(degree, who)
     lengths = flat_list(doc_lengths, f"{who}: doc_lengths")
     rows = int64(tokens_per_rank, f"{who}: tokens_per_rank")
-    return QkvPlan._wrap(getattr(_core, who)(lengths, world, rows, group, _mask(mask, who)))
+    kind = choice(mask, f"{who}: mask", "causal", "full")
+    return QkvPlan._wrap(getattr(_core, who)(lengths, world, rows, group, kind))
 
 
 def _degree(value: Any, who: str) -> int:

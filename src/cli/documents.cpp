@@ -235,7 +235,8 @@ Documents load_documents(const Options& options) {
                           .dtype = dtype_from_name(options.dtype)};
   documents.plan.mask = {.window = options.window,
                          .kind = mask_from_name("--mask", options.mask),
-                         .chunk = options.chunk};
+                         .chunk = options.chunk,
+                         .prefix = options.prefix};
   documents.plan.max_tokens_per_rank = options.max_tokens;
   documents.plan.imbalance_target = options.imbalance;
   documents.plan.hardware.ranks_per_node = options.ranks_per_node;

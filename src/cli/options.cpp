@@ -172,14 +172,18 @@ void add_plan_options(Command command, Options& options, const std::string& rank
       .real_between(1.0001, 1e6)
       .show_default();
   command.choice(
-      "--mask", options.mask, {"causal", "full"},
-      "causal: a query attends to itself and the keys before it; full: to its whole document");
+      "--mask", options.mask, {"causal", "full", "prefix"},
+      "causal: a query attends to itself and the keys before it; full: to its whole document; "
+      "prefix: as causal, and the first tokens of a document to each other");
   command.number(
       "--window", options.window, 0, max_tokens,
       "Sliding window: number of keys that a query attends to, its own included; 0: no window");
   command.number("--chunk", options.chunk, 0, max_tokens,
                  "Tokens after which a document's attention begins anew: a query meets keys of its "
                  "own chunk alone; 0: no chunks");
+  command.number("--prefix", options.prefix, 0, max_tokens,
+                 "With --mask prefix: tokens at the beginning of each document that attend to each "
+                 "other");
   command.number("--max-tokens", options.max_tokens, 0, max_tokens,
                  "Rows of Q, and of K and V, that fit in the buffers of a rank; 0: no limit");
   add_ranks_per_node(command, options);

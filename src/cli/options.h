@@ -43,6 +43,7 @@ struct Options {
   std::string mask = "causal";
   std::int64_t window = 0;
   std::int64_t chunk = 0;
+  std::int64_t prefix = 0;
   std::int64_t max_tokens = 0;
   double imbalance = 1.01;
   std::int32_t ranks_per_node = 8;

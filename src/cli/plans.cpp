@@ -174,6 +174,7 @@ StepJob step_job_of_file(const Options& options,
   take("--dtype", job.options.model.dtype, dtype_from_name(options.dtype));
   take("--window", job.options.mask.window, options.window);
   take("--chunk", job.options.mask.chunk, options.chunk);
+  take("--prefix", job.options.mask.prefix, options.prefix);
   if (is_given("--mask")) job.options.mask.kind = mask_from_name("--mask", options.mask);
   take("--ranks-per-node", job.options.hardware.ranks_per_node, options.ranks_per_node);
   if (options.gb_per_s > 0) job.options.hardware.nvlink_bytes_per_second = options.gb_per_s * 1e9;

@@ -88,7 +88,8 @@ std::vector<NamedStep> compare_plans(std::span<const std::int64_t> doc_lengths,
                     ? options.degree
                     : StaticPlanOptions::degree_of(planned.options.world_size,
                                                    planned.options.hardware.ranks_per_node),
-      .mask = planned.options.mask};
+      .mask = planned.options.mask,
+      .prefixes = planned.options.prefixes};
   std::vector<NamedStep> steps;
   const auto add = [&](const char* name, const QkvPlan& plan) {
     steps.push_back({name, plan.num_shards(), predict_step(plan, step), fixed.degree});

@@ -61,6 +61,8 @@ void for_each_field(Is<PlannerOptions> auto& options, Visit&& visit) {
   visit("window", options.mask.window);
   visit("mask", options.mask.kind, Presence::left_out);
   visit("chunk", options.mask.chunk, Presence::left_out);
+  visit("prefix", options.mask.prefix, Presence::left_out);
+  visit("prefixes", options.prefixes, Presence::left_out);
   visit("kv_layout", options.kv_layout);
   visit("imbalance_target", options.imbalance_target);
   visit("byte_weight", options.byte_weight);
@@ -548,7 +550,8 @@ void read_value(const JsonNode& node, T& value, ReadCheck check) {
     value =
         read_name(node, {KvLayout::per_query, KvLayout::per_rank}, "\"per_query\" or \"per_rank\"");
   } else if constexpr (std::same_as<T, MaskKind>) {
-    value = read_name(node, {MaskKind::causal, MaskKind::full}, "\"causal\" or \"full\"");
+    value = read_name(node, {MaskKind::causal, MaskKind::full, MaskKind::prefix},
+                      "\"causal\", \"full\" or \"prefix\"");
   } else if constexpr (is_optional<T>) {
     read_value(node, value.emplace(), check);
   } else if constexpr (std::same_as<T, IndexArray>) {

@@ -321,7 +321,7 @@ void Balancer::shed(std::int32_t rank, std::int64_t surplus) {
     Slab whole = piece;
     if (capacity_.limited()) {
       const std::int64_t room = capacity_.max_kv_room();
-      whole.end = std::min(whole.end, costs_.mask.end_within(room, whole.doc_len));
+      whole.end = std::min(whole.end, costs_.mask_of(whole).end_within(room, whole.doc_len));
     }
     if (whole.end <= whole.begin) continue;
     // The rest of a piece is still a shard of its home, or two, with the work of a shard.
@@ -396,7 +396,7 @@ bool Balancer::raise_limit() {
   for (SlabBid& bid : bids_) {
     if (!needs_serving(bid)) continue;
     Slab last = regions_[bid.last - 1].slab;
-    last.begin = std::max<std::int64_t>(0, last.end - costs_.grid(last.end, last.doc_len));
+    last.begin = std::max<std::int64_t>(0, last.end - costs_.grid(last.end, last));
     step = std::max(step, costs_.work(last));
   }
   if (step == 0) return false;

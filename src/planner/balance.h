@@ -14,7 +14,7 @@ namespace waybill::detail {
 
 /// Work and bytes of slabs.
 struct SlabCosts {
-  AttentionMask mask;  ///< inside a chunk
+  AttentionMask mask;  ///< inside a chunk, without a prefix
   double q_row = 0;    ///< bytes
   double kv_row = 0;   ///< bytes, K and V
   std::int64_t block_tokens = 128;
@@ -25,14 +25,23 @@ struct SlabCosts {
   SlabCosts() = default;
   explicit SlabCosts(const PlannerOptions& options);
 
+  /// The mask of the slab's document.
+  [[nodiscard]] AttentionMask mask_of(const Slab& slab) const {
+    AttentionMask its = mask;
+    its.prefix = slab.prefix;
+    return its;
+  }
+
   [[nodiscard]] std::int64_t work(Slab slab) const {
-    return kernel_work(mask, facts, slab.begin, slab.end, slab.doc_len);
+    const bool is_cut = slab.begin < slab.prefix && slab.prefix < slab.end;  // into two shards
+    return kernel_work(mask_of(slab), facts, slab.begin, slab.end, slab.doc_len) +
+           (is_cut ? facts.shard_pairs : 0);
   }
 
   /// KV rows [begin, end) of the document that the slab needs.
   [[nodiscard]] Slab keys(Slab slab) const {
-    const TokenRange keys = mask.keys(slab.begin, slab.end, slab.doc_len);
-    return {keys.begin, keys.end, slab.doc_len};
+    const TokenRange keys = mask_of(slab).keys(slab.begin, slab.end, slab.doc_len);
+    return slab.part(keys.begin, keys.end);
   }
 
   /// KV rows that a rank without any needs for the slab.
@@ -43,9 +52,9 @@ struct SlabCosts {
     return context(piece) - piece.rows();
   }
 
-  /// The grid on which a slab of this document that ends near `position` is cut: a power of two
-  /// times fewer tokens than a block where blocks weigh too much.
-  [[nodiscard]] std::int64_t grid(std::int64_t position, std::int64_t doc_len) const;
+  /// The grid on which a slab of the document of `of` that ends near `position` is cut: a power of
+  /// two times fewer tokens than a block where blocks weigh too much.
+  [[nodiscard]] std::int64_t grid(std::int64_t position, const Slab& of) const;
 
   /// The longest part of `slab` that ends where it ends, begins on the grid, and has at most
   /// `work`; it ends where it begins when not even one step fits.

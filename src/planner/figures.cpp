@@ -7,6 +7,15 @@
 #include "balance.h"
 
 namespace waybill::detail {
+namespace {
+
+AttentionMask mask_in(const PlannerOptions& options, const Slab& document) {
+  AttentionMask mask = options.mask;
+  mask.prefix = document.prefix;
+  return mask;
+}
+
+}  // namespace
 
 // KV rows of shards [first, last) go to `dst`. Of the runs between the ends it is only noted that
 // they are sent whole, so that this takes no time for each of them.
@@ -103,8 +112,7 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
     const std::int64_t begin = position_.back();
     position_.push_back(begin + qkv.shard_len[n]);
     const std::int32_t dst = qkv.q_dst[n];
-    plan.work[dst] +=
-        kernel_work(plan.options.mask, plan.options.hardware, begin, position_.back(), doc_len);
+    plan.work[dst] += kernel_work(mask_, plan.options.hardware, begin, position_.back(), doc_len);
     plan.attention_tokens[dst] += qkv.shard_len[n];
     if (dst != home_rank_)
       add_link(kv_.q_links, home_rank_, dst, qkv.shard_len[n] * plan.options.model.q_row_bytes());
@@ -137,7 +145,6 @@ void FigureCounter::count_document(std::int64_t first, std::int64_t last, Attent
 // the document may do, so that a rank without its keys attends to one of them. And whoever attends
 // to the last query has at most one home's rows.
 void FigureCounter::bound_bytes_in(const HomeLayout& home, AttentionPlan& plan) const {
-  const AttentionMask& mask = plan.options.mask;
   SlabCosts costs(plan.options);
   costs.block_tokens = 1;
   const std::int64_t max_work = *std::max_element(plan.work.begin(), plan.work.end());
@@ -145,12 +152,14 @@ void FigureCounter::bound_bytes_in(const HomeLayout& home, AttentionPlan& plan) 
   for (std::size_t d = 0; d + 1 < home.doc_pieces.size(); ++d) {
     const std::int32_t first = home.doc_pieces[d];
     const std::int32_t last = home.doc_pieces[d + 1];
-    const std::int64_t end = home.pieces[last - 1].end;
+    const Slab whole = home.pieces[last - 1].part(0, home.pieces[last - 1].end);
+    const AttentionMask mask = mask_in(plan.options, whole);
+    const std::int64_t end = whole.end;
     if (end <= rows || (last - first == 1 && mask.pairs(0, end, end) <= max_work)) continue;
     const std::int64_t num_homes = std::min<std::int64_t>(last - first, home.world_size);
     std::int64_t homes_work = 0;
     if (__builtin_mul_overflow(num_homes, max_work, &homes_work)) continue;
-    const std::int64_t begin = costs.slab_down({0, end, end}, homes_work).begin;
+    const std::int64_t begin = costs.slab_down(whole, homes_work).begin;
     if (begin > 0) rows = std::max(rows, mask.keys(begin - 1, begin, end).rows());
     const std::int64_t first_key = mask.keys(end - 1, end, end).begin;
     std::int64_t at_home = 0;
@@ -166,7 +175,6 @@ void FigureCounter::bound_bytes_in(const HomeLayout& home, AttentionPlan& plan) 
 void FigureCounter::count(const HomeLayout& home, AttentionPlan& plan) {
   const std::size_t world_size = home.world_size;
   const QkvPlan& qkv = plan.plan;
-  const AttentionMask& mask = plan.options.mask;
   plan.work.assign(world_size, 0);
   plan.home_tokens.assign(home.tokens.begin(), home.tokens.end());
   plan.attention_tokens.assign(world_size, 0);
@@ -182,25 +190,27 @@ void FigureCounter::count(const HomeLayout& home, AttentionPlan& plan) {
   kv_.runs.clear();
   kv_.documents.clear();
   home_rank_ = 0;
-  std::int64_t longest = 0;
+  Slab longest;
   for (std::int64_t d = 0; d < qkv.num_documents(); ++d) {
     const std::int64_t first = qkv.doc_shard_offsets[d];
     const std::int64_t last = qkv.doc_shard_offsets[d + 1];
-    longest = std::max(longest, home.pieces[home.doc_pieces[d + 1] - 1].end);
+    const HomePiece& piece = home.pieces[home.doc_pieces[d + 1] - 1];
+    if (piece.end > longest.end) longest = piece;
+    mask_ = mask_in(plan.options, piece);
     while (first >= qkv.rank_shard_offsets[home_rank_ + 1]) ++home_rank_;
     if (last - first > 1 || qkv.q_dst[first] != home_rank_) {
       count_document(first, last, plan);
       continue;
     }
     const std::int64_t len = qkv.shard_len[first];
-    plan.work[home_rank_] += kernel_work(mask, plan.options.hardware, 0, len, len);
+    plan.work[home_rank_] += kernel_work(mask_, plan.options.hardware, 0, len, len);
     plan.attention_tokens[home_rank_] += len;
     plan.kv_tokens[home_rank_] += len;
   }
   bound_bytes_in(home, plan);
-  plan.block_work =
-      kernel_work(mask, plan.options.hardware,
-                  std::max<std::int64_t>(0, longest - plan.options.block_tokens), longest, longest);
+  plan.block_work = kernel_work(mask_in(plan.options, longest), plan.options.hardware,
+                                std::max<std::int64_t>(0, longest.end - plan.options.block_tokens),
+                                longest.end, longest.end);
   add_links(plan.links, kv_.q_links);
 }
 

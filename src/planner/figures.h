@@ -61,6 +61,7 @@ class FigureCounter {
   std::vector<std::int32_t> sent_near_;  // inside its node
   std::vector<std::int32_t> sent_far_;   // to other nodes
   std::int32_t home_rank_ = 0;
+  AttentionMask mask_;  ///< of the document at hand
 };
 
 /// Decides who forwards which rows of KV. Keeps its memory.

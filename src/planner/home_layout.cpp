@@ -72,6 +72,9 @@ void cut_at_chunks(std::int64_t chunk, HomeLayout& home) {
 /// @param home `by_rank` is set, or empty: that is the order of the rows, too
 void finish(const PlannerOptions& options, HomeLayout& home) {
   home.doc_chunks.clear();
+  const std::int64_t num_docs = home.pieces.empty() ? 0 : home.pieces.back().doc + 1;
+  require(options.prefixes.empty() || std::ssize(options.prefixes) == num_docs, in_plan_attention,
+          ": ", options.prefixes.size(), " prefixes, expected one for each document: ", num_docs);
   if (options.mask.chunk > 0) {
     check_chunks(options.mask.chunk, home);
     cut_at_chunks(options.mask.chunk, home);
@@ -85,7 +88,12 @@ void finish(const PlannerOptions& options, HomeLayout& home) {
     home.tokens[piece.rank] += piece.rows();
     ++home.rank_pieces[piece.rank + 1];
     if (k + 1 < home.pieces.size() && home.pieces[k + 1].doc == piece.doc) continue;
-    for (std::size_t i = home.doc_pieces.back(); i <= k; ++i) home.pieces[i].doc_len = piece.end;
+    const std::int64_t given = options.mask_of(piece.doc).prefix;
+    const std::int64_t prefix = given > 1 ? given : 0;
+    for (std::size_t i = home.doc_pieces.back(); i <= k; ++i) {
+      home.pieces[i].doc_len = piece.end;
+      home.pieces[i].prefix = prefix;
+    }
     home.doc_pieces.push_back(static_cast<std::int32_t>(k + 1));
   }
   std::partial_sum(home.rank_pieces.begin(), home.rank_pieces.end(), home.rank_pieces.begin());
@@ -261,10 +269,14 @@ void for_each_run(const HomeLayout& home, std::span<const Move> moves, Run&& run
   }
 }
 
-/// Where the keys of queries that travel begin, by document and position.
+/// Where prefixes end, and where the keys of queries that travel begin, by document and position.
 std::vector<Cut> find_cuts(const HomeLayout& home, std::span<const Move> moves,
                            const PlannerOptions& options) {
   std::vector<Cut> cuts;
+  for (std::int64_t d = 0; d < home.num_docs(); ++d) {
+    const HomePiece& piece = home.pieces[home.doc_pieces[d]];
+    if (0 < piece.prefix && piece.prefix < piece.doc_len) cuts.emplace_back(d, piece.prefix);
+  }
   if (!options.mask.moves_on()) return cuts;
   for_each_run(home, moves, [&](const HomePiece& piece, Slab slab, std::int32_t dst) {
     const std::int64_t key = options.mask.keys(slab.begin, slab.end, piece.doc_len).begin;
@@ -303,34 +315,40 @@ void number_by_rank(const HomeLayout& home, QkvPlan& plan) {
   }
 }
 
-/// Sets kv_begin and kv_end where the mask needs them: the first and the last shard that have a key
-/// of the queries. Shards are numbered by document.
-void write_ranges(const AttentionMask& mask, QkvPlan& plan) {
+}  // namespace
+
+void write_ranges(const AttentionMask& given, std::span<const std::int64_t> prefixes,
+                  QkvPlan& plan) {
+  plan.kv_begin.clear();
+  plan.kv_end.clear();
+  AttentionMask mask = given;
+  mask.prefix = prefixes.empty() ? 0 : std::ranges::max(prefixes);
   if (mask.moves_on()) plan.kv_begin.resize(plan.shard_len.size());
-  if (mask.looks_ahead()) plan.kv_end.resize(plan.shard_len.size());
-  if (!mask.moves_on() && !mask.looks_ahead()) return;
+  if (mask.looks_ahead_at(0)) plan.kv_end.resize(plan.shard_len.size());
+  if (plan.kv_begin.empty() && plan.kv_end.empty()) return;
   std::vector<std::int64_t> ends;
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     const std::int64_t first = plan.doc_shard_offsets[d];
     const std::int64_t last = plan.doc_shard_offsets[d + 1];
+    if (!prefixes.empty()) mask.prefix = prefixes[d];
     ends.clear();
     std::int64_t doc_len = 0;
-    for (std::int64_t n = first; n < last; ++n) ends.push_back(doc_len += plan.shard_len[n]);
+    for (std::int64_t n = first; n < last; ++n)
+      ends.push_back(doc_len += plan.shard_len[plan.doc_shards[n]]);
     std::int32_t begin = 0;
     std::int32_t end = 0;
     std::int64_t position = 0;
     for (std::int64_t n = first; n < last; ++n) {
+      const std::int32_t shard = plan.doc_shards[n];
       const TokenRange keys = mask.keys(position, ends[n - first], doc_len);
-      position = ends[n - first];
       while (ends[begin] <= keys.begin) ++begin;
       while (ends[end] < keys.end) ++end;
-      if (mask.moves_on()) plan.kv_begin[n] = begin;
-      if (mask.looks_ahead()) plan.kv_end[n] = end + 1;
+      if (!plan.kv_begin.empty()) plan.kv_begin[shard] = begin;
+      if (!plan.kv_end.empty()) plan.kv_end[shard] = mask.looks_ahead_at(position) ? end + 1 : 0;
+      position = ends[n - first];
     }
   }
 }
-
-}  // namespace
 
 void join_chunks(const HomeLayout& home, QkvPlan& plan) {
   if (home.doc_chunks.empty()) return;
@@ -358,8 +376,6 @@ void write_plan(const HomeLayout& home, std::span<const Move> moves, const Plann
   plan.doc_shard_offsets.assign(1, 0);
   plan.shard_len.clear();
   plan.q_dst.clear();
-  plan.kv_begin.clear();
-  plan.kv_end.clear();
   std::int32_t rank = 0;
   std::int32_t doc = 0;
   auto cut = cuts.begin();
@@ -382,7 +398,10 @@ void write_plan(const HomeLayout& home, std::span<const Move> moves, const Plann
           "plan_attention: the plan has ", plan.num_shards(), " shards, expected at most 2^31 - 1");
   plan.doc_shards.resize(plan.shard_len.size());
   std::iota(plan.doc_shards.begin(), plan.doc_shards.end(), 0);
-  write_ranges(options.mask, plan);
+  std::vector<std::int64_t> prefixes;
+  for (std::int64_t d = 0; options.mask.kind == MaskKind::prefix && d < home.num_docs(); ++d)
+    prefixes.push_back(home.pieces[home.doc_pieces[d]].prefix);
+  write_ranges(options.mask, prefixes, plan);
   if (!std::is_sorted(home.by_rank.begin(), home.by_rank.end())) number_by_rank(home, plan);
 }
 

@@ -12,10 +12,15 @@ namespace waybill::detail {
 struct Slab {
   std::int64_t begin = 0;
   std::int64_t end = 0;
-  /// Tokens of the document; masks may look at it.
+  /// Tokens of the document, and of its prefix as given: 0, or 2 and more. Masks may look at them.
   std::int64_t doc_len = 0;
+  std::int64_t prefix = 0;
 
   [[nodiscard]] std::int64_t rows() const { return end - begin; }
+  /// Other queries of the document.
+  [[nodiscard]] Slab part(std::int64_t from, std::int64_t to) const {
+    return {from, to, doc_len, prefix};
+  }
 };
 
 /// Tokens of a document that lie on one rank in the MLP layout.
@@ -63,6 +68,11 @@ void lay_out(std::span<const std::vector<std::int64_t>> rank_doc_lengths,
 /// Pieces anywhere. @throws InvalidArgument, see plan_pieces.
 void lay_out(std::span<const std::vector<DocumentRange>> rank_pieces, const PlannerOptions& options,
              HomeLayout& home);
+
+/// Sets kv_begin and kv_end where the mask needs them: the first and the last shard that have a key
+/// of the queries. Shards lie within the prefix of their document or after it.
+/// @param prefixes [D] mask.prefix of each document; empty: of none
+void write_ranges(const AttentionMask& mask, std::span<const std::int64_t> prefixes, QkvPlan& plan);
 
 /// Puts the chunks of each document together again, in a plan that write_plan made.
 void join_chunks(const HomeLayout& home, QkvPlan& plan);

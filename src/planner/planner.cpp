@@ -43,6 +43,10 @@ void PlannerOptions::check(const char* who) const {
   check_range(who, "model.q_hidden", model.q_hidden, 1, max_hidden);
   check_range(who, "model.kv_hidden", model.kv_hidden, 1, max_hidden);
   mask.check(who);
+  require(prefixes.empty() || mask.kind == MaskKind::prefix, who, ": prefixes has ",
+          prefixes.size(), " values, expected none: the mask is not prefix");
+  for (std::size_t d = 0; d < prefixes.size(); ++d)
+    check_range(who, concat("prefixes[", d, "]").c_str(), prefixes[d], 0, max_tokens);
   check_range(who, "max_tokens_per_rank", max_tokens_per_rank, 0, max_tokens);
   check_range(who, "block_tokens", block_tokens, 1, std::int64_t{1} << 20);
   require(std::isfinite(imbalance_target) && imbalance_target > 1, who,

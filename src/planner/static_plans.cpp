@@ -6,6 +6,7 @@
 #include <tuple>
 #include <utility>
 
+#include "home_layout.h"
 #include "waybill/core/error.h"
 #include "waybill/core/topology.h"
 
@@ -100,6 +101,8 @@ void StaticPlanOptions::check(std::span<const std::int64_t> doc_lengths, const c
   constexpr std::int64_t max_tokens = std::int64_t{1} << 40;
   require(1 <= tokens_per_rank && tokens_per_rank <= max_tokens / world_size, who,
           ": tokens_per_rank = ", tokens_per_rank, ", expected 1..", max_tokens / world_size);
+  require(prefixes.empty() || prefixes.size() == doc_lengths.size(), who, ": ", prefixes.size(),
+          " prefixes, expected one for each document: ", doc_lengths.size());
   const std::int64_t capacity = world_size * tokens_per_rank;
   std::int64_t sum = 0;
   for (std::size_t d = 0; d < doc_lengths.size(); ++d) {
@@ -110,6 +113,31 @@ void StaticPlanOptions::check(std::span<const std::int64_t> doc_lengths, const c
     sum += doc_lengths[d];
   }
 }
+
+namespace {
+
+/// The plan of pieces, with the ranges that the mask needs; cut where prefixes end.
+QkvPlan plan_of(std::vector<DocumentPiece> pieces, std::span<const std::int64_t> doc_lengths,
+                const StaticPlanOptions& options) {
+  std::vector<std::int64_t> prefixes;
+  for (std::size_t d = 0; d < doc_lengths.size(); ++d) prefixes.push_back(options.prefix_of(d));
+  for (std::size_t i = 0, given = pieces.size(); i < given; ++i) {
+    const std::int64_t prefix = prefixes[pieces[i].document];
+    if (prefix <= pieces[i].begin || pieces[i].end <= prefix) continue;
+    DocumentPiece rest = pieces[i];
+    rest.begin = pieces[i].end = prefix;
+    pieces.push_back(rest);
+  }
+  QkvPlan plan = plan_of_pieces(std::move(pieces), std::ssize(doc_lengths), options.world_size);
+  if (options.mask.kind == MaskKind::prefix) {
+    detail::write_ranges(options.mask, prefixes, plan);
+  } else if (options.mask.looks_ahead()) {
+    plan.need_whole_documents();
+  }
+  return plan;
+}
+
+}  // namespace
 
 QkvPlan zigzag_plan(std::span<const std::int64_t> doc_lengths, const StaticPlanOptions& options) {
   options.check(doc_lengths, "zigzag_plan");
@@ -136,9 +164,7 @@ QkvPlan zigzag_plan(std::span<const std::int64_t> doc_lengths, const StaticPlanO
     }
     first += doc_lengths[d];
   }
-  QkvPlan plan = plan_of_pieces(std::move(pieces), std::ssize(doc_lengths), options.world_size);
-  if (options.mask.looks_ahead()) plan.need_whole_documents();
-  return plan;
+  return plan_of(std::move(pieces), doc_lengths, options);
 }
 
 QkvPlan per_document_plan(std::span<const std::int64_t> doc_lengths,
@@ -155,9 +181,7 @@ QkvPlan per_document_plan(std::span<const std::int64_t> doc_lengths,
     }
     first += doc_lengths[d];
   }
-  QkvPlan plan = plan_of_pieces(std::move(pieces), std::ssize(doc_lengths), options.world_size);
-  if (options.mask.looks_ahead()) plan.need_whole_documents();
-  return plan;
+  return plan_of(std::move(pieces), doc_lengths, options);
 }
 
 }  // namespace waybill

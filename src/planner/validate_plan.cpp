@@ -79,7 +79,7 @@ std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
     for (std::int64_t i = qkv.doc_shard_offsets[d]; i < qkv.doc_shard_offsets[d + 1]; ++i) {
       const std::int32_t n = qkv.doc_shards[i];
       const std::int64_t len = qkv.shard_len[n];
-      const std::int64_t pairs = plan.options.mask.pairs(position, position + len, doc_len);
+      const std::int64_t pairs = plan.options.mask_of(d).pairs(position, position + len, doc_len);
       const HardwareFacts& facts = plan.options.hardware;
       std::int64_t& sum = work[qkv.q_dst[n]];
       sum = add_wrapping(sum, pairs);
@@ -90,13 +90,13 @@ std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
   return work;
 }
 
-// Whether every range holds the keys that the mask shows, and none of another chunk; beyond a query
-// only where it looks there.
-bool has_ranges_of(const AttentionMask& mask, const QkvPlan& plan) {
-  if (plan.num_shards() > 0 && mask.looks_ahead() == plan.kv_end.empty()) return false;
+// Whether every range holds the keys that the mask shows, and none of another chunk, nor after the
+// prefix of a document for its queries; and all queries of a shard look ahead, or none.
+bool has_ranges_of(const PlannerOptions& options, const QkvPlan& plan) {
   std::vector<std::int64_t> ends;
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     const std::int64_t first = plan.doc_shard_offsets[d];
+    const AttentionMask mask = options.mask_of(d);
     ends.assign(1, 0);
     for (std::int64_t i = first; i < plan.doc_shard_offsets[d + 1]; ++i)
       ends.push_back(ends.back() + plan.shard_len[plan.doc_shards[i]]);
@@ -109,6 +109,10 @@ bool has_ranges_of(const AttentionMask& mask, const QkvPlan& plan) {
       if (given.begin > keys.begin || given.end < keys.end) return false;
       const TokenRange chunk = mask.chunk_of(ends[p], ends.back());
       if (given.begin < chunk.begin || given.end > chunk.end) return false;
+      const bool ahead = mask.looks_ahead_at(ends[p]);
+      if (ahead && given.end != keys.end) return false;
+      if (ahead == plan.is_causal(shard) || ahead != mask.looks_ahead_at(ends[p + 1] - 1))
+        return false;
     }
   }
   return true;
@@ -121,7 +125,10 @@ bool check_sizes(const AttentionPlan& plan, Findings& findings) {
       findings.add(FindingKind::shape, table_name, field, {}, got, concat(expected, " entries"));
     return got == expected;
   };
-  if (!has_ranges_of(plan.options.mask, plan.plan)) {
+  if (!plan.options.prefixes.empty() &&
+      !size("options.prefixes", std::ssize(plan.options.prefixes), plan.plan.num_documents()))
+    return false;
+  if (!has_ranges_of(plan.options, plan.plan)) {
     findings.add(FindingKind::plan, table_name, "options.mask", {}, to_string(plan.options.mask),
                  "a mask of the plan's ranges");
     return false;

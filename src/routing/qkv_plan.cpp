@@ -135,7 +135,7 @@ std::vector<std::int64_t> shard_work(const QkvPlan& plan) {
       const std::int64_t keys =
           context[plan.end_needed(shard, static_cast<std::int32_t>(k - first))] -
           context[plan.first_needed(shard)];
-      work[shard] = q_len * keys - (plan.kv_end.empty() ? q_len * (q_len - 1) / 2 : 0);
+      work[shard] = q_len * keys - (plan.is_causal(shard) ? q_len * (q_len - 1) / 2 : 0);
     }
   }
   return work;

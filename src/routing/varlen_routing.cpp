@@ -23,6 +23,11 @@ struct QueryRun {
   std::int64_t q_rows = 0;
   std::int64_t kv_row = 0;
   std::int64_t kv_rows = 0;
+  bool is_whole = false;
+
+  [[nodiscard]] VarlenSequence sequence(std::int64_t q, std::int64_t kv) const {
+    return {q, q_rows, kv, kv_rows, is_whole};
+  }
 };
 
 class RunFinder {
@@ -52,8 +57,14 @@ class RunFinder {
     return plan_.end_needed(static_cast<std::int32_t>(shard(position)), position) - 1;
   }
 
-  /// Whether the queries at this position need no key before themselves: a sequence of its own.
+  [[nodiscard]] bool is_whole(std::int32_t position) const {
+    return !plan_.is_causal(static_cast<std::int32_t>(shard(position)));
+  }
+
+  /// Whether the queries at this position begin a sequence, as they need no key before themselves,
+  /// or see others of their range than those before.
   [[nodiscard]] bool begins_anew(std::int32_t position) const {
+    if (is_whole(position) != is_whole(position - 1)) return true;
     if (plan_.kv_begin.empty()) return false;
     std::int64_t keys_before = 0;
     for (std::int32_t p = kv_first(position); p < position && keys_before == 0; ++p)
@@ -67,7 +78,8 @@ class RunFinder {
                  .last = last,
                  .kv_first = kv_first(first),
                  .kv_last = kv_last(last),
-                 .rank = plan_.q_dst[shard(first)]};
+                 .rank = plan_.q_dst[shard(first)],
+                 .is_whole = is_whole(first)};
     for (std::int32_t p = first; p <= last; ++p) run.q_rows += plan_.shard_len[shard(p)];
     for (std::int32_t p = run.kv_first; p <= run.kv_last; ++p)
       run.kv_rows += plan_.shard_len[shard(p)];
@@ -98,11 +110,12 @@ class RunFinder {
                      });
     const std::size_t before = staying.size();
     for (QueryRun& run : candidates_) {
-      const bool overlaps =
-          std::any_of(staying.begin() + static_cast<std::ptrdiff_t>(before), staying.end(),
-                      [&](const QueryRun& other) {
-                        return run.kv_first <= other.kv_last && other.kv_first <= run.kv_last;
-                      });
+      const bool overlaps = std::any_of(staying.begin() + static_cast<std::ptrdiff_t>(before),
+                                        staying.end(), [&](const QueryRun& other) {
+                                          return run.is_whole == other.is_whole &&
+                                                 run.kv_first <= other.kv_last &&
+                                                 other.kv_first <= run.kv_last;
+                                        });
       if (overlaps) continue;
       run.q_row = homes_.begin[shard(run.first)];
       run.kv_row = homes_.begin[shard(run.kv_first)];
@@ -227,14 +240,15 @@ class TableWriter {
     detail::RecvCounter q_counts(plan_.world_size, routing_.fwd_q.recv);
     detail::RecvCounter kv_counts(plan_.world_size, routing_.fwd_kv.recv);
     std::vector<QueryRun> by_rank(runs_.begin(), runs_.end());
-    std::stable_sort(by_rank.begin(), by_rank.end(),
-                     [](const QueryRun& a, const QueryRun& b) { return a.rank < b.rank; });
+    std::stable_sort(by_rank.begin(), by_rank.end(), [](const QueryRun& a, const QueryRun& b) {
+      return a.rank != b.rank ? a.rank < b.rank : a.is_whole > b.is_whole;
+    });
     auto run = by_rank.begin();
     for (std::int32_t r = 0; r < plan_.world_size; ++r) {
       std::int64_t q_row = 0;
       std::int64_t kv_row = 0;
       for (; run != by_rank.end() && run->rank == r; ++run) {
-        routing_.ranks[r].dispatched.push_back({q_row, run->q_rows, kv_row, run->kv_rows});
+        routing_.ranks[r].dispatched.push_back(run->sequence(q_row, kv_row));
         send_queries(*run, q_row, q_counts);
         send_context(*run, kv_row, kv_counts);
         q_row += run->q_rows;
@@ -319,7 +333,7 @@ VarlenRouting compute_varlen_routing(const QkvPlan& plan, bool in_place) {
             [](const QueryRun& a, const QueryRun& b) { return a.q_row < b.q_row; });
   for (const QueryRun& run : staying) {
     if (run.q_rows == 0) continue;
-    routing.ranks[run.rank].in_place.push_back({run.q_row, run.q_rows, run.kv_row, run.kv_rows});
+    routing.ranks[run.rank].in_place.push_back(run.sequence(run.q_row, run.kv_row));
   }
   TableWriter(plan, homes, dispatched, routing).write();
   return routing;
@@ -330,7 +344,7 @@ double in_place_share(const VarlenRouting& routing) {
     double sum = 0;
     for (const VarlenSequence& s : sequences) {
       const auto q = static_cast<double>(s.q_len);
-      sum += q * (static_cast<double>(s.kv_len) - q / 2);
+      sum += q * (static_cast<double>(s.kv_len) - (s.is_whole ? 0 : q / 2));
     }
     return sum;
   };

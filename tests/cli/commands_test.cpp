@@ -86,6 +86,13 @@ TEST_F(CommandsTest, PlanEqualsTheLibrarysOwn) {
   const AttentionPlan plan = plan_attention(lengths, planner);
   EXPECT_EQ(read_plan(path("p.json")), plan.plan);
   EXPECT_EQ(read_attention_plan(path("full.json")), plan);
+
+  const std::string prefix =
+      "plan --lengths - --world-size 2 --mask prefix --prefix 700 --full -o prefix.json";
+  ASSERT_EQ(run(prefix, "9000 500 4000").exit_code, 0);
+  const AttentionMask mask{.kind = MaskKind::prefix, .prefix = 700};
+  EXPECT_EQ(read_attention_plan(path("prefix.json")),
+            plan_attention(lengths, {.world_size = 2, .tokens_per_rank = 6750, .mask = mask}));
 }
 
 TEST_F(CommandsTest, TokensAreOnlyLeftOutWhereThatIsMeant) {

@@ -158,7 +158,8 @@ class StoreRank {
   std::byte* copies_ = nullptr;
 };
 
-void run_cases(std::int32_t ranks, const std::vector<StoreCase>& cases) {
+void run_cases(std::int32_t ranks, const std::vector<StoreCase>& cases,
+               const ThreadWorldOptions& options = world_options()) {
   run_gpu_thread_world(
       ranks,
       [&](World& world) {
@@ -173,7 +174,7 @@ void run_cases(std::int32_t ranks, const std::vector<StoreCase>& cases) {
         }
         rank.store().finalize();
       },
-      world_options());
+      options);
 }
 
 TEST(GpuCopyStore, DeliversWhatTheSimulationDelivers) {
@@ -186,6 +187,15 @@ TEST(GpuCopyStore, DeliversWhatTheSimulationDelivers) {
     }
     run_cases(ranks, cases);
   }
+}
+
+TEST(GpuCopyStore, ForwardsOnNodesWhoseMemoryIsMapped) {
+  ThreadWorldOptions options = world_options();
+  options.ranks_per_node = 4;
+  std::vector<StoreCase> cases;
+  cases.emplace_back(8, 2, 2, 1, 40, DType::float32);
+  cases.emplace_back(8, 1, 3, 3, 70'000, DType::bfloat16);  // two chunks
+  run_cases(8, cases, options);
 }
 
 TEST(GpuCopyStore, MovesExpertsOfManyChunks) {

@@ -283,18 +283,12 @@ TEST(GpuSpareExperts, CopiesThatAreThereAreUsedAgain) {
       test::world_options());
 }
 
-TEST(GpuSpareExperts, SeveralNodesAreRefused) {
-  const EPConfig config = test::small_config(2, 1);
-  run_gpu_thread_world(
-      2,
-      [&](World& world) {
-        EPConfig mine = config;
-        mine.rank = to_int(world.rank());
-        EPLayerOptions layer;
-        layer.dispatch.spare_experts = 1;
-        EXPECT_THROW((void)EPAll2AllLayer(world, mine, layer), Unsupported);
-      },
-      test::options_of(config));
+TEST(GpuSpareExperts, LayersOnNodesWhoseMemoryIsMapped) {
+  check_random(test::on_nodes(config_of(2, 8, 4, 60, 64), 1), spare_options(1), 4, 51);
+  EPDispatchOptions options = spare_options(2);
+  options.rows = EPRows::compact;
+  options.dropped_id = -1;
+  check_random(test::on_nodes(config_of(8, 32, 4, 150, 64), 4), options, 4, 52, {4});
 }
 
 }  // namespace

@@ -36,14 +36,15 @@ std::vector<std::int32_t> in_order(const CopyTable& table, std::int32_t rank, co
 }
 
 struct RuleCase {
-  RuleCase(std::int32_t ranks, std::int32_t per_rank, std::int32_t spare, std::uint64_t seed)
+  RuleCase(std::int32_t ranks, std::int32_t per_rank, std::int32_t spare, std::uint64_t seed,
+           std::int32_t nodes = 1)
       : drawn(ranks, per_rank, spare, seed) {
     const ExpertSlotTable slots = drawn.slots();
     for (std::int32_t r = 0; r < ranks; ++r) {
       for (std::int32_t s = 0; s < spare; ++s)
         spare_experts.push_back(slots.experts[r * slots.slots_per_rank() + per_rank + s]);
     }
-    table = {spare_experts.data(), ranks, per_rank, spare};
+    table = {spare_experts.data(), ranks, per_rank, spare, ranks / nodes};
   }
 
   /// Where a copy lies: (rank, slot), as transfers have it.
@@ -72,6 +73,11 @@ std::vector<RuleCase> rule_cases() {
          {std::tuple{2, 1, 1}, {3, 2, 2}, {8, 4, 2}, {8, 2, 5}, {17, 3, 1}, {33, 1, 2}})
       cases.emplace_back(ranks, per_rank, spare, seed);
   }
+  for (std::uint64_t seed = 0; seed < 6; ++seed) {
+    for (const auto& [ranks, nodes, per_rank, spare] :
+         {std::tuple{2, 2, 1, 1}, {8, 2, 2, 2}, {12, 4, 2, 3}, {32, 8, 1, 2}, {9, 3, 3, 1}})
+      cases.emplace_back(ranks, per_rank, spare, seed, nodes);
+  }
   cases.emplace_back(1, 3, 2, 0);
   cases.emplace_back(4, 2, 0, 1);
   return cases;
@@ -98,7 +104,7 @@ TEST(DeviceCopies, WeightsTakeTheWaysOfCpuRanks) {
       }
     }
     const ExpertSlotTable slots = one.drawn.slots();
-    EXPECT_EQ(sorted(made), sorted(plan_weight_transfers(slots, slots.num_ranks)));
+    EXPECT_EQ(sorted(made), sorted(plan_weight_transfers(slots, one.table.node_ranks)));
   }
 }
 

@@ -225,6 +225,13 @@ TEST(attention_plan_json, reads_back_equal) {
       std::vector<std::int64_t>{300, 7},
       {.world_size = 2, .tokens_per_rank = 0, .mask = {.kind = MaskKind::full, .chunk = 64}});
   EXPECT_EQ(attention_plan_from_json(to_json(chunks)), chunks);
+  const AttentionPlan prefixes =
+      plan_attention(std::vector<std::int64_t>{300, 7}, {.world_size = 2,
+                                                         .tokens_per_rank = 0,
+                                                         .mask = {.kind = MaskKind::prefix},
+                                                         .prefixes = {120, 0}});
+  EXPECT_EQ(prefixes.plan.kv_end.back(), 0);
+  EXPECT_EQ(attention_plan_from_json(to_json(prefixes)), prefixes);
   const AttentionPlan nothing = plan_attention(std::vector<std::int64_t>{}, {.world_size = 2});
   EXPECT_EQ(attention_plan_from_json(to_json(nothing)), nothing);
 }

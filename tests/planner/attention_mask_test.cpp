@@ -17,7 +17,7 @@ namespace {
 /// Whether a query meets a key, said once more.
 bool meets(const AttentionMask& mask, std::int64_t query, std::int64_t key) {
   if (mask.chunk > 0 && query / mask.chunk != key / mask.chunk) return false;
-  if (mask.kind == MaskKind::full) return true;
+  if (mask.kind == MaskKind::full || (query < mask.prefix && key < mask.prefix)) return true;
   return key <= query && (mask.window == 0 || query - key < mask.window);
 }
 
@@ -29,6 +29,8 @@ std::vector<AttentionMask> masks() {
     all.push_back({.window = 4, .chunk = chunk});
     all.push_back({.kind = MaskKind::full, .chunk = chunk});
   }
+  for (const std::int64_t prefix : {0, 1, 2, 7, 19, 20, 21, 90})
+    all.push_back({.kind = MaskKind::prefix, .prefix = prefix});
   return all;
 }
 
@@ -54,7 +56,9 @@ TEST(AttentionMask, CountsTheKeysAndPairsOfEveryRangeOfQueries) {
     bool ahead = false;
     bool moves_on = false;
     for (std::int64_t query = 0; query < doc_len; ++query) {
-      ahead = ahead || mask.keys(query, query + 1, doc_len).end > query + 1;
+      const bool later = mask.keys(query, query + 1, doc_len).end > query + 1;
+      ahead = ahead || later;
+      EXPECT_TRUE(!later || mask.looks_ahead_at(query)) << to_string(mask) << ' ' << query;
       moves_on = moves_on || mask.keys(query, query + 1, doc_len).begin > 0;
     }
     EXPECT_TRUE(!ahead || mask.looks_ahead()) << to_string(mask);
@@ -67,13 +71,17 @@ TEST(AttentionMask, CountsTheLongestDocument) {
   const AttentionMask full{.kind = MaskKind::full};
   EXPECT_EQ(AttentionMask{}.pairs(0, longest, longest), longest / 2 * (longest + 1));
   EXPECT_EQ(full.pairs(0, longest, longest), longest * longest);
+  const AttentionMask prefix{.kind = MaskKind::prefix, .prefix = longest};
+  EXPECT_EQ(prefix.pairs(0, longest, longest), longest * longest);
 }
 
 TEST(AttentionMask, FindsWhereWorkBeginsAndEnds) {
   constexpr std::int64_t doc_len = 4000;
   for (const AttentionMask& mask :
        {AttentionMask{}, AttentionMask{.window = 300}, AttentionMask{.window = 9000},
-        AttentionMask{.kind = MaskKind::full}}) {
+        AttentionMask{.kind = MaskKind::full},
+        AttentionMask{.kind = MaskKind::prefix, .prefix = 900},
+        AttentionMask{.kind = MaskKind::prefix, .prefix = 9000}}) {
     for (const std::int64_t row : {0, 40}) {
       const auto work = [&](std::int64_t begin, std::int64_t end) {
         return mask.pairs(begin, end, doc_len) + row * (end - begin);
@@ -105,6 +113,11 @@ TEST(AttentionMask, EndsWhereKeysNoLongerFit) {
   EXPECT_EQ((AttentionMask{.kind = MaskKind::full}.end_within(99, 100)), 0);
   EXPECT_EQ((AttentionMask{.kind = MaskKind::full}.end_within(100, 100)), 100);
   EXPECT_EQ((AttentionMask{.window = 20}.end_within(30, 100)), 100);
+  const AttentionMask prefix{.kind = MaskKind::prefix, .prefix = 40};
+  EXPECT_EQ(prefix.end_within(39, 100), 0);
+  EXPECT_EQ(prefix.end_within(40, 100), 40);
+  EXPECT_EQ(prefix.end_within(70, 100), 70);
+  EXPECT_EQ(prefix.end_within(30, 30), 30);
 }
 
 TEST(AttentionMask, HasAName) {
@@ -113,7 +126,9 @@ TEST(AttentionMask, HasAName) {
   EXPECT_EQ(to_string(AttentionMask{.window = 7}), "causal, window 7");
   EXPECT_EQ(to_string(AttentionMask{.window = 7, .chunk = 9}), "causal, window 7, chunks of 9");
   EXPECT_EQ(mask_from_name("test", "full"), MaskKind::full);
-  EXPECT_THROW((void)mask_from_name("test", "prefix"), InvalidArgument);
+  EXPECT_EQ(to_string(AttentionMask{.kind = MaskKind::prefix, .prefix = 9}), "prefix of 9");
+  EXPECT_EQ(mask_from_name("test", "prefix"), MaskKind::prefix);
+  EXPECT_THROW((void)mask_from_name("test", "sinks"), InvalidArgument);
 }
 
 TEST(AttentionMask, IsFullInAPlanThatNeedsWholeDocuments) {
@@ -136,6 +151,22 @@ TEST(AttentionMask, IsFullInAPlanThatNeedsWholeDocuments) {
   const AttentionMask chunks{.kind = MaskKind::full, .chunk = 3};
   EXPECT_EQ(chunks.as_in(plan, "test"), chunks);
   EXPECT_THROW((void)AttentionMask{.chunk = 3}.as_in(plan, "test"), InvalidArgument);
+  plan.kv_end = {1, 0};
+  const AttentionMask prefix{.kind = MaskKind::prefix, .prefix = 3};
+  EXPECT_EQ(AttentionMask{}.as_in(plan, "test"), prefix);
+  EXPECT_EQ((AttentionMask{.kind = MaskKind::prefix}.as_in(plan, "test")), prefix);
+  EXPECT_THROW((void)full.as_in(plan, "test"), InvalidArgument);
+  EXPECT_THROW((void)window.as_in(plan, "test"), InvalidArgument);
+}
+
+TEST(AttentionMask, RefusesWhatMakesNoSense) {
+  EXPECT_THROW((AttentionMask{.prefix = 1}.check("test")), InvalidArgument);
+  EXPECT_THROW((AttentionMask{.kind = MaskKind::prefix, .prefix = -1}.check("test")),
+               InvalidArgument);
+  EXPECT_THROW((AttentionMask{.window = 4, .kind = MaskKind::prefix}.check("test")),
+               InvalidArgument);
+  EXPECT_THROW((AttentionMask{.kind = MaskKind::prefix, .chunk = 4}.check("test")),
+               InvalidArgument);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <array>
 #include <numeric>
 #include <sstream>
 #include <string>
@@ -45,7 +46,9 @@ Lengths brute_force_work(const AttentionPlan& plan) {
         for (std::int64_t key = 0; key < tokens; ++key) {
           const std::int64_t window = plan.options.mask.window;
           const std::int64_t chunk = plan.options.mask.chunk;
+          const std::int64_t prefix = plan.options.mask_of(d).prefix;
           const bool meets = plan.options.mask.kind == MaskKind::full ||
+                             std::max(query, key) < prefix ||
                              (key <= query && (window == 0 || query - key < window));
           if (meets && (chunk == 0 || query / chunk == key / chunk))
             ++work[static_cast<std::size_t>(plan.plan.q_dst[shard])];
@@ -63,8 +66,10 @@ TEST(PlanAttention, RandomFlatDocumentsGiveValidPlans) {
     const Lengths lengths = test::random_flat(random, options);
     const AttentionPlan plan = plan_attention(lengths, options);
     ASSERT_EQ(text_of(validate(plan)), "") << "seed " << seed;
-    ASSERT_EQ(plan.plan.needs_whole_documents(),
-              options.mask.kind == MaskKind::full && options.mask.chunk == 0);
+    if (options.mask.kind != MaskKind::prefix) {
+      ASSERT_EQ(plan.plan.needs_whole_documents(),
+                options.mask.kind == MaskKind::full && options.mask.chunk == 0);
+    }
     ASSERT_EQ(lengths_of(plan.plan), lengths) << "seed " << seed;
     // Home is where packing in order puts every token.
     std::int64_t left = std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});
@@ -97,7 +102,11 @@ TEST(PlanAttention, WorkIsTheAreaOfTheMask) {
     Random random(seed);
     PlannerOptions options = test::random_options(random, seed % 3 == 0);
     options.tokens_per_rank = 1 + random.below(120);
-    if (seed % 2 == 0) options.mask.chunk = 1 + options.tokens_per_rank / 3;
+    if (options.mask.kind == MaskKind::prefix) {
+      options.mask.prefix = options.tokens_per_rank / 2;
+    } else if (seed % 2 == 0) {
+      options.mask.chunk = 1 + options.tokens_per_rank / 3;
+    }
     const AttentionPlan plan = plan_attention(test::random_flat(random, options), options);
     ASSERT_EQ(plan.work, brute_force_work(plan)) << "seed " << seed;
   }
@@ -133,15 +142,66 @@ TEST(PlanAttention, ShardsOfChunksNeedTheKeysOfTheirOwn) {
   }
 }
 
+TEST(PlanAttention, ShardsOfPrefixesNeedThemWhole) {
+  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+    Random random(seed);
+    PlannerOptions options = test::random_options(random);
+    options.tokens_per_rank = 1 + random.below(150);
+    options.mask = {.kind = MaskKind::prefix};
+    const Lengths lengths = test::random_flat(random, options);
+    for (const std::int64_t length : lengths)
+      options.prefixes.push_back(
+          std::array<std::int64_t, 5>{0, 1, length, length + 5, random.below(length + 1)}.at(
+              static_cast<std::size_t>(random.below(5))));
+    if (lengths.empty()) continue;
+    const AttentionPlan plan = plan_attention(lengths, options);
+    ASSERT_EQ(lengths_of(plan.plan), lengths) << "seed " << seed;
+    ASSERT_EQ(text_of(validate(plan)), "") << "seed " << seed;
+    ASSERT_EQ(plan.work, brute_force_work(plan)) << "seed " << seed;
+    ASSERT_EQ(rank_work(plan.plan), plan.work) << "seed " << seed;
+    for (std::size_t d = 0; d < lengths.size(); ++d) {
+      const std::int64_t prefix = std::min(options.prefixes[d], lengths[d]);
+      std::int64_t begin = 0;
+      for (auto i = plan.plan.doc_shard_offsets[d]; i < plan.plan.doc_shard_offsets[d + 1]; ++i) {
+        const std::int32_t shard = plan.plan.doc_shards[static_cast<std::size_t>(i)];
+        const std::int64_t end = begin + plan.plan.shard_len[static_cast<std::size_t>(shard)];
+        ASSERT_EQ(plan.plan.is_causal(shard), options.prefixes[d] < 2 || begin >= prefix);
+        ASSERT_TRUE(prefix < 2 || begin >= prefix || end <= prefix) << "seed " << seed;
+        begin = end;
+      }
+    }
+  }
+}
+
+TEST(PlanAttention, PrefixesOfNoneOrOneAreCausal) {
+  const Lengths lengths{900, 100, 24};
+  PlannerOptions options{.world_size = 4, .tokens_per_rank = 256};
+  const QkvPlan causal = plan_attention(lengths, options).plan;
+  options.mask = {.kind = MaskKind::prefix};
+  EXPECT_EQ(plan_attention(lengths, options).plan, causal);
+  options.prefixes = {0, 1, 0};
+  EXPECT_EQ(plan_attention(lengths, options).plan, causal);
+  options.prefixes = {900, 101, 24};
+  const QkvPlan all = plan_attention(lengths, options).plan;
+  EXPECT_TRUE(all.needs_whole_documents());
+  options.prefixes = {900, 101};
+  EXPECT_THROW((void)plan_attention(lengths, options), InvalidArgument);
+  options.prefixes = {};
+  options.mask.prefix = 1000;
+  EXPECT_EQ(plan_attention(lengths, options).plan, all);
+}
+
 TEST(PlanAttention, ValidateNamesAMaskOfOtherRanges) {
   const Lengths lengths{900, 100, 24};
   for (const AttentionMask& made :
        {AttentionMask{}, AttentionMask{.chunk = 128}, AttentionMask{.window = 64},
-        AttentionMask{.kind = MaskKind::full, .chunk = 128}}) {
+        AttentionMask{.kind = MaskKind::full, .chunk = 128},
+        AttentionMask{.kind = MaskKind::prefix, .prefix = 300}}) {
     AttentionPlan plan =
         plan_attention(lengths, {.world_size = 4, .tokens_per_rank = 256, .mask = made});
     for (const AttentionMask& said : {AttentionMask{.chunk = 96}, AttentionMask{.chunk = 256},
-                                      AttentionMask{.kind = MaskKind::full}}) {
+                                      AttentionMask{.kind = MaskKind::full},
+                                      AttentionMask{.kind = MaskKind::prefix, .prefix = 200}}) {
       plan.options.mask = said;
       EXPECT_NE(text_of(validate(plan)).find("options.mask"), std::string::npos)
           << to_string(made) << " as " << to_string(said);

@@ -38,6 +38,8 @@ inline PlannerOptions random_options(Random& random, bool full = false) {
   options.block_tokens = std::int64_t{1} << random.below(8);
   options.hardware.ranks_per_node = static_cast<std::int32_t>(1 + random.below(9));
   if (full) options.mask = {.kind = MaskKind::full};
+  if (!full && options.tokens_per_rank % 4 == 1)
+    options.mask = {.kind = MaskKind::prefix, .prefix = options.tokens_per_rank * 7 % 1500};
   if (options.tokens_per_rank % 4 == 0) options.mask.chunk = 1 + options.tokens_per_rank * 7 % 1500;
   return options;
 }

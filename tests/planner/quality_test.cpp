@@ -45,7 +45,7 @@ Lengths packed(const Lengths& lengths) {
 }
 
 Quality measure(const char* distribution, std::int32_t world_size, int num_seeds,
-                std::int32_t ranks_per_node = 1 << 20) {
+                std::int32_t ranks_per_node = 1 << 20, bool prefixes = false) {
   Quality q;
   Planner planner;
   PlannerOptions options{.world_size = world_size};
@@ -54,6 +54,12 @@ Quality measure(const char* distribution, std::int32_t world_size, int num_seeds
     const Lengths lengths =
         packed(sample_documents(length_distribution(distribution), world_size * std::int64_t{65536},
                                 static_cast<std::uint64_t>(seed)));
+    if (prefixes) {  // of 0 to 90 % of a document
+      options.mask.kind = MaskKind::prefix;
+      options.prefixes = lengths;
+      for (std::size_t d = 0; d < lengths.size(); ++d)
+        options.prefixes[d] = lengths[d] * static_cast<std::int64_t>(d % 10) / 10;
+    }
     const AttentionPlan& plan = planner.plan(lengths, options);
     const Lengths in = plan.bytes_in();
     const double mean = std::accumulate(in.begin(), in.end(), 0.0) / world_size;
@@ -103,6 +109,16 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& goal) {
       return std::string(goal.param.distribution) + "_" + std::to_string(goal.param.world_size);
     });
+
+TEST(PlannerQualityOfPrefixes, IsBalanced) {
+  for (const char* distribution : {"wlbllm", "prolong", "magi_default"}) {
+    for (const std::int32_t world_size : {8, 64}) {
+      const Quality q = measure(distribution, world_size, 4, 1 << 20, true);
+      EXPECT_LE(q.worst_imbalance, 1.01) << distribution << ' ' << world_size;
+      EXPECT_LE(q.over_bound, 2) << distribution << ' ' << world_size;
+    }
+  }
+}
 
 // Over nodes a row crosses the network once per node, and that shows in the limit.
 TEST(PlannerQualityOverNodes, RelaySavesNetworkTime) {

@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_named():
     fails("mask = causal, expected full", own_plan(), mask="full")
     one_chunk = r"tokens 20\.\.59 of its document, gets keys 0\.\.59, expected those of one chunk"
     fails(f"shard 0, {one_chunk}: chunk = 8", own_plan(), chunk=8)
-    fails("shard 3 has kv_end = 2, expected 1 or fewer", own_plan(kv_end=[3, 2, 4, 2, 1]))
+    fails("shard 3 has kv_end = 2, expected 1: mask = causal", own_plan(kv_end=[3, 2, 4, 2, 1]))
     begins = own_plan(kv_begin=[0, 0, 2, 0, 0])  # shard 2 begins with token 60, its keys with 20
     fails("shard 2 gets keys from token 20 of its document on, expected 0 or fewer", begins)
     fails("expected 19 or fewer: window = 42", begins, window=42)

@@ -92,7 +92,7 @@ def test_gather_grows_with_the_batch():
         return [[len(held) for held in pieces] for pieces in (few, many, again)], few[0][1].tolist()
 
     for found, piece in wt.run_threads(2, body):
-        assert found == [[2, 0], [0, 600], [1, 1]] and piece == [5, 0, 2]
+        assert found == [[2, 0], [0, 600], [1, 1]] and piece == [5, 0, 2, 0]
 
 
 def test_pack_cut_and_unpack():
@@ -133,7 +133,7 @@ def test_pack_cut_and_unpack():
         ([[4, 0], []], r"pieces of rank 0: \[1\] has length 0"),
         ([[], [(1, -1, 4)]], r"pieces of rank 1: \[0\] has offset -1"),
         ([[], [(-1, 0, 4)]], r"pieces of rank 1: \[0\] has document -1, expected >= 0"),
-        ([[], [(1, 4)]], r"pieces of rank 1: \[0\] has 2 numbers"),
+        ([[], [(1, 0, 4, 2, 3)]], r"pieces of rank 1: \[0\] has 5 numbers"),
         ([["x"], []], r"pieces of rank 0: \[0\]"),
     ],
 )
@@ -150,7 +150,7 @@ def test_pieces_that_do_not_add_up(held, message):
         ({"head_dim": 0}, "head_dim = 0"),
         ({"v_head_dim": -1}, "v_head_dim = -1"),
         ({"dtype": torch.int32}, "dtype = torch.int32"),
-        ({"mask": "tree"}, 'mask = "tree", expected "causal" or "full"'),
+        ({"mask": "tree"}, 'mask = "tree", expected "causal", "full" or "prefix"'),
         ({"mask": "full", "window": 4}, "window = 4, expected None"),
         ({"window": 0}, "window = 0"),
         ({"scale": -1.0}, "scale = -1.0"),

@@ -79,6 +79,21 @@ def test_a_mesh_and_ddp(tmp_path):
     expect_all_well(run_ranks(tmp_path, start(tmp_path) + end, world_size=2))
 
 
+def test_prefixes(tmp_path):
+    end = """
+    from test_context_parallel_prefix import dense, of_rank, tensors_of
+    from waybill.torch import World
+
+    pieces = [[(0, 0, 30, 37), (1, 0, 4, 0)], [(0, 30, 30, 37)]]
+    tensors = tensors_of(pieces, 9)
+    got = of_rank(World.from_process_group(timeout_s=100), pieces[me], tensors[me])
+    close(got[:4], dense(pieces, tensors)[me][:4])
+    distributed.destroy_process_group()
+    print("rank", me, "of", W, "is well")
+    """
+    expect_all_well(run_ranks(tmp_path, start(tmp_path) + end, world_size=2))
+
+
 MODEL = f"""
     class Model(torch.nn.Module):
         def __init__(self, group, heads=4, kv_heads=2):

@@ -105,7 +105,7 @@ def test_capacity_is_kept_or_refused():
     [
         ({"world_size": 0}, "world_size = 0"),
         ({"world_size": "8"}, an_integer("plan: world_size", "'8'")),
-        ({"mask": "fuller"}, 'plan: mask = "fuller", expected "causal" or "full"'),
+        ({"mask": "fuller"}, 'plan: mask = "fuller", expected "causal", "full" or "prefix"'),
         ({"mask": "full", "window": 9}, 'plan: window = 9, expected None with mask = "full"'),
         ({"window": 0}, "plan: window = 0, expected >= 1, or None"),
         ({"chunk": 0}, "plan: chunk = 0, expected >= 1, or None"),

@@ -144,7 +144,18 @@ TEST(QkvPlanCheck, RangesEndAfterTheirShardAndDoNotMoveBack) {
   const std::int64_t last = plan.doc_shard_offsets[1] - 1;
   EXPECT_TRUE(fails(0, static_cast<std::int32_t>(last + 2)));
   EXPECT_TRUE(fails(last, static_cast<std::int32_t>(last)));
-  EXPECT_TRUE(fails(0, 0));
+  EXPECT_TRUE(fails(0, -1));
+  // 0 stands for the shard's own end, and its queries meet none after themselves.
+  const std::int32_t end = plan.doc_shards[last];
+  EXPECT_FALSE(plan.is_causal(end));
+  const std::vector<std::int64_t> full = shard_work(plan);
+  plan.kv_end[end] = 0;
+  EXPECT_NO_THROW(plan.check("here"));
+  EXPECT_FALSE(plan.needs_whole_documents());
+  EXPECT_TRUE(plan.is_causal(end));
+  EXPECT_EQ(plan.end_needed(end, static_cast<std::int32_t>(last)), last + 1);
+  const std::int64_t tokens = plan.shard_len[end];
+  EXPECT_EQ(shard_work(plan)[end], full[end] - tokens * (tokens - 1) / 2);
   plan.kv_end.pop_back();
   EXPECT_TRUE(rejects([&] { plan.check("here"); }, {"kv_end"}));
 }

@@ -103,7 +103,7 @@ Result range_ends_before_query(Patient& patient, Random& random) {
   if (plan.kv_end.empty()) plan.need_whole_documents();
   const std::int32_t shard = plan.doc_shards[place];
   const auto [document, position] = locate(plan.doc_shard_offsets, place);
-  plan.kv_end[shard] = static_cast<std::int32_t>(position);
+  plan.kv_end[shard] = position == 0 ? -1 : static_cast<std::int32_t>(position);
   return Symptom{{causality}, "plan", "kv_end", -1, shard};
 }
 

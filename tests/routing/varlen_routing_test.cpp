@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <functional>
 #include <set>
 
 #include "support/random_plan.h"
@@ -79,10 +81,11 @@ void check_sequence(const QkvPlan& plan, const VarlenSequence& s, const Names& q
     if (position <= query || plan.shard_len[shard] == 0) continue;
     if (begins.back() >= query + s.q_len) break;
     EXPECT_LE(first, begins[plan.first_needed(static_cast<std::int32_t>(shard))]);
+    EXPECT_NE(s.is_whole, plan.is_causal(static_cast<std::int32_t>(shard)));
     end_needed = plan.end_needed(static_cast<std::int32_t>(shard),
                                  static_cast<std::int32_t>(std::ssize(begins) - 1));
   }
-  if (plan.kv_end.empty()) {
+  if (!s.is_whole) {
     EXPECT_EQ(first + s.kv_len, query + s.q_len);
     return;
   }
@@ -103,15 +106,18 @@ void check(const QkvPlan& plan, const VarlenRouting& routing) {
     const VarlenRank& rank = routing.ranks[r];
     std::int64_t q_end = 0;
     std::int64_t kv_end = 0;
+    std::int64_t whole_kv_end = 0;
     for (const VarlenSequence& s : rank.in_place) {
       check_sequence(plan, s, home[r], home[r]);
       EXPECT_LE(q_end, s.q_begin);
-      EXPECT_LE(kv_end, s.kv_begin);
+      std::int64_t& keys_end = s.is_whole ? whole_kv_end : kv_end;
+      EXPECT_LE(keys_end, s.kv_begin);
       q_end = s.q_begin + s.q_len;
-      kv_end = s.kv_begin + s.kv_len;
+      keys_end = s.kv_begin + s.kv_len;
       attended.insert(home[r].begin() + s.q_begin, home[r].begin() + q_end);
     }
     q_end = kv_end = 0;
+    EXPECT_TRUE(std::ranges::is_sorted(rank.dispatched, std::greater{}, &VarlenSequence::is_whole));
     for (const VarlenSequence& s : rank.dispatched) {
       check_sequence(plan, s, q_there[r], kv_there[r]);
       EXPECT_EQ(s.q_begin, q_end);
@@ -192,6 +198,29 @@ TEST(VarlenRouting, QueriesThatNeedNoKeyBeforeThemselvesAreASequence) {
   check(plan, all);
 }
 
+TEST(VarlenRouting, AttendsToAPrefixByItself) {
+  // A document with a prefix of 6 tokens, [0, 4) and [4, 6), of which rank 1 attends to the end.
+  const QkvPlan plan{.world_size = 2,
+                     .kv_layout = KvLayout::per_query,
+                     .rank_shard_offsets = {0, 4, 4},
+                     .shard_len = {4, 2, 3, 2},
+                     .q_dst = {0, 0, 0, 1},
+                     .doc_shard_offsets = {0, 4},
+                     .doc_shards = {0, 1, 2, 3},
+                     .kv_begin = {},
+                     .kv_end = {2, 2, 0, 0}};
+  const VarlenRouting routing = compute_varlen_routing(plan);
+  EXPECT_EQ(routing.ranks[0].in_place,
+            (std::vector<VarlenSequence>{{0, 6, 0, 6, true}, {6, 3, 0, 9, false}}));
+  EXPECT_EQ(routing.ranks[1].dispatched, (std::vector<VarlenSequence>{{0, 2, 0, 11, false}}));
+  EXPECT_DOUBLE_EQ(in_place_share(routing), (36 + 3 * 7.5) / (36 + 3 * 7.5 + 2 * 10));
+  check(plan, routing);
+  const VarlenRouting all = compute_varlen_routing(plan, false);
+  EXPECT_EQ(all.ranks[0].dispatched,
+            (std::vector<VarlenSequence>{{0, 6, 0, 6, true}, {6, 3, 6, 9, false}}));
+  check(plan, all);
+}
+
 TEST(VarlenRouting, ServesEveryQueryOfRandomPlans) {
   for (std::uint64_t seed = 0; seed < 300; ++seed) {
     SCOPED_TRACE(seed);
@@ -199,6 +228,7 @@ TEST(VarlenRouting, ServesEveryQueryOfRandomPlans) {
     options.world_size = static_cast<std::int32_t>(1 + seed % 4);
     options.windows = seed % 3 == 0;
     options.full = seed % 5 == 0;
+    options.prefixes = seed % 5 > 2;
     options.documents_stay_on_rank = seed % 2 == 0;
     const QkvPlan plan = test::random_plan(seed, options);
     check(plan, compute_varlen_routing(plan, true));

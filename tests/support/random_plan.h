@@ -37,6 +37,7 @@ struct RandomPlanOptions {
   bool windows = false;           ///< fill kv_begin
   bool ends = false;              ///< fill kv_end
   bool full = false;              ///< a full mask; without windows
+  bool prefixes = false;          ///< of some shards of each document; without all of these
   std::int32_t destinations = 0;  ///< q_dst is one of 0..this-1; 0: any rank
   KvLayout kv_layout = KvLayout::per_rank;
   double edge_share = 0.5;  ///< plans with a PlanEdge, of which each is as likely as the others
@@ -170,6 +171,20 @@ inline void random_ends(Random& random, QkvPlan& plan) {
       end = std::max(end, p + 1);
       if (chance(random, 0.4)) end += random.below(num - end + 1);
       const std::int32_t shard = plan.doc_shards[static_cast<std::size_t>(first + p)];
+      const bool causal = end == p + 1 && (d + p) % 2 == 0;  // else its queries meet all of its own
+      plan.kv_end[static_cast<std::size_t>(shard)] = causal ? 0 : static_cast<std::int32_t>(end);
+    }
+  }
+}
+
+inline void random_prefixes(Random& random, QkvPlan& plan) {
+  plan.kv_end.assign(plan.shard_len.size(), 0);
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+    const std::int64_t first = plan.doc_shard_offsets[static_cast<std::size_t>(d)];
+    const std::int64_t num = plan.doc_shard_offsets[static_cast<std::size_t>(d) + 1] - first;
+    const std::int64_t end = random.below(num + 1);
+    for (std::int64_t p = 0; p < end; ++p) {
+      const std::int32_t shard = plan.doc_shards[static_cast<std::size_t>(first + p)];
       plan.kv_end[static_cast<std::size_t>(shard)] = static_cast<std::int32_t>(end);
     }
   }
@@ -191,6 +206,8 @@ inline QkvPlan random_plan(std::uint64_t seed, const RandomPlanOptions& options 
   if (options.full) plan.need_whole_documents();
   if (options.windows && !options.full) plan_parts::random_windows(random, plan);
   if (options.ends && !options.full) plan_parts::random_ends(random, plan);
+  const bool free = !options.full && !options.windows && !options.ends;
+  if (options.prefixes && free) plan_parts::random_prefixes(random, plan);
   return plan;
 }
 

@@ -39,8 +39,9 @@ inline std::int64_t window_begin(const QkvPlan& plan, std::size_t shard) {
 
 /// The last position that the query shard needs.
 inline std::int64_t last_needed(const QkvPlan& plan, const ShardPlace& place) {
-  if (plan.kv_end.empty()) return place.pos;
-  return plan.kv_end[shard_at(plan, place.doc, place.pos)] - 1;
+  const std::int32_t end =
+      plan.kv_end.empty() ? 0 : plan.kv_end[shard_at(plan, place.doc, place.pos)];
+  return end == 0 ? place.pos : end - 1;
 }
 
 /// Shards that query shard `query` needs, in document order.

@@ -46,6 +46,7 @@ class AttentionWay(Way):
     fixed: bool = False
     relay: str = "auto"
     chunk: int | None = None
+    prefix: bool = False
 
     def excluded(self, edge: str, device: str) -> str | None:
         """Rows of attention are heads."""
@@ -64,9 +65,9 @@ class AttentionWay(Way):
         heads, kv_heads, size, dtype = WIDE if wide else SMALL
         attend = wt.ContextParallelAttention(
             world, heads, kv_heads, size, dtype=dtype, block_tokens=4, in_place=self.in_place,
-            relay=self.relay, chunk=self.chunk,
+            relay=self.relay, chunk=self.chunk, mask="prefix" if self.prefix else "causal",
         )  # fmt: skip
-        plans = [attend.plan(pieces_of(batch)) for batch in case.batches]
+        plans = [attend.plan(self._held(batch)) for batch in case.batches]
         fixed, rows = None, None
         if self.fixed:
             room = wt.Capacities.of(*plans)
@@ -94,13 +95,20 @@ class AttentionWay(Way):
         attend.close()
         return made
 
+    def _held(self, batch: Batch) -> list[Any]:
+        """Pieces, with the prefixes of their documents."""
+        if not self.prefix:
+            return pieces_of(batch)
+        prefixes = _prefixes(batch)
+        return [[(*piece, prefixes[piece[0]]) for piece in held] for held in pieces_of(batch)]
+
     def complaints(self, case: SequenceCase, results: list[list[Arrays]]) -> list[str]:
         """Against whole documents, in float64."""
         lines = []
         for number, batch in enumerate(case.batches):
             for rank, of_rank in enumerate(results):
                 wide = of_rank[number]["out"].shape[-1] > 8
-                wanted = _whole(case, number, wide, self.chunk)[rank]
+                wanted = _whole(case, number, wide, self.chunk, self.prefix)[rank]
                 limit = 0.06 if wide else 1e-9
                 for name, want in wanted.items():
                     got = of_rank[number][name]
@@ -133,14 +141,17 @@ def _padded(tensors: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
 
 
 @lru_cache(maxsize=64)
-def _whole(case: SequenceCase, number: int, wide: bool, chunk: int | None) -> list[Arrays]:
+def _whole(
+    case: SequenceCase, number: int, wide: bool, chunk: int | None, prefix: bool
+) -> list[Arrays]:
     """Output and gradients of each rank's rows, from whole documents, in float64."""
     given = [[t.double() for t in _numbers(case, number, r, wide)] for r in range(case.world)]
     outs = [torch.zeros_like(one[3]) for one in given]
     leaves = [[tensor.requires_grad_() for tensor in one[:3]] for one in given]
-    for parts in _documents(case.batches[number]):
+    prefixes = _prefixes(case.batches[number]) if prefix else {}
+    for document, parts in _documents(case.batches[number]).items():
         joined = [torch.cat([leaves[r][i][a:b] for r, a, b in parts]) for i in range(3)]
-        out = _attention(*joined, chunk)
+        out = _attention(*joined, chunk, prefixes.get(document, 0))
         for (r, a, b), part in zip(parts, out.split([b - a for _, a, b in parts])):
             outs[r] = outs[r].index_copy(0, torch.arange(a, b), part)
     total = torch.stack([(out * one[3]).sum() for out, one in zip(outs, given)]).sum()
@@ -153,7 +164,14 @@ def _whole(case: SequenceCase, number: int, wide: bool, chunk: int | None) -> li
     return results
 
 
-def _documents(batch: Batch) -> list[list[tuple[int, int, int]]]:
+def _prefixes(batch: Batch) -> dict[int, int]:
+    """Of each document: none, one token, a part of it, all of it, more than all."""
+    tokens = {d: sum(b - a for _, a, b in of) for d, of in _documents(batch).items()}
+    of = {d: (n // 2, n, 0, n + 3, 1, 2)[d % 6] for d, n in tokens.items()}
+    return {d: of.get(d, 0) for held in batch.shards for d, _ in held}
+
+
+def _documents(batch: Batch) -> dict[int, list[tuple[int, int, int]]]:
     """(rank, first row, end) of each document, in the order of its tokens."""
     documents: dict[int, list[tuple[int, int, int]]] = {}
     for rank, held in enumerate(batch.shards):
@@ -162,18 +180,19 @@ def _documents(batch: Batch) -> list[list[tuple[int, int, int]]]:
             if length > 0:
                 documents.setdefault(document, []).append((rank, row, row + length))
             row += length
-    return list(documents.values())
+    return documents
 
 
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: int | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: int | None, prefix: int
 ) -> torch.Tensor:
-    """Causal, within chunks, in plain operations."""
+    """Causal after a prefix, within chunks, in plain operations."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     at = torch.arange(len(q))
     of = at // (chunk or len(q) or 1)
-    hidden = (at[:, None] < at) | (of[:, None] != of)
+    ahead = (at[:, None] < at) & (torch.maximum(at[:, None], at) >= prefix)
+    hidden = ahead | (of[:, None] != of)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
@@ -185,6 +204,7 @@ def _ways() -> Iterator[AttentionWay]:
         "attention_relay", "one node, attention, ranks forward K and V", relay="always"
     )
     yield AttentionWay("attention_chunks", "one node, attention in chunks of 7", chunk=7)
+    yield AttentionWay("attention_prefixes", "one node, attention with prefixes", prefix=True)
     over = ((4, 2),)
     yield AttentionWay(
         "attention_nodes", "several nodes, mapped, attention in place", topologies=over

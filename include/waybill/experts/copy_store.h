@@ -33,9 +33,9 @@ struct CopyStoreCall {
   bool fresh = true;  ///< all copies come, also those that lie there; the same on all ranks
 };
 
-/// Spare slots of GPU ranks of one node, and what brings weights to copies and their gradients
-/// home. What arrives is that of simulate_expert_copies and simulate_expert_copy_gradients, bit for
-/// bit.
+/// Spare slots of GPU ranks that map each other's memory, and what brings weights to copies and
+/// their gradients home. What arrives is that of simulate_expert_copies and
+/// simulate_expert_copy_gradients, bit for bit.
 ///
 /// The plan is on the device, and calls are queued: the host waits for nothing, and graphs may hold
 /// them. A graph's `fetch_weights` should be `fresh`, as replays have other weights. All calls are
@@ -44,7 +44,7 @@ class CopyStore {
  public:
   /// Collective. @param size_bytes of the store, the same on all ranks
   /// @throws InvalidArgument for negative numbers; Unsupported for ranks in host memory, for
-  ///   several nodes, and for more than 2048 spare slots of all ranks; Timeout
+  ///   nodes whose memory is not mapped, and for more than 2048 spare slots of all ranks; Timeout
   CopyStore(const World& world, std::int64_t size_bytes, std::int32_t spare_experts);
   CopyStore(CopyStore&& other) noexcept;
   CopyStore& operator=(CopyStore&& other) noexcept;

@@ -73,6 +73,9 @@ struct PlannerOptions {
   std::int64_t tokens_per_rank = 65536;
   ModelShape model = {};
   AttentionMask mask = {};
+  /// [D] Of the kind prefix: mask.prefix of each document, where they differ. Documents as given,
+  /// rank by rank; pieces as documents first appear. Empty: mask.prefix for all.
+  std::vector<std::int64_t> prefixes = {};
   KvLayout kv_layout = KvLayout::per_rank;
 
   /// The largest work of a rank over the mean that is aimed at, > 1. Tighter costs bytes.
@@ -94,6 +97,13 @@ struct PlannerOptions {
 
   bool relay = true;  ///< let receivers forward KV to each other
   HardwareFacts hardware = {};
+
+  /// The mask of a document.
+  [[nodiscard]] AttentionMask mask_of(std::int64_t document) const {
+    AttentionMask its = mask;
+    if (!prefixes.empty()) its.prefix = prefixes[document];
+    return its;
+  }
 
   /// @throws InvalidArgument "who: field = got, expected ..."
   void check(const char* who) const;

@@ -31,9 +31,17 @@ struct StaticPlanOptions {
   std::int32_t world_size = 8;
   std::int64_t tokens_per_rank = 65536;
   std::int32_t degree = 8;  ///< ranks of a context-parallel group; a divisor of world_size
-  /// Cuts are the same for all; a plan needs whole documents where queries meet keys after
-  /// themselves, else all keys before a query.
+  /// Cuts are the same for all, but for those where prefixes end; a plan needs whole documents
+  /// under a full mask, prefixes and all keys before a query under one with prefixes, else all keys
+  /// before a query.
   AttentionMask mask = {};
+  std::vector<std::int64_t> prefixes = {};  ///< [D] as PlannerOptions::prefixes; empty: mask.prefix
+
+  /// The tokens at the beginning of a document that all meet each other: 0, or 2 and more.
+  [[nodiscard]] std::int64_t prefix_of(std::size_t document) const {
+    const std::int64_t given = prefixes.empty() ? mask.prefix : prefixes[document];
+    return given > 1 ? given : 0;
+  }
 
   /// The default degree of a world: its largest divisor of at most `ranks_per_node`.
   [[nodiscard]] static std::int32_t degree_of(std::int32_t world_size, std::int32_t ranks_per_node);

@@ -38,8 +38,9 @@ struct QkvPlan {
   /// [N] by shard number, or empty for all 0: first needed KV shard, a position in the document.
   /// Along a document it must not decrease (a sliding window never moves back).
   std::vector<std::int32_t> kv_begin;
-  /// [N] by shard number: the position after the last needed KV shard. Along a document it must not
-  /// decrease. Empty: a shard needs none after itself, and its queries none after themselves.
+  /// [N] by shard number: the position after the last needed KV shard, all keys of which its
+  /// queries meet. 0: the shard needs none after itself, and its queries meet none after
+  /// themselves. Along a document the needed end must not decrease. Empty: all 0.
   std::vector<std::int32_t> kv_end = {};
 
   /// The first position in its document that a query shard needs, and the one after the last.
@@ -48,7 +49,11 @@ struct QkvPlan {
     return kv_begin.empty() ? 0 : kv_begin[shard];
   }
   [[nodiscard]] std::int32_t end_needed(std::int32_t shard, std::int32_t position) const {
-    return kv_end.empty() ? position + 1 : kv_end[shard];
+    return is_causal(shard) ? position + 1 : kv_end[shard];
+  }
+  /// Whether a shard's queries meet no keys after themselves.
+  [[nodiscard]] bool is_causal(std::int32_t shard) const {
+    return kv_end.empty() || kv_end[shard] == 0;
   }
 
   /// Sets the ranges: every query shard needs all of its document.
@@ -73,7 +78,8 @@ struct QkvPlan {
 
 /// (query, key) pairs of each shard's queries with all keys of its range. [N]
 /// `q_len * kv_len - q_len * (q_len - 1) / 2` for a context of kv_len rows that ends with the
-/// shard; `q_len * kv_len` with kv_end. Exact for causal and full masks; of others whole blocks.
+/// shard; `q_len * kv_len` where kv_end is not 0. Exact for causal, full and prefix masks; of
+/// others whole blocks.
 /// @throws InvalidArgument when plan.check() does, or for a document of over 2^31 tokens.
 [[nodiscard]] std::vector<std::int64_t> shard_work(const QkvPlan& plan);
 

@@ -93,12 +93,13 @@ class QkvRouter {
 [[nodiscard]] QkvRouting to_sparse(const QkvPlan& plan, const E2eMetadata& metadata);
 
 /// One sequence of a kernel for variable lengths: its queries and its keys, in rows. Under a causal
-/// mask the last query is the last key.
+/// mask the last query is the last key, unless the queries meet all of the keys.
 struct VarlenSequence {
   std::int64_t q_begin = 0;
   std::int64_t q_len = 0;
   std::int64_t kv_begin = 0;
   std::int64_t kv_len = 0;
+  bool is_whole = false;  ///< its queries meet all of its keys: its shards have a kv_end
 
   friend bool operator==(const VarlenSequence&, const VarlenSequence&) = default;
 };
@@ -113,10 +114,10 @@ struct RowRange {
 /// The queries that one rank attends to, and its rows that travel.
 struct VarlenRank {
   /// Queries that stay where they are, and so does their context: rows of the rank's own tensors,
-  /// in their order. No two overlap, of queries or of keys.
+  /// in their order. No two overlap, of queries, or of keys if both are whole or neither is.
   std::vector<VarlenSequence> in_place;
   /// Queries that were dispatched to this rank, with a context of their own each: rows of its
-  /// windows, one after another.
+  /// windows, one after another: first the whole ones.
   std::vector<VarlenSequence> dispatched;
   std::vector<RowRange> q_rows;   ///< own rows of Q that are dispatched, in order
   std::vector<RowRange> kv_rows;  ///< own rows of K and V of which there are copies, in order

@@ -136,7 +136,10 @@ MoeShape ExpertParams::experts_shape(std::int64_t num_tokens) const {
   MoeShape s = shape(num_tokens, 0);
   s.num_experts = layer_.experts.num_experts;
   s.experts_per_rank = layer_.experts.num_experts_per_rank();
-  s.compact = 0;  // no rows, so their number per rank is not counted
+  s.compact = 0;    // no rows, so their number per rank is not counted
+  s.num_nodes = 1;  // the memory of all ranks is mapped
+  s.node_ranks = s.world_size;
+  s.first_rank = 0;
   return s;
 }
 
@@ -189,8 +192,8 @@ RouteParams ExpertParams::route(const ExpertCall& call, const ExpertDispatchInpu
   params.shape = shape(made);
   params.ids = input.ids.data;
   params.wide_ids = input.ids.dtype == DType::int64;
-  const bool of_slots = layer_.options.spare_experts > 0;  // the ids were checked before
-  params.dropped_id = of_slots ? layer_.config.num_experts : layer_.options.dropped(layer_.config);
+  const bool of_slots = layer_.options.spare_experts > 0;
+  params.dropped_id = layer_.dropped_id();
   params.scatter = input.full_scatter_indices.data;
   params.wide_scatter = input.full_scatter_indices.dtype == DType::int64;
   if (params.scatter != nullptr) params.scatter_tokens = input.full_scatter_indices.shape[0];
@@ -240,6 +243,12 @@ RouteParams ExpertParams::count(const ExpertCall& call, const ExpertDispatchInpu
                                 GpuExpertTables& tables) const {
   RouteParams params = route(call, input, tables);
   params.shape = experts_shape(params.shape.num_tokens);
+  params.m.arrive.first_rank = 0;
+  params.m.arrive.node_ranks = params.shape.node_ranks;
+  params.m.arrive.fingerprint.crosses_nodes = false;
+  params.peers = near_peers_of<std::byte>(records_, 0, 0, params.shape.node_ranks);
+  params.ids = input.ids.data;
+  params.wide_ids = input.ids.dtype == DType::int64;
   params.dropped_id = layer_.options.dropped(layer_.experts);
   if (call.max_per_expert > 0) {
     params.max_per_expert = static_cast<std::int32_t>(

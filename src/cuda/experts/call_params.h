@@ -47,6 +47,11 @@ struct GpuExpertLayer {
   EPConfig experts;  ///< the config given; without spare experts the same
   EPDispatchOptions options;
   const ExpertMemory& memory;
+
+  /// The dropped id in the ids that are routed; those of slots were checked before.
+  [[nodiscard]] std::int32_t dropped_id() const {
+    return options.spare_experts > 0 ? config.num_experts : options.dropped(config);
+  }
 };
 
 /// Makes the parameters of all kernels of one layer. It has the memory that they need in addition

@@ -100,9 +100,10 @@ bool check_documents(const QkvPlan& plan, Findings& findings) {
 
 /// One bound of the ranges: in [least(p, n), most(p, n)] for position p of n, and never less than
 /// at the position before.
-template <class Least, class Most>
+/// @param meant what a value of position p stands for
+template <class Meant, class Least, class Most>
 bool check_bound(const QkvPlan& plan, const char* field, const std::vector<std::int32_t>& bound,
-                 const Least& least, const Most& most, Findings& findings) {
+                 const Meant& meant, const Least& least, const Most& most, Findings& findings) {
   if (bound.empty()) return true;
   bool ok = true;
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
@@ -111,13 +112,13 @@ bool check_bound(const QkvPlan& plan, const char* field, const std::vector<std::
     std::int64_t before = 0;
     for (std::int64_t p = 0; p < num; ++p) {
       const std::int32_t shard = plan.doc_shards[first + p];
-      const std::int64_t value = bound[shard];
+      const std::int64_t value = meant(std::int64_t{bound[shard]}, p);
       const std::int64_t low = std::max(before, least(p, num));
       if (low <= value && value <= most(p, num)) [[likely]] {
         before = value;
         continue;
       }
-      findings.add(FindingKind::causality, plan_table, field, {.shard = shard}, value,
+      findings.add(FindingKind::causality, plan_table, field, {.shard = shard}, bound[shard],
                    concat(low, "..", most(p, num), " at position ", p, " of document ", d));
       ok = false;
     }
@@ -128,11 +129,14 @@ bool check_bound(const QkvPlan& plan, const char* field, const std::vector<std::
 bool check_ranges(const QkvPlan& plan, Findings& findings) {
   using Position = std::int64_t;
   const bool begins = check_bound(
-      plan, "kv_begin", plan.kv_begin, [](Position, Position) { return Position{0}; },
-      [](Position p, Position) { return p; }, findings);
+      plan, "kv_begin", plan.kv_begin, [](Position value, Position) { return value; },
+      [](Position, Position) { return Position{0}; }, [](Position p, Position) { return p; },
+      findings);
   const bool ends = check_bound(
-      plan, "kv_end", plan.kv_end, [](Position p, Position) { return p + 1; },
-      [](Position, Position num) { return num; }, findings);
+      plan, "kv_end", plan.kv_end,
+      [](Position value, Position p) { return value == 0 ? p + 1 : value; },
+      [](Position p, Position) { return p + 1; }, [](Position, Position num) { return num; },
+      findings);
   return begins && ends;
 }
 

@@ -16,7 +16,7 @@ from ...routing import compute_metadata
 from .._tensors import require_rows
 from ..kernels import AttentionKernel, AttentionShape, Sequences
 from ..sequence_dispatcher import SequenceDispatcher
-from .moves import WHO, HomeCall, Moves, SideStream, put_rows, with_gaps
+from .moves import WHO, Call, Moves, SideStream, put_rows, with_gaps
 from .plan import BatchPlan
 from .step import RankStep
 
@@ -63,15 +63,15 @@ def _needs(plan: BatchPlan, forwards: bool = True) -> Capacities:
     :param forwards: whether ranks forward, where the plan says so
     """
     routing = plan.routing()
-    tables = [tuple(t.reshape(-1, n) for t, n in zip(routing.rank(rank), (4, 4, 2, 2)))
+    tables = [tuple(t.reshape(-1, n) for t, n in zip(routing.rank(rank), (5, 5, 2, 2)))
               for rank in range(plan.world_size)]  # fmt: skip
     attended = np.concatenate([t for home, came, *_ in tables for t in (home, came)])
     longest = int(attended[:, (1, 3)].max(initial=1))
     most = {"sequences": 1, "q": 1, "kv": 1}
     for home, came, sent, _ in tables:
-        last = home[-1] if len(home) else np.zeros(4, np.int64)
-        with_between, _ = with_gaps(home.tolist(), int(last[0] + last[1]), int(last[2] + last[3]),
-                                    longest)  # fmt: skip
+        last = home[-1] if len(home) else np.zeros(5, np.int64)
+        ends = int(last[0] + last[1]), int(last[2] + last[3])
+        with_between, _ = with_gaps(home[:, :4].tolist(), *ends, longest)
         most["sequences"] = max(most["sequences"], len(with_between), len(came))
         most["q"] = max(most["q"], int(came[:, 1].sum()), int(sent[:, 1].sum()))
         most["kv"] = max(most["kv"], int(came[:, 3].sum()))
@@ -173,7 +173,7 @@ class FixedSequences:
         self.sequences: Any = None
 
     def replace(self, table: Any) -> None:
-        lens = with_gaps(table.tolist(), *self._ends, self._longest)
+        lens = with_gaps(table[:, :4].tolist(), *self._ends, self._longest)
         full = [tuple(of) + (0,) * (self._most - len(of)) for of in lens]
         for device_table, lengths in zip(self._tables, full):
             _copy(device_table, np.cumsum((0, *lengths), dtype=np.int32))
@@ -266,11 +266,12 @@ class FixedStep(RankStep):
         self.planner, self.pieces = plan.planner, plan._pieces
         rank, routing = self.dispatcher.world.rank, plan.routing()
         home, came, q_rows, kv_rows = routing.rank(rank)
-        self._home.replace(home.reshape(-1, 4))
+        self._home.replace(home.reshape(-1, 5))
         whole = slice(0, self.rows)
-        self.home = [HomeCall(whole, whole, self._home.sequences)]
-        self._came.replace(came.reshape(-1, 4))
-        self.arrived = self._came.sequences
+        self.home = [Call(whole, whole, self._home.sequences, self.shape)]
+        self._came.replace(came.reshape(-1, 5))
+        room = slice(0, self.capacities.max_q_rows), slice(0, self.capacities.max_kv_rows)
+        self.arrived = [Call(*room, self._came.sequences, self.shape)]
         self.q_rows.replace(q_rows.reshape(-1, 2))
         self.kv_rows.replace(kv_rows.reshape(-1, 2))
         self._moves.replace(routing, relay)

@@ -58,8 +58,9 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         head_dim, v_head_dim: elements of a head of Q and K; of V and the output (by default the
             same).
         dtype: of q, k and v. Under autocast to this dtype, other floats are cast.
-        mask, window: "causal" or "full"; with a window only the last ``window`` keys, the query's
-            own included.
+        mask, window: "causal", "full" or "prefix", which is full among the first tokens of each
+            document, as its pieces say, and causal after them; with a window, which is causal, only
+            the last ``window`` keys, the query's own included.
         scale: of scores; head_dim ** -0.5 by default.
         kernel: "auto", a name, an AttentionKernel, or a function; see ``waybill.torch.kernels``.
         in_place, block_tokens, imbalance_target, costs, latent_dim, chunk, relay: as of
@@ -143,7 +144,8 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
 
         Args:
             held: lengths of documents that lie on this rank whole, or ``Piece(document, offset,
-                length)`` of documents that lie across ranks.
+                length)`` of documents that lie across ranks. With prefixes: ``(length, prefix)``,
+                ``(document, offset, length, prefix)``.
         """
         self._check_open()
         if self._exchange is None:
@@ -197,6 +199,8 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
     def _check_fixed(self, who: str) -> None:
         if self.planner.latent_dim:
             raise Unsupported(f"{who}: latent_dim is set, for which there are none")
+        if self.planner.shape.mask == "prefix":
+            raise Unsupported(f'{who}: mask = "prefix", for which there are none')
         if self.world.topology.num_nodes > 1:
             raise Unsupported(f"{who}: {self.world.topology.num_nodes} nodes, expected one")
         on_gpu = self.device.type == "cuda"
@@ -242,12 +246,14 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
     def varlen(
         self, plan: Union[BatchPlan, FixedPlan]
     ) -> Tuple[Optional[Sequences], Optional[Sequences]]:
-        """The kernel's sequences on the device: (of rows in place, of rows that came)."""
+        """The kernel's sequences on the device: (of rows in place, of rows that came); None where
+        there are none, or several calls.
+        """
         step = self._step(plan)
         if self.device.type == "cuda":
             step.uploads.ready(torch.cuda.current_stream(self.device))
-        home = step.home[0].sequences if len(step.home) == 1 else None
-        return home, step.arrived
+        home, came = (c[0].sequences if len(c) == 1 else None for c in (step.home, step.arrived))
+        return home, came
 
     def memory(self, plan: Union[BatchPlan, FixedPlan]) -> StepMemory:
         """Bytes that a call takes on this rank besides its arguments, output and their gradients: a

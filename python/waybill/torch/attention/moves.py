@@ -47,6 +47,14 @@ class Rows:
             numbers = np.concatenate([np.arange(b, b + n) for b, n in self.ranges])
             self._numbers = on_device(torch.from_numpy(numbers), device)
 
+    def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies the rows from their places in ``source`` to the same in ``target``."""
+        if self._numbers is not None:
+            put_rows(target, self._numbers, source.index_select(0, self._numbers))
+            return
+        for begin, rows in self.ranges:
+            target[begin : begin + rows].copy_(source[begin : begin + rows])
+
     @property
     def tables(self) -> list[torch.Tensor]:
         """The tensors on the device."""
@@ -74,12 +82,15 @@ class Rows:
             at += rows
 
 
-class HomeCall(NamedTuple):
-    """One call of the kernel on a rank's own rows."""
+class Call(NamedTuple):
+    """One call of the kernel: on a rank's own rows, or on those that came."""
 
     q: slice
     kv: slice
     sequences: Sequences
+    shape: AttentionShape  #: whose mask is that of these sequences: "causal" or "full"
+    #: The rows of its queries, where an earlier call has others of the same rows.
+    own: Optional[Rows] = None
 
 
 #: Rows of queries, rows of keys, and the lengths of a call's sequences of both.
@@ -137,20 +148,44 @@ def with_gaps(
 
 
 def calls_of(
-    in_place: Any, dispatched: Any, rows: int, takes_gaps: bool, device: torch.device
-) -> Tuple[list[HomeCall], Optional[Sequences], torch.Tensor]:
-    """(calls on own rows, sequences of the rows that come, the table on the device that all of them
-    show), of a rank's tables.
+    in_place: Any, dispatched: Any, rows: int, takes_gaps: bool, shape: AttentionShape,
+    device: torch.device,
+) -> Tuple[list[Call], list[Call], list[torch.Tensor]]:  # fmt: skip
+    """(calls on own rows, calls on the rows that come, the tables on the device that they show), of
+    a rank's tables. A call is of sequences with causal queries alone, or of those whose queries
+    meet all of their keys: with a prefix mask there are both.
     """
-    home = home_lens(in_place.reshape(-1, 4), rows, takes_gaps)
-    arrived = dispatched.reshape(-1, 4)
-    lens = [(q_lens, k_lens) for _, _, q_lens, k_lens in home]
-    if len(arrived):
-        lens.append((arrived[:, 1].tolist(), arrived[:, 3].tolist()))
-    sequences = Sequences.several(lens, device) if lens else []
-    calls = [HomeCall(q, kv, s) for (q, kv, *_), s in zip(home, sequences)]
-    table = sequences[0].cu_seqlens_q if sequences else torch.empty(0, device=device)
-    return calls, sequences[-1] if len(arrived) else None, table
+    found: list[Tuple[HomeLens, bool, Optional[Rows]]] = []
+    home, arrived = in_place.reshape(-1, 5), dispatched.reshape(-1, 5)
+    for whole in (False, True):
+        part = home[home[:, 4] == whole, :4]
+        shared = takes_gaps and whole and len(part) < len(home)
+        own = Rows(part[:, :2], device) if shared else None
+        found += [(lens, whole, own) for lens in home_lens(part, rows, takes_gaps)]
+    num_home = len(found)
+    for whole in (True, False):
+        part = arrived[arrived[:, 4] == whole, :4]
+        if len(part):
+            (q, kv), (q_last, kv_last) = part[0, ::2].tolist(), part[-1, ::2].tolist()
+            q_rows = slice(q, q_last + int(part[-1, 1]))
+            kv_rows = slice(kv, kv_last + int(part[-1, 3]))
+            found.append(((q_rows, kv_rows, part[:, 1].tolist(), part[:, 3].tolist()), whole, None))
+    all_lens = [(lens[2], lens[3]) for lens, _, _ in found]
+    sequences = Sequences.several(all_lens, device) if found else []
+    calls = [
+        Call(lens[0], lens[1], one, shape_of(shape, whole), own)
+        for (lens, whole, own), one in zip(found, sequences)
+    ]
+    tables = [] if not sequences else [sequences[0].cu_seqlens_q]
+    tables += [t for _, _, own in found if own is not None for t in own.tables]
+    return calls[:num_home], calls[num_home:], tables
+
+
+def shape_of(shape: AttentionShape, whole: bool) -> AttentionShape:
+    """The shape as kernels know it, which have no prefixes."""
+    if shape.mask != "prefix":
+        return shape
+    return shape._replace(mask="full" if whole else "causal")
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -402,10 +437,11 @@ def first_difference(world: World, pieces: Sequence[IntArray], facts: dict[str, 
 def _text_of(table: IntArray, place: int) -> str:
     if place >= len(table):
         return "none"
-    document, offset, length = table[place].tolist()
-    if document < 0:  # whole, and without a number
-        return f"{length} tokens"
-    return f"{length} tokens from {offset} of number {document}"
+    document, offset, length, prefix = table[place].tolist()
+    text = f"{length} tokens"
+    if document >= 0:
+        text += f" from {offset} of number {document}"
+    return f"{text}, prefix {prefix}" if prefix else text
 
 
 class PieceExchange:
@@ -425,7 +461,7 @@ class PieceExchange:
         self, held: RankPieces, who: str = _WHO, wrong: Optional[Error] = None
     ) -> list[IntArray]:
         """Collective. Errors of one rank's pieces, or else of its arguments, are raised on all."""
-        table: IntArray = np.zeros((0, 3), np.int64)
+        table: IntArray = np.zeros((0, 4), np.int64)
         try:
             table = piece_table(held, self._world.rank, f"{who}: held")
             check_table(table, self._world.rank, f"{who}: held")
@@ -443,7 +479,7 @@ class PieceExchange:
             self._ready = None
 
     def _send(self, table: IntArray, is_wrong: bool) -> IntArray:
-        message = np.zeros((self._rows, 3), np.int64)
+        message = np.zeros((self._rows, 4), np.int64)
         message[0, :2] = len(table), is_wrong
         shown = table[: self._rows - 1]
         message[1 : 1 + len(shown)] = shown
@@ -453,7 +489,7 @@ class PieceExchange:
             # A copy to pageable memory would hold up the driver for a rank on the same GPU.
             torch.cuda.current_stream(self._device).synchronize()
         everyone: IntArray = all_rows.cpu().numpy().copy()
-        return everyone.reshape(self._world.world_size, self._rows, 3)
+        return everyone.reshape(self._world.world_size, self._rows, 4)
 
     def _plan(self, rows: torch.Tensor) -> PlanHandle:
         if self._ready is None:

@@ -20,6 +20,7 @@ from ...planner import AttentionPlan
 from ...plans import MASKS, QkvPlan
 from .._tensors import dtype_name, require_device, require_rows
 from ..kernels import AttentionShape, Sequences
+from .own_plan import own_tables
 
 _UNNUMBERED = -(2**62)  # below it are the documents that got no number: rank * 2**32 + place
 
@@ -43,8 +44,12 @@ class Piece(NamedTuple):
     length: int
 
 
-#: A rank holds whole documents of its own by their lengths, pieces of documents, or both.
-RankPieces = Sequence[Union[int, Piece, Tuple[int, int, int]]]
+#: A rank holds whole documents of its own by their lengths, pieces of documents, or both. With
+#: mask = "prefix" (length, prefix) and (document, offset, length, prefix) also say how many tokens
+#: at the document's beginning all meet each other; other masks do not look at it.
+RankPieces = Sequence[
+    Union[int, Piece, Tuple[int, int], Tuple[int, int, int], Tuple[int, int, int, int]]
+]
 
 
 class BatchPlanner(WrittenOnce, Unchanging):
@@ -112,6 +117,8 @@ class BatchPlanner(WrittenOnce, Unchanging):
         self.costs = costs
         self.latent_dim = 0 if latent_dim is None else at_least(latent_dim, 1, f"{who}: latent_dim")
         self.chunk = None if chunk is None else at_least(chunk, 1, f"{who}: chunk")
+        if mask == "prefix" and chunk is not None:
+            raise InvalidArgument(f'{who}: chunk = {chunk}, expected None with mask = "prefix"')
         self.relay = choice(relay, f"{who}: relay", "auto", "never", "always")
         nodes = max(8, self.world_size) if ranks_per_node is None else ranks_per_node
         self._given = (heads, kv_heads, head_dim, v_head_dim)
@@ -122,7 +129,7 @@ class BatchPlanner(WrittenOnce, Unchanging):
             "q_hidden": shape.heads * (shape.head_dim + shape.v_head_dim) // 2,
             "kv_hidden": max(1, (self.latent_dim or kv_row) // 2),
             "dtype": dtype_name(shape.dtype), "mask": mask, "window": window or 0,
-            "chunk": self.chunk or 0,
+            "chunk": self.chunk or 0, "prefix": 0, "prefixes": [],
             "max_tokens_per_rank": 0, "relay": False, "kv_layout": "per_query",
             "block_tokens": at_least(block_tokens, 1, f"{who}: block_tokens"),
             "ranks_per_node": at_least(nodes, 1, f"{who}: ranks_per_node"),
@@ -162,7 +169,7 @@ class BatchPlanner(WrittenOnce, Unchanging):
     def _own(self, given: Union[QkvPlan, AttentionPlan], who: str) -> BatchPlan:
         plan = given.to_qkv_plan() if isinstance(given, AttentionPlan) else given
         mask = plan.mask
-        if self.chunk is not None and len(plan.kv_end):
+        if self.shape.mask == "prefix" or (self.chunk is not None and len(plan.kv_end)):
             mask = self.shape.mask
         for name, got, expected in (
             ("world_size", plan.world_size, self.world_size),
@@ -170,13 +177,17 @@ class BatchPlanner(WrittenOnce, Unchanging):
         ):
             if got != expected:
                 raise InvalidArgument(f"{who}: the plan has {name} = {got}, expected {expected}")
-        tables = _own_tables(plan, mask, self.shape.window, self.chunk, who)
+        tables = own_tables(plan, mask, self.shape.window, self.chunk, who)
         own = given if isinstance(given, AttentionPlan) else None
         return BatchPlan._make(self, tables, plan, own)
 
     def _planned(self, tables: list[IntArray]) -> Any:
-        flat = np.concatenate(tables).ravel().tolist()
-        options = _core.planner_options(**self._options)
+        pieces = np.concatenate(tables)
+        given = self._options
+        if self.shape.mask == "prefix":
+            given = {**given, "prefixes": _prefixes(pieces)}
+        flat = pieces[:, :3].ravel().tolist()
+        options = _core.planner_options(**given)
         return _core.plan_pieces([len(table) for table in tables], flat, options)
 
     def facts(self) -> dict[str, Any]:
@@ -298,7 +309,12 @@ class BatchPlan(WrittenOnce):
 
     def pieces(self, rank: int) -> list[Piece]:
         """A rank's pieces, in the order of its rows. Documents without a number are negative."""
-        return [Piece(*row) for row in self._table(rank, "pieces").tolist()]
+        return [Piece(*row[:3]) for row in self._table(rank, "pieces").tolist()]
+
+    def prefixes(self, rank: int) -> list[int]:
+        """The prefix of the document of each of a rank's pieces, as given; without one 0."""
+        prefixes: list[int] = self._table(rank, "prefixes")[:, 3].tolist()
+        return prefixes
 
     def positions(self, rank: int, device: Any = None) -> torch.Tensor:
         """(rows,): the position in its document of each row of a rank, for rotary embeddings."""
@@ -319,11 +335,11 @@ class BatchPlan(WrittenOnce):
         table = self._table(rank, "last_rows")
         ends: dict[int, int] = {}
         for held in self._pieces:
-            for document, offset, length in held.tolist():
+            for document, offset, length, _ in held.tolist():
                 ends[document] = max(ends.get(document, 0), offset + length)
         last = np.zeros(int(table[:, 2].sum()), bool)
         row = 0
-        for document, offset, length in table.tolist():
+        for document, offset, length, _ in table.tolist():
             row += length
             last[row - 1] = ends[document] == offset + length
         return _moved(torch.from_numpy(last), device, "last_rows")
@@ -373,67 +389,11 @@ class BatchPlan(WrittenOnce):
         )
 
 
-def _own_tables(
-    plan: QkvPlan, mask: str, window: Optional[int], chunk: Optional[int], who: str
-) -> list[IntArray]:
-    """The pieces of each rank in a plan of a caller's own: runs of its shards. Raises where a shard
-    does not get all keys that its queries see, or some after them, which kernels would take in.
-    """
-    length, shards = plan.shard_len, plan.doc_shards
-    counts = np.diff(plan.doc_shard_offsets)
-    document, offset = np.zeros((2, len(length)), np.int64)
-    document[shards] = np.repeat(np.arange(len(counts)), counts)
-    ends = np.cumsum(length[shards])
-    before = np.concatenate([[0], ends])[plan.doc_shard_offsets[:-1]]
-    offset[shards] = ends - length[shards] - np.repeat(before, counts)
-    if mask == "causal" and len(plan.kv_end):
-        after = np.zeros(len(length), np.int64)
-        after[shards] = np.arange(len(shards)) - np.repeat(plan.doc_shard_offsets[:-1], counts) + 1
-        for n in np.flatnonzero((plan.kv_end > after) & (length > 0)).tolist():
-            raise InvalidArgument(
-                f"{who}: the plan's shard {n} has kv_end = {plan.kv_end[n]}, expected {after[n]} or"
-                " fewer: mask = causal"
-            )
-    first = np.zeros(len(length), np.int64)
-    if len(plan.kv_begin):
-        first = offset[shards[plan.doc_shard_offsets[document] + plan.kv_begin]]
-    start = 0 * offset if chunk is None else offset // chunk * chunk
-    seen = np.maximum(start, offset - (window or 2**62) + 1)
-    for n in np.flatnonzero((first > seen) & (length > 0)).tolist():
-        raise InvalidArgument(
-            f"{who}: the plan's shard {n} gets keys from token {first[n]} of its document on,"
-            f" expected {seen[n]} or fewer: window = {window}, chunk = {chunk}"
-        )
-    if chunk is not None:
-        last = wanted = offset + length
-        if mask == "full":
-            ends_with = shards[plan.doc_shard_offsets[document] + plan.kv_end - 1]
-            last = (offset + length)[ends_with]
-            tokens = np.bincount(document, length, len(counts)).astype(np.int64)
-            wanted = np.minimum(start + chunk, tokens[document])
-        one = (first >= start) & (last == wanted) & (offset + length <= start + chunk)
-        for n in np.flatnonzero(~one & (length > 0)).tolist():
-            raise InvalidArgument(
-                f"{who}: the plan's shard {n}, tokens {offset[n]}..{offset[n] + length[n] - 1} of"
-                f" its document, gets keys {first[n]}..{last[n] - 1}, expected those of one chunk:"
-                f" chunk = {chunk}"
-            )
-    tables = []
-    for begin, end in zip(plan.rank_shard_offsets[:-1], plan.rank_shard_offsets[1:]):
-        table = np.stack([document, offset, length], 1)[begin:end]
-        table = table[table[:, 2] > 0]
-        adjoins = (table[1:, 0] == table[:-1, 0]) & (table[1:, 1] == table[:-1, 1:].sum(1))
-        starts: IntArray = np.flatnonzero(np.concatenate([[len(table) > 0], ~adjoins]))
-        merged = table[starts]
-        if len(merged):
-            merged[:, 2] = np.add.reduceat(table[:, 2], starts)
-        tables.append(merged)
-    return tables
-
-
 def piece_table(held: Any, rank: int, who: str) -> IntArray:
-    """(n, 3): document, offset, length. Whole documents get negative numbers of the rank's."""
-    if isinstance(held, np.ndarray) and held.dtype == np.int64 and held.shape[1:] == (3,):
+    """(n, 4): document, offset, length, prefix. Whole documents get negative numbers of the
+    rank's.
+    """
+    if isinstance(held, np.ndarray) and held.dtype == np.int64 and held.shape[1:] == (4,):
         for i in np.flatnonzero((held[:, 0] < 0) & (held[:, 0] >= _UNNUMBERED)).tolist():
             raise InvalidArgument(
                 f"{who}: pieces of rank {rank}: [{i}] has document {held[i, 0]}, expected >= 0"
@@ -444,18 +404,41 @@ def piece_table(held: Any, rank: int, who: str) -> IntArray:
     sequence(held, of_rank, "a list of lengths and pieces")
     for i, item in enumerate(held):
         if isinstance(item, (tuple, list)) or getattr(item, "ndim", 0) > 0:
-            if len(item) != 3:
+            if not 2 <= len(item) <= 4:
                 raise InvalidArgument(
                     f"{of_rank}: [{i}] has {len(item)} numbers, expected (document, offset, length)"
                 )
             row = [n if _is_plain(n) else int64(n, f"{of_rank}: [{i}]") for n in item]
+            if len(row) == 2:
+                row = [_unnumbered(rank, i), 0, *row]
+            row += [0] * (4 - len(row))
             if row[0] < 0 and row[0] >= _UNNUMBERED:
                 raise InvalidArgument(f"{of_rank}: [{i}] has document {row[0]}, expected >= 0")
             rows.append(row)
         else:
             length = item if _is_plain(item) else int64(item, f"{of_rank}: [{i}]")
-            rows.append([_UNNUMBERED - (rank * 2**32 + i) - 1, 0, length])
-    return np.array(rows, np.int64).reshape(-1, 3)
+            rows.append([_unnumbered(rank, i), 0, length, 0])
+    return np.array(rows, np.int64).reshape(-1, 4)
+
+
+def _unnumbered(rank: int, place: int) -> int:
+    """The number of a document that got none."""
+    return _UNNUMBERED - (rank * 2**32 + place) - 1
+
+
+def _prefixes(pieces: IntArray) -> list[int]:
+    """Of each document, as they first appear."""
+    _, first, inverse = np.unique(pieces[:, 0], return_index=True, return_inverse=True)
+    inverse = inverse.reshape(-1)
+    for i in np.flatnonzero(pieces[:, 3] != pieces[first[inverse], 3])[:1].tolist():
+        raise InvalidArgument(
+            f"plan_pieces: document {pieces[i, 0]}: pieces have prefix"
+            f" {pieces[first[inverse[i]], 3]} and {pieces[i, 3]}, expected the same"
+        )
+    for i in np.flatnonzero(pieces[:, 3] < 0)[:1].tolist():
+        raise InvalidArgument(f"plan_pieces: pieces have prefix {pieces[i, 3]}, expected >= 0")
+    prefixes: list[int] = pieces[np.sort(first), 3].tolist()
+    return prefixes
 
 
 def _is_plain(value: Any) -> bool:
@@ -465,7 +448,7 @@ def _is_plain(value: Any) -> bool:
 
 def check_table(table: IntArray, rank: int, who: str) -> None:
     """Lengths and offsets of pieces; whether they make documents is seen when all are there."""
-    for column, name, least in ((1, "offset", 0), (2, "length", 1)):
+    for column, name, least in ((1, "offset", 0), (2, "length", 1), (3, "prefix", 0)):
         for i in np.flatnonzero(table[:, column] < least).tolist():
             raise InvalidArgument(
                 f"{who}: pieces of rank {rank}: [{i}] has {name} {table[i, column]}, expected >="
@@ -498,8 +481,8 @@ def _shape(
     choice(mask, f"{who}: mask", *MASKS)
     if window is not None:
         window = at_least(window, 1, f"{who}: window")
-        if mask == "full":
-            raise InvalidArgument(f'{who}: window = {window}, expected None with mask = "full"')
+        if mask != "causal":
+            raise InvalidArgument(f'{who}: window = {window}, expected None with mask = "{mask}"')
     scale = head_dim**-0.5 if scale is None else number(scale, f"{who}: scale")
     if not 0 < scale < float("inf"):
         raise InvalidArgument(f"{who}: scale = {scale}, expected > 0")
@@ -613,6 +596,12 @@ def _check_alike(documents: list[torch.Tensor]) -> None:
                 )
 
 
+def _length_of(piece: Any) -> Any:
+    if not isinstance(piece, tuple) or not 2 <= len(piece) <= 4:
+        return piece
+    return piece[0] if len(piece) == 2 else piece[2]
+
+
 @outside_graphs
 def unpack(rows: torch.Tensor, pieces: Sequence[Union[int, Piece]]) -> list[torch.Tensor]:
     """The rows of each piece, views: the inverse of pack for whatever was computed from it."""
@@ -620,7 +609,7 @@ def unpack(rows: torch.Tensor, pieces: Sequence[Union[int, Piece]]) -> list[torc
     instance(pieces, Sequence, "unpack: pieces", "a list")
     lengths = [
         int64(
-            piece[2] if isinstance(piece, tuple) and len(piece) == 3 else piece,
+            _length_of(piece),
             f"unpack: pieces[{i}]",
         )
         for i, piece in enumerate(pieces)

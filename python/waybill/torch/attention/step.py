@@ -24,7 +24,7 @@ from .._tensors import (
 from ..kernels import AttentionKernel, AttentionShape
 from ..kernels.seam import attention, gradients, mismatch
 from ..sequence_dispatcher import SequenceDispatcher
-from .moves import WHO, Moves, Rows, SideStream, Uploads, calls_of, first_difference
+from .moves import WHO, Call, Moves, Rows, SideStream, Uploads, calls_of, first_difference
 from .plan import BatchPlan
 
 Project = Callable[..., Tuple[torch.Tensor, torch.Tensor]]
@@ -222,11 +222,11 @@ class RankStep:
         in_place, dispatched, q_rows, kv_rows = routing.rank(rank)
         self.rows = plan.home_tokens[rank]
         with self.uploads.run():
-            self.home, self.arrived, table = calls_of(
-                in_place, dispatched, self.rows, self.kernel.takes_gaps, self.device
+            self.home, self.arrived, uploaded = calls_of(
+                in_place, dispatched, self.rows, self.kernel.takes_gaps, self.shape, self.device
             )
             self.q_rows, self.kv_rows = Rows(q_rows, self.device), Rows(kv_rows, self.device)
-        self.uploads.keep((table, *self.q_rows.tables, *self.kv_rows.tables))
+        self.uploads.keep((*uploaded, *self.q_rows.tables, *self.kv_rows.tables))
         #: Whether any rank dispatches anything: else there is nothing collective.
         self.moves = bool(len(routing.fwd_q.dst_rank))
         tables = plan.tables() if self.moves else None
@@ -322,9 +322,10 @@ class RankStep:
     @property
     def arrived_rows(self) -> Tuple[int, int]:
         """Rows of Q, and of K and V, that come from elsewhere."""
-        if self.arrived is None:
+        if not self.arrived:
             return 0, 0
-        return sum(self.arrived.q_lens), sum(self.arrived.k_lens)
+        last = self.arrived[-1]
+        return int(last.q.stop), int(last.kv.stop)
 
     def memory(self) -> StepMemory:
         """As ContextParallelAttention.memory, but for the windows."""
@@ -362,7 +363,7 @@ class RankStep:
             with self.side.run(), profiled("dispatch", self.device):
                 views, number = self._moves.there("qkv", *sent)
         with profiled("forward in place", self.device):
-            out, home_lse = self._attend_home(q, k, v, want_lse)
+            out, home_lse = self._attend(self.home, q, k, v, want_lse)
         if self.moves:
             with self.side.run(), profiled("forward of rows that travel", self.device):
                 if not at_once:
@@ -394,25 +395,15 @@ class RankStep:
         shape = self.shape
         q, *kv = (view.clone() for view in views) if keep else views
         k, v = kv if project is None else (kv[0], q.new_empty(0))
-        if project is not None and self.arrived is not None:
+        if project is not None and self.arrived:
             kv = [adjacent_rows(t) for t in project(kv[0], *latent[1:])]
-        if self.arrived is None:
+        if not self.arrived:
             out = q.new_empty(0, shape.heads, shape.v_head_dim)
             lse = q.new_empty(shape.heads, 0, dtype=torch.float32)
         else:
-            out, found = attention(
-                self.kernel, q, kv[0], kv[1], self.arrived, shape, want_lse, self.at
-            )
-            out = out.contiguous()
-            lse = q.new_empty(0, dtype=torch.float32) if found is None else found
+            out, lse = self._attend(self.arrived, q, kv[0], kv[1], want_lse)
         kept = lse if self.kernel.needs_lse else lse.new_empty(0)
         return Saved(kept, q, k, v, out, kept), lse  # that of rows at home comes later
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether one call at home has all rows, so that nothing is cut out."""
-        rows = slice(0, self.rows)
-        return len(self.home) == 1 and self.home[0].q == rows == self.home[0].kv
 
     @property
     def _all_travel(self) -> bool:
@@ -423,26 +414,29 @@ class RankStep:
         """A gradient to which sums are added."""
         return torch.empty_like(like) if self._all_travel else torch.zeros_like(like)
 
-    def _attend_home(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, want_lse: bool
-    ) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Output and log-sum-exp [heads, rows]; rows that were dispatched have none yet."""
-        shape = self.shape
-        if self._is_whole:
+    def _attend(
+        self, calls: Sequence[Call], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        want_lse: bool,
+    ) -> Tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Output and log-sum-exp [heads, rows] of calls; of other rows there are none yet."""
+        if _is_whole(calls, q, k):
+            call = calls[0]
             out, lse = attention(
-                self.kernel, q, k, v, self.home[0].sequences, shape, want_lse, self.at
+                self.kernel, q, k, v, call.sequences, call.shape, want_lse, self.at
             )
             out = out.contiguous()
             return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
-        out = q.new_empty(self.rows, shape.heads, shape.v_head_dim)
-        lses = q.new_empty(shape.heads, self.rows, dtype=torch.float32)
-        for call in self.home:
-            q_, k_, v_ = q[call.q], k[call.kv], v[call.kv]
-            out[call.q], lse = attention(
-                self.kernel, q_, k_, v_, call.sequences, shape, want_lse, self.at
-            )
+        shape, rows = self.shape, q.shape[0]
+        out = q.new_empty(rows, shape.heads, shape.v_head_dim)
+        lses = q.new_empty(shape.heads, rows, dtype=torch.float32)
+        for call in calls:
+            found, lse = attention(
+                self.kernel, q[call.q], k[call.kv], v[call.kv], call.sequences, call.shape,
+                want_lse, self.at,
+            )  # fmt: skip
+            _put(call, out, found)
             if lse is not None:
-                lses[:, call.q] = lse
+                _put(call, lses.t(), lse.t())
         return out, lses
 
     @_call_of_all("backward", GRADIENTS)
@@ -463,7 +457,7 @@ class RankStep:
             with self.side.run(), profiled("dispatch of gradients", self.device):
                 there, _ = self._moves.there("grad", grad, number=number)
         with profiled("backward in place", self.device):
-            dq, dk, dv = self._gradients_home(grad, q, k, v, out, saved.home_lse)
+            dq, dk, dv = self._gradients(self.home, grad, q, k, v, out, saved.home_lse)
         if self.moves:
             with self.side.run(), profiled("backward of rows that travel", self.device):
                 found, of_weights = self._gradients_there(there()[0], saved, project, latent[1:])
@@ -490,36 +484,55 @@ class RankStep:
         weights: Sequence[torch.Tensor],
     ) -> Tuple[Tuple[torch.Tensor, ...], Tuple[Optional[torch.Tensor], ...]]:  # fmt: skip
         """(of q, k and v, or of q and the latent rows; of weights)."""
-        if self.arrived is None:
+        if not self.arrived:
             kv = (saved.k, saved.v) if project is None else (saved.k,)
             zeros = (torch.zeros_like(w) if w.is_floating_point() else None for w in weights)
             return (saved.q, *kv), tuple(zeros)
         k, v, again = saved.k, saved.v, None
         if project is not None:
             k, v, again = project.again(saved.k, *weights)
-        found: Tuple[torch.Tensor, ...] = gradients(
-            self.kernel, grad, saved.q, k, v, saved.out, saved.lse, self.arrived, self.shape,
-            self.at,
-        )  # fmt: skip
+        found: Tuple[torch.Tensor, ...] = self._gradients(
+            self.arrived, grad, saved.q, k, v, saved.out, saved.lse
+        )
         of_weights: Tuple[Optional[torch.Tensor], ...] = ()
         if again is not None:
             of_rows, *rest = again(found[1], found[2])
             found, of_weights = (found[0], of_rows), tuple(rest)
         return tuple(tensor.contiguous() for tensor in found), of_weights
 
-    def _gradients_home(
-        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor,
+    def _gradients(
+        self, calls: Sequence[Call], grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+        v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         kept = lse if self.kernel.needs_lse else None
-        if self._is_whole:
-            sequences = self.home[0].sequences
-            return gradients(self.kernel, grad, q, k, v, out, kept, sequences, self.shape, self.at)
-        dq, dk, dv = torch.empty_like(q), self._begun(k), self._begun(v)
-        for call in self.home:
+        if _is_whole(calls, q, k):
+            sequences, shape = calls[0].sequences, calls[0].shape
+            return gradients(self.kernel, grad, q, k, v, out, kept, sequences, shape, self.at)
+        begun = torch.zeros_like if calls else self._begun
+        dq, dk, dv = torch.empty_like(q), begun(k), begun(v)
+        for call in calls:
             lse_ = None if kept is None else kept[:, call.q].contiguous()
-            dq[call.q], dk[call.kv], dv[call.kv] = gradients(
+            found = gradients(
                 self.kernel, grad[call.q], q[call.q], k[call.kv], v[call.kv], out[call.q], lse_,
-                call.sequences, self.shape, self.at,
+                call.sequences, call.shape, self.at,
             )  # fmt: skip
+            _put(call, dq, found[0])
+            # Keys of a prefix are also keys of the queries after it, in another call.
+            dk[call.kv] += found[1]
+            dv[call.kv] += found[2]
         return dq, dk, dv
+
+
+def _is_whole(calls: Sequence[Call], q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether one call has all rows, so that nothing is cut out."""
+    if len(calls) != 1:
+        return False
+    return calls[0].q == slice(0, q.shape[0]) and calls[0].kv == slice(0, k.shape[0])
+
+
+def _put(call: Call, target: torch.Tensor, found: torch.Tensor) -> None:
+    """The rows of a call's queries to their places."""
+    if call.own is None:
+        target[call.q] = found
+    else:
+        call.own.move(target, found)

@@ -1,4 +1,4 @@
-"""Copies of experts on GPUs of one node: plans, and what lies in a store, only the device knows."""
+"""Copies of experts on GPUs: plans, and what lies in a store, only the device knows."""
 
 from __future__ import annotations
 

@@ -98,9 +98,10 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
     :param max_per_expert: topk slots of one expert that a rank may have in a dispatch, None: any
         number. More, of tokens that choose an expert twice, are an InvalidArgument: in host memory
         before any communication, on GPUs the device reports it
-    :param spare_experts: slots per rank for copies of other ranks' experts. GPUs: one node. Each
-        dispatch plans copies with ``even_experts``; a rank's rows lie in its slots: home experts,
-        then copies. ``layout.slot_experts`` says which expert each slot holds
+    :param spare_experts: slots per rank for copies of other ranks' experts. GPUs: one node, or
+        nodes of one host. Each dispatch plans copies with ``even_experts``; a rank's rows lie in
+        its slots: home experts, then copies. ``layout.slot_experts`` says which expert each slot
+        holds
     :param limit, min_rows: as in ``even_experts``; its alignment is ``expert_alignment``
     :param combine: provisional, until both have been timed over links: "pull": ranks fetch expert
         outputs from where they are; "push": they send them to the ranks of the tokens, which takes

@@ -26,7 +26,7 @@ class AttentionShape(NamedTuple):
     head_dim: int
     v_head_dim: int
     dtype: torch.dtype
-    mask: str  #: "causal" or "full"
+    mask: str  #: "causal" or "full", of a call; "prefix" of a module, whose calls are of both
     window: Optional[int]  #: keys that a query meets, itself included; None is no limit
     scale: float
 

@@ -16,11 +16,12 @@ static_assert(max_copy_tensors == max_copy_store_tensors);
 
 constexpr int copy_blocks = 16;  ///< few: they fill the links, and products have the others
 
-void check_supported(const Transport& transport, std::int32_t spare_experts) {
+void check_supported(const Transport& transport, bool maps_nodes, std::int32_t spare_experts) {
   const std::int32_t ranks = transport.topology().world_size;
   for (std::int32_t r = 0; r < ranks; ++r) {
-    if (transport.reach(Rank{r}) == Reach::network) {
-      throw Unsupported(concat("CopyStore: rank ", r, " is on another node, expected one node"));
+    if (!maps_nodes && transport.reach(Rank{r}) == Reach::network) {
+      throw Unsupported(concat("CopyStore: rank ", r, " is on another node, whose memory is not ",
+                               "mapped: expected one node"));
     }
   }
   if (std::int64_t{ranks} * spare_experts > max_copies) {
@@ -46,6 +47,7 @@ class GpuCopyStore final : public CopyStoreExecutor {
         gpu_(std::move(gpu)),
         share_(share),
         ranks_(transport.topology().world_size),
+        node_ranks_(transport.topology().ranks_per_node),
         spare_(spare_experts),
         pad_layout_(ranks_, spare_experts) {
     gpu_->use();
@@ -133,6 +135,7 @@ class GpuCopyStore final : public CopyStoreExecutor {
     params.spare = call.spare_experts;
     params.slots_per_rank = params.homes + params.spare;
     params.store_spare = spare_;
+    params.node_ranks = node_ranks_;
     params.held = static_cast<HeldCopy*>(held_.get());
     params.owner = call.owner;
     params.stamp = call.stamp;
@@ -155,6 +158,7 @@ class GpuCopyStore final : public CopyStoreExecutor {
   std::shared_ptr<GpuRank> gpu_;
   int share_;
   std::int32_t ranks_;
+  std::int32_t node_ranks_;
   std::int32_t spare_;
   PadLayout pad_layout_;
   std::shared_ptr<void> state_;
@@ -167,10 +171,10 @@ class GpuCopyStore final : public CopyStoreExecutor {
 
 std::unique_ptr<CopyStoreExecutor> make_gpu_copy_store(Transport& transport,
                                                        std::shared_ptr<GpuRank> gpu, int share,
-                                                       std::int64_t size_bytes,
+                                                       bool maps_nodes, std::int64_t size_bytes,
                                                        std::int32_t spare_experts,
                                                        std::string_view name) {
-  check_supported(transport, spare_experts);
+  check_supported(transport, maps_nodes, spare_experts);
   return std::make_unique<GpuCopyStore>(transport, std::move(gpu), share, size_bytes, spare_experts,
                                         name);
 }

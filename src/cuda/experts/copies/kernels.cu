@@ -26,7 +26,8 @@ struct CopyWork {
 __device__ CopyWork work_in(std::uint64_t* shared, const CopyParams& p) {
   const std::int32_t copies = p.arrive.world_size * p.spare;
   auto* const experts = reinterpret_cast<std::int32_t*>(shared + copies);
-  return {shared, experts, experts + copies, {experts, p.arrive.world_size, p.homes, p.spare}, 0};
+  const CopyTable table{experts, p.arrive.world_size, p.homes, p.spare, p.node_ranks};
+  return {shared, experts, experts + copies, table, 0};
 }
 
 __device__ std::uint64_t* stamps_at(const CopyParams& p, std::uint64_t* arrivals,

@@ -41,6 +41,7 @@ struct CopyParams {
   std::int32_t homes;
   std::int32_t spare;        ///< S - homes
   std::int32_t store_spare;  ///< spare slots of the store, at least `spare`
+  std::int32_t node_ranks;   ///< ranks per node: an expert comes once to each
   HeldCopy* held;            ///< [R, store_spare]: what lies in the store, the same on all ranks
   std::int64_t owner;        ///< number of the module that calls
   std::int64_t stamp;        ///< of this rank's weights

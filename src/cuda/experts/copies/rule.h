@@ -3,8 +3,8 @@
 #include <cstdint>
 
 // Who sends which copy of an expert to whom, and which gradients a home adds in which order: what
-// plan_weight_transfers() and plan_gradient_transfers() say for one node, asked slot by slot, so
-// that each thread of a block finds the answer for one. tests/experts runs it on the CPU.
+// plan_weight_transfers() and plan_gradient_transfers() say, asked slot by slot, so that each
+// thread of a block finds the answer for one. tests/experts runs it on the CPU.
 
 #ifdef __CUDACC__
 #define WAYBILL_COPY_RULE __host__ __device__ inline
@@ -20,30 +20,46 @@ struct CopyTable {
   std::int32_t num_ranks;
   std::int32_t homes;  ///< home experts per rank
   std::int32_t spare;
+  std::int32_t node_ranks;  ///< ranks per node, in order
 
   [[nodiscard]] WAYBILL_COPY_RULE std::int32_t size() const { return num_ranks * spare; }
+  [[nodiscard]] WAYBILL_COPY_RULE std::int32_t node_of(std::int32_t copy) const {
+    return copy / spare / node_ranks;
+  }
 };
 
-/// The number of a copy among the holders of its expert: its home is 0, copies follow by rank. No
-/// rank has an expert twice.
-WAYBILL_COPY_RULE std::uint32_t holder_number(const CopyTable& table, std::int32_t copy) {
-  std::uint32_t number = 1;
-  for (std::int32_t i = 0; i < copy; ++i)
-    number += table.experts[i] == table.experts[copy] ? 1U : 0U;
-  return number;
+/// The first copy of an expert on the node of one of its copies; -1: the node is home's.
+WAYBILL_COPY_RULE std::int32_t first_of_node(const CopyTable& table, std::int32_t copy) {
+  const std::int32_t expert = table.experts[copy], node = table.node_of(copy);
+  if (expert / table.homes / table.node_ranks == node) return -1;
+  std::int32_t i = node * table.node_ranks * table.spare;
+  while (table.experts[i] != expert) ++i;
+  return i;
+}
+
+/// Whether two copies of an expert are in one tree. The first copies of nodes are in one, with
+/// home; the others of a node are in one with its first copy, or with home on home's node.
+WAYBILL_COPY_RULE bool in_one_tree(const CopyTable& table, std::int32_t a, std::int32_t b) {
+  if (table.experts[a] != table.experts[b]) return false;
+  const bool first = first_of_node(table, a) == a;
+  if (first != (first_of_node(table, b) == b)) return false;
+  return first || table.node_of(a) == table.node_of(b);
 }
 
 /// The copy that sends to a copy: in a binomial tree, the holder whose number lacks the highest
-/// bit. -1: home sends.
+/// bit. The holder that has the expert is 0, copies follow by rank; no rank has an expert twice.
+/// -1: home sends.
 WAYBILL_COPY_RULE std::int32_t sender_of(const CopyTable& table, std::int32_t copy) {
-  const std::uint32_t number = holder_number(table, copy);
+  std::uint32_t number = 1;
+  for (std::int32_t i = 0; i < copy; ++i) number += in_one_tree(table, i, copy) ? 1U : 0U;
   std::uint32_t highest = 1;
   while (highest <= number / 2) highest *= 2;
   std::uint32_t before = number - highest;  // holders up to the sender
-  if (before == 0) return -1;
+  const std::int32_t first = first_of_node(table, copy);
+  if (before == 0) return first == copy ? -1 : first;
   std::int32_t i = 0;
   for (;; ++i) {
-    if (table.experts[i] == table.experts[copy] && --before == 0) return i;
+    if (in_one_tree(table, i, copy) && --before == 0) return i;
   }
 }
 

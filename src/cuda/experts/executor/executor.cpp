@@ -33,9 +33,10 @@ void check_supported(const Transport& transport, const NetworkPath* path, const 
                              " ranks, with their ", world * spare_experts,
                              " spare slots, expected at most ", max_experts_on_gpu(world)));
   }
-  if (spare_experts > 0 && !config.is_intra_node()) {
+  if (spare_experts > 0 && !config.is_intra_node() && (path == nullptr || !path->maps_peers())) {
     throw Unsupported(concat("experts on GPUs: spare_experts = ", spare_experts, " on ",
-                             config.num_nodes(), " nodes, expected 0 or one node"));
+                             config.num_nodes(),
+                             " nodes whose memory is not mapped, expected 0 or ", "one node"));
   }
   const std::int32_t local = config.local_world_size;
   for (std::int32_t r = 0; r < world; ++r) {
@@ -111,11 +112,12 @@ class GpuExpertExecutor final : public ExpertExecutor {
         last_ticket_, pool_, layer_.gpu, table_call);
     auto tables = std::make_shared<GpuExpertTables>(
         routing, routing, weight_memory(input, table_call), layer_.config.weight_dtype, table_call);
-    if (nodes_ != nullptr) begin_on_nodes(call, input, tables->routing(), true);
-    if (nodes_ != nullptr) nodes_->count_rows(call, *tables->being_made());
     if (spare_ != nullptr)
-      spare_->plan(call, params_.count(call, input, *tables), *tables, num_sms(call));
-    const RouteParams params = params_.route(call, of_slots(call, input), *tables);
+      spare_->plan(call, params_.count(call, input, *tables), *tables, kernel_sms(call));
+    const ExpertDispatchInput routed = of_slots(call, input);
+    if (nodes_ != nullptr) begin_on_nodes(call, routed, tables->routing(), true);
+    if (nodes_ != nullptr) nodes_->count_rows(call, *tables->being_made());
+    const RouteParams params = params_.route(call, routed, *tables);
     const int blocks = num_route_blocks(params.shape, call);
     // No event may be recorded after it: the rows' kernel begins early only if it follows directly.
     if (params_.is_low_latency()) {

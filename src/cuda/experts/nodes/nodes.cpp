@@ -293,7 +293,7 @@ void ExpertNodes::add_ids(const ExpertDispatchInput& input, ListPutsParams& para
   const std::int64_t part = layer_.memory.workspace_layout.forward_ids;
   params.given_ids = input.ids.data;
   params.wide_ids = input.ids.dtype == DType::int64;
-  params.dropped_id = layer_.options.dropped(layer_.config);
+  params.dropped_id = layer_.dropped_id();
   params.made_ids = reinterpret_cast<std::int32_t*>(layer_.memory.workspace.local + part +
                                                     own_slice() * row_bytes);
   params.whole[params.num_whole++] = own_slice_of(part, row_bytes, layer_.config.max_tokens);

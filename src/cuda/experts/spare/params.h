@@ -11,7 +11,7 @@ namespace waybill::cuda {
 /// Parameters of the kernels that put slots in place of experts before a route. Between the two the
 /// planner reads `rows` and writes the plan. P slots per rank, E experts.
 struct SpareParams {
-  /// A route of this rank's tokens to experts, not to slots: of one node, and with rows that are
+  /// A route of this rank's tokens to experts, not to slots: as of one node, with rows that are
   /// not compact, so that nothing but topk slots is counted. Its counts are words of their own.
   RouteParams experts;
   std::int32_t* rows;  ///< [W, E]: topk slots of each expert by source rank

@@ -11,9 +11,10 @@
 
 namespace waybill::cuda {
 
-/// The copies of experts of a layer on one node: before a dispatch counts and places rows, it
-/// counts those of experts, plans copies and puts slots in place of ids. All of it is queued: three
-/// kernels, of which the first waits for the counts of all ranks.
+/// The copies of experts of a layer whose ranks map each other's memory: before a dispatch counts
+/// and places rows, on nodes before it sends ids to other nodes, it counts those of experts, plans
+/// copies and puts slots in place of ids. All of it is queued: three kernels, of which the first
+/// waits for the counts of all ranks.
 class SpareExperts {
  public:
   /// @throws Unsupported for more ranks than the planner has, and for more experts and slots than
