@@ -157,14 +157,15 @@ def calls_of(
     """
     found: list[Tuple[HomeLens, bool, Optional[Rows]]] = []
     home, arrived = in_place.reshape(-1, 5), dispatched.reshape(-1, 5)
-    for whole in (False, True):
-        part = home[home[:, 4] == whole, :4]
+    mixed = shape.mask == "prefix"  # else all sequences are of one kind
+    for whole in (False, True) if mixed else (False,):
+        part = home[home[:, 4] == whole, :4] if mixed else home[:, :4]
         shared = takes_gaps and whole and len(part) < len(home)
         own = Rows(part[:, :2], device) if shared else None
         found += [(lens, whole, own) for lens in home_lens(part, rows, takes_gaps)]
     num_home = len(found)
-    for whole in (True, False):
-        part = arrived[arrived[:, 4] == whole, :4]
+    for whole in (True, False) if mixed else (False,):
+        part = arrived[arrived[:, 4] == whole, :4] if mixed else arrived[:, :4]
         if len(part):
             (q, kv), (q_last, kv_last) = part[0, ::2].tolist(), part[-1, ::2].tolist()
             q_rows = slice(q, q_last + int(part[-1, 1]))
