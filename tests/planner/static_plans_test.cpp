@@ -71,6 +71,29 @@ TEST(StaticPlans, AreRightForAnyDocuments) {
   }
 }
 
+TEST(StaticPlans, AreCutWherePrefixesEnd) {
+  const Lengths lengths{90, 7, 40, 1};
+  const Lengths prefixes{33, 9, 0, 1};
+  StaticPlanOptions options{.world_size = 4,
+                            .tokens_per_rank = 40,
+                            .degree = 2,
+                            .mask = {.kind = MaskKind::prefix},
+                            .prefixes = prefixes};
+  std::int64_t pairs = 0;
+  for (std::size_t d = 0; d < lengths.size(); ++d) {
+    const AttentionMask mask{.kind = MaskKind::prefix, .prefix = prefixes[d]};
+    pairs += mask.pairs(0, lengths[d], lengths[d]);
+  }
+  for (const auto& make : {zigzag_plan, per_document_plan}) {
+    const QkvPlan plan = make(lengths, options);
+    EXPECT_TRUE(validate(plan, compute_qkv_routing(plan)).empty());
+    const Lengths work = rank_work(plan);
+    EXPECT_EQ(std::accumulate(work.begin(), work.end(), std::int64_t{0}), pairs);
+  }
+  options.prefixes = {33};
+  EXPECT_THROW((void)zigzag_plan(lengths, options), InvalidArgument);
+}
+
 TEST(StaticPlans, ChunksAreEvenWhereTheySaySo) {
   // One document a group: both deal it in the same way, and the work is even within a few chunks.
   const StaticPlanOptions options{.world_size = 16, .tokens_per_rank = 4096, .degree = 8};

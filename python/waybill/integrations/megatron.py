@@ -106,7 +106,7 @@ def _lengths_of(held: RankPieces, rank: int, rotary: str, who: str) -> List[int]
             f'{who}: rotary = {shown(rotary)} on rank {rank}, expected "by sequence" or "by row"'
         )
     table = piece_table(held, rank, who)
-    for i, (_, offset, _) in enumerate(table.tolist()):
+    for i, offset in enumerate(table[:, 1].tolist()):
         if offset and rotary == "by sequence":
             raise InvalidArgument(
                 f"{who}: held[{i}] on rank {rank} begins at {offset}, expected 0:"

@@ -57,8 +57,8 @@ class SharedDocuments:
     def positions(self) -> torch.Tensor:
         """[1, rows]: in the documents, for the model's rotary embeddings."""
         self._asked = True
-        held = self.pieces.pieces[self.ranks.rank].tolist()
-        rows = [torch.arange(offset, offset + length) for _, offset, length in held]
+        held = self.pieces.pieces[self.ranks.rank][:, 1:3].tolist()
+        rows = [torch.arange(offset, offset + length) for offset, length in held]
         return torch.cat([torch.arange(0), *rows]).to(self.ranks.world.device)[None]
 
 
