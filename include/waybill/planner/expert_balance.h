@@ -19,7 +19,7 @@ struct EvenExpertsOptions {
   /// The fullest rank may have so many times the lower bound, >= 1. A higher limit needs fewer
   /// copies.
   double limit = 1.0;
-  /// A copy takes a multiple of so many rows where it does not take all of an expert's, >= 1.
+  /// A new copy takes a multiple of so many rows, or all that the expert's home has left; >= 1.
   std::int64_t alignment = 1;
   /// Nodes of num_ranks / num_nodes ranks each, in order, >= 1. A copy lies on a node that has the
   /// expert where a rank there has room for seven eighths of what the emptiest rank would take.

@@ -74,8 +74,8 @@ def even_experts(
         min_rows: a copy takes at least so many rows. This comes before evenness.
         limit: the fullest rank may have so many times the lower bound; None is 1.0. With 1.02 a
             plan has about half of the copies.
-        alignment: a copy takes a multiple of so many rows where it does not take all of its
-            expert's.
+        alignment: a new copy takes a multiple of so many rows, or all that its expert's home has
+            left.
         num_nodes: nodes of ``num_ranks / num_nodes`` ranks each, in order. A copy lies on a node
             that has the expert where a rank there has room for seven eighths of what the emptiest
             rank would take.
