@@ -233,6 +233,7 @@ PLAN = {
     "ranks_per_node": 2, "nvlink_bytes_per_second": 1e10, "network_bytes_per_second": 1e9,
     "message_seconds": 1e-3, "pairs_per_second": 1e9, "tails": True,
     "costs": waybill.AttentionCosts(1e9, row_pairs=300, shard_pairs=3000), "chunk": 600,
+    "prefix": 150,
 }  # fmt: skip
 
 
@@ -257,6 +258,7 @@ def test_plans(are_lists):
     assert made(byte_weight=1e9, pairs_per_second=1e9) != made(pairs_per_second=1e9)
     costs = waybill.AttentionCosts(1e9, row_pairs=300)
     assert made(costs=costs, pairs_per_second=5e8) != made(costs=costs)  # the argument comes first
+    assert made(mask="prefix", prefix=150) != made(mask="prefix", prefix=90)
 
 
 def test_batch_planners():
