@@ -517,9 +517,11 @@ class RankStep:
                 call.sequences, call.shape, self.at,
             )  # fmt: skip
             _put(call, dq, found[0])
-            # Keys of a prefix are also keys of the queries after it, in another call.
-            dk[call.kv] += found[1]
-            dv[call.kv] += found[2]
+            if self.shape.mask == "prefix":  # its keys are also those of the queries after it
+                dk[call.kv].add_(found[1])
+                dv[call.kv].add_(found[2])
+            else:
+                dk[call.kv], dv[call.kv] = found[1:]
         return dq, dk, dv
 
 
