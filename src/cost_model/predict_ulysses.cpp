@@ -28,8 +28,7 @@ std::vector<GroupLoad> loads_of(std::span<const std::int64_t> doc_lengths,
   for (std::size_t d = 0; d < doc_lengths.size(); ++d) {
     GroupLoad& load = loads[first / (groups.tokens_per_rank * groups.degree)];
     const std::int64_t len = doc_lengths[d];
-    AttentionMask mask = options.mask;
-    mask.prefix = groups.prefix_of(d);
+    const AttentionMask mask = options.mask.with_prefix(groups.prefix_of(d));
     const std::int64_t work = kernel_work(mask, options.hardware, 0, len, len);
     load.tokens += len;
     load.work += work;

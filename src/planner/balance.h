@@ -27,9 +27,7 @@ struct SlabCosts {
 
   /// The mask of the slab's document.
   [[nodiscard]] AttentionMask mask_of(const Slab& slab) const {
-    AttentionMask its = mask;
-    its.prefix = slab.prefix;
-    return its;
+    return mask.with_prefix(slab.prefix);
   }
 
   [[nodiscard]] std::int64_t work(Slab slab) const {

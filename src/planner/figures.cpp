@@ -7,16 +7,6 @@
 #include "balance.h"
 
 namespace waybill::detail {
-namespace {
-
-AttentionMask mask_in(const PlannerOptions& options, const Slab& document) {
-  AttentionMask mask = options.mask;
-  mask.prefix = document.prefix;
-  return mask;
-}
-
-}  // namespace
-
 // KV rows of shards [first, last) go to `dst`. Of the runs between the ends it is only noted that
 // they are sent whole, so that this takes no time for each of them.
 void FigureCounter::add_rows(std::int32_t first, std::int32_t last, std::int32_t dst,
@@ -153,7 +143,7 @@ void FigureCounter::bound_bytes_in(const HomeLayout& home, AttentionPlan& plan) 
     const std::int32_t first = home.doc_pieces[d];
     const std::int32_t last = home.doc_pieces[d + 1];
     const Slab whole = home.pieces[last - 1].part(0, home.pieces[last - 1].end);
-    const AttentionMask mask = mask_in(plan.options, whole);
+    const AttentionMask mask = plan.options.mask.with_prefix(whole.prefix);
     const std::int64_t end = whole.end;
     if (end <= rows || (last - first == 1 && mask.pairs(0, end, end) <= max_work)) continue;
     const std::int64_t num_homes = std::min<std::int64_t>(last - first, home.world_size);
@@ -196,7 +186,7 @@ void FigureCounter::count(const HomeLayout& home, AttentionPlan& plan) {
     const std::int64_t last = qkv.doc_shard_offsets[d + 1];
     const HomePiece& piece = home.pieces[home.doc_pieces[d + 1] - 1];
     if (piece.end > longest.end) longest = piece;
-    mask_ = mask_in(plan.options, piece);
+    mask_ = plan.options.mask.with_prefix(piece.prefix);
     while (first >= qkv.rank_shard_offsets[home_rank_ + 1]) ++home_rank_;
     if (last - first > 1 || qkv.q_dst[first] != home_rank_) {
       count_document(first, last, plan);
@@ -208,9 +198,9 @@ void FigureCounter::count(const HomeLayout& home, AttentionPlan& plan) {
     plan.kv_tokens[home_rank_] += len;
   }
   bound_bytes_in(home, plan);
-  plan.block_work = kernel_work(mask_in(plan.options, longest), plan.options.hardware,
-                                std::max<std::int64_t>(0, longest.end - plan.options.block_tokens),
-                                longest.end, longest.end);
+  plan.block_work = kernel_work(
+      plan.options.mask.with_prefix(longest.prefix), plan.options.hardware,
+      std::max<std::int64_t>(0, longest.end - plan.options.block_tokens), longest.end, longest.end);
   add_links(plan.links, kv_.q_links);
 }
 

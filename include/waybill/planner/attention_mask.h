@@ -63,6 +63,12 @@ struct AttentionMask {
     return pairs_before(end) - pairs_before(begin) + ahead;
   }
 
+  /// The same with a prefix of so many tokens: documents have prefixes of their own.
+  [[nodiscard]] AttentionMask with_prefix(std::int64_t tokens) const {
+    AttentionMask its = *this;
+    its.prefix = tokens;
+    return its;
+  }
   /// Whether queries may meet keys after themselves: plans then have a kv_end.
   [[nodiscard]] bool looks_ahead() const { return kind != MaskKind::causal; }
   /// Whether the query meets all keys of its shard's range, also those after itself.

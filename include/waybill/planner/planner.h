@@ -100,9 +100,7 @@ struct PlannerOptions {
 
   /// The mask of a document.
   [[nodiscard]] AttentionMask mask_of(std::int64_t document) const {
-    AttentionMask its = mask;
-    if (!prefixes.empty()) its.prefix = prefixes[document];
-    return its;
+    return prefixes.empty() ? mask : mask.with_prefix(prefixes[document]);
   }
 
   /// @throws InvalidArgument "who: field = got, expected ..."

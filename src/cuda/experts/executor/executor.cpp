@@ -36,7 +36,7 @@ void check_supported(const Transport& transport, const NetworkPath* path, const 
   if (spare_experts > 0 && !config.is_intra_node() && (path == nullptr || !path->maps_peers())) {
     throw Unsupported(concat("experts on GPUs: spare_experts = ", spare_experts, " on ",
                              config.num_nodes(),
-                             " nodes whose memory is not mapped, expected 0 or ", "one node"));
+                             " nodes whose memory is not mapped, expected 0 or one node"));
   }
   const std::int32_t local = config.local_world_size;
   for (std::int32_t r = 0; r < world; ++r) {
