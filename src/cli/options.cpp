@@ -114,7 +114,7 @@ Option add_table_option(Command command, Options& options) {
 }
 
 Option add_rank_option(Command command, Options& options, const std::string& text) {
-  return command.option("--rank", options.rank, text).value_name("N").not_negative();
+  return command.option("--rank", options.rank, text).value_name("N").at_least(0);
 }
 
 void add_compact_flag(Command command, Options& options) {
@@ -131,18 +131,20 @@ void add_document_options(Command command, Options& options) {
                                   .check(check_distribution);
   Option lengths = command.file("--lengths", options.lengths_path,
                                 "Read lengths in tokens: JSON list or text; - is standard input");
-  command
-      .option(
-          "--corpus", options.corpus_path,
-          "Count the tokens of all text files in a folder and its subfolders, by the rule below")
-      .value_name("DIR")
-      .excludes(distribution)
-      .excludes(lengths);
+  const Option corpus = command
+                            .option("--corpus", options.corpus_path,
+                                    "Count the tokens of all text files in a folder and its "
+                                    "subfolders, by the rule below")
+                            .value_name("DIR")
+                            .excludes(distribution)
+                            .excludes(lengths);
   lengths.excludes(distribution);
   command.option("--seed", options.seed, "Seed of the drawn lengths")
       .value_name("N")
       .check(check_seed)
-      .show_default();
+      .show_default()
+      .excludes(lengths)
+      .excludes(corpus);
 }
 
 void add_ranks_per_node(Command command, Options& options) {
