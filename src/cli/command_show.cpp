@@ -2,6 +2,7 @@
 
 #include "plans.h"
 #include "report/format.h"
+#include "routing/homes.h"
 #include "waybill/report/plan_summary.h"
 
 namespace waybill::cli {
@@ -15,12 +16,11 @@ std::string shard_lines(const QkvPlan& plan, std::int32_t rank) {
   std::vector<std::int64_t> position(plan.num_shards());
   std::vector<std::int64_t> first_token(plan.num_shards());
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    const std::int64_t begin = plan.doc_shard_offsets[d];
+    std::int64_t place = 0;
     std::int64_t token = 0;
-    for (std::int64_t i = begin; i < plan.doc_shard_offsets[d + 1]; ++i) {
-      const std::int32_t shard = plan.doc_shards[i];
+    for (const std::int32_t shard : detail::shards_of(plan, d)) {
       document[shard] = d;
-      position[shard] = i - begin;
+      position[shard] = place++;
       first_token[shard] = token;
       token += plan.shard_len[shard];
     }
@@ -85,6 +85,9 @@ int run_show(const Options& options, Command /*command*/, Program& program) {
   DispatchFile file = read_dispatch_file(options.input, ReadCheck::values);
   std::string text;
   if (file.metadata) {
+    if (!options.table.empty())
+      throw UsageError(concat("show: --table ", options.table, ": ", input_name(options.input),
+                              " has one table, expected a plan or a dispatch"));
     text = metadata_text(options, *file.metadata);
   } else {
     if (!options.table.empty()) (void)file.dense();
@@ -163,13 +166,13 @@ void add_validate_command(Command app, Program& program) {
       .value_name("");
   command.option("--q-capacity", options.checks.q_capacity, "Rows of a rank's Q buffer")
       .value_name("N")
-      .not_negative();
+      .at_least(0);
   command.option("--kv-capacity", options.checks.kv_capacity, "Rows of a rank's K and V buffers")
       .value_name("N")
-      .not_negative();
+      .at_least(0);
   command.option("--max-findings", options.checks.max_findings, "Stop after this many")
       .value_name("N")
-      .positive()
+      .at_least(1)
       .show_default();
   command.footer(
       "Examples:\n"

@@ -44,6 +44,16 @@ std::string check_dtype(const std::string& name) {
   }
 }
 
+/// A whole number of 64 bits without a sign, as it stands. Read as one alone, -1 wraps around, and
+/// a number that is too large becomes the largest.
+std::string check_seed(const std::string& text) {
+  std::uint64_t number = 0;
+  const char* const end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data(), end, number);
+  if (error == std::errc() && rest == end) return "";
+  return concat("got ", text, ", expected 0..2^64 - 1");
+}
+
 std::optional<double> bytes_per_second(const std::string& text) {
   double number = 0;
   const char* const end = text.data() + text.size();
@@ -114,7 +124,7 @@ Option add_table_option(Command command, Options& options) {
 }
 
 Option add_rank_option(Command command, Options& options, const std::string& text) {
-  return command.option("--rank", options.rank, text).value_name("N").not_negative();
+  return command.option("--rank", options.rank, text).value_name("N").at_least(0);
 }
 
 void add_compact_flag(Command command, Options& options) {
@@ -131,18 +141,28 @@ void add_document_options(Command command, Options& options) {
                                   .check(check_distribution);
   Option lengths = command.file("--lengths", options.lengths_path,
                                 "Read lengths in tokens: JSON list or text; - is standard input");
-  command
-      .option(
-          "--corpus", options.corpus_path,
-          "Count the tokens of all text files in a folder and its subfolders, by the rule below")
-      .value_name("DIR")
-      .excludes(distribution)
-      .excludes(lengths);
+  const Option corpus = command
+                            .option("--corpus", options.corpus_path,
+                                    "Count the tokens of all text files in a folder and its "
+                                    "subfolders, by the rule below")
+                            .value_name("DIR")
+                            .excludes(distribution)
+                            .excludes(lengths);
   lengths.excludes(distribution);
+<<<<<<< HEAD
   command.option("--seed", options.seed, "Seed of the drawn lengths")
       .value_name("N")
       .check(check_seed)
-      .show_default();
+      .show_default()
+      .excludes(lengths)
+      .excludes(corpus);
+=======
+  add_seed_option(command, options, "Seed of the drawn lengths");
+}
+
+void add_seed_option(Command command, Options& options, const std::string& text) {
+  command.option("--seed", options.seed, text).value_name("N").check(check_seed).show_default();
+>>>>>>> main
 }
 
 void add_ranks_per_node(Command command, Options& options) {
@@ -260,14 +280,6 @@ void add_trace_option(Command command, Options& options) {
             "Write the predicted timelines for Perfetto or chrome://tracing (JSON)");
 }
 
-std::string check_seed(const std::string& text) {
-  std::uint64_t number = 0;
-  const char* const end = text.data() + text.size();
-  const auto [rest, error] = std::from_chars(text.data(), end, number);
-  if (error == std::errc() && rest == end) return "";
-  return concat("got ", text, ", expected 0..2^64 - 1");
-}
-
 std::optional<std::vector<std::int64_t>> parse_world_sizes(const std::string& text) {
   std::vector<std::int64_t> numbers;
   for (std::size_t begin = 0; begin <= text.size();) {
@@ -278,12 +290,6 @@ std::optional<std::vector<std::int64_t>> parse_world_sizes(const std::string& te
     begin = end + 1;
   }
   return numbers;
-}
-
-std::string check_world_sizes(const std::string& text) {
-  if (parse_world_sizes(text)) return "";
-  return concat("got ", text, ", expected 1..", max_world_size,
-                ", or several with commas between them");
 }
 
 std::optional<double> parse_rate(const std::string& text) {
