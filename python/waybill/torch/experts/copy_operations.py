@@ -16,6 +16,7 @@ from typing import Any, List, Optional, Set, Tuple
 
 import torch
 
+from ..._errors import shown
 from ...errors import Unsupported
 from .._tensors import autocast_dtype, first_order, is_autocast, operation
 from .copies import local_part
@@ -231,11 +232,21 @@ def _gradients(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
 compute.register_autograd(_gradients, setup_context=_keep)
 
 
+def check_recorded(experts: Any) -> None:
+    """Experts with copies are one operation, whose gradients go to its inputs."""
+    if not isinstance(experts, torch.nn.Module):
+        raise Unsupported(
+            "ExpertParallel: operations = True with spare_experts and experts ="
+            f" {shown(experts)}, expected a torch.nn.Module, whose parameters get gradients"
+        )
+
+
 def compute_recorded(
     owner: Any, ticket: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor,
     weights: Optional[torch.Tensor], needs: List[bool],
 ) -> torch.Tensor:  # fmt: skip
     """What an ExpertParallel's experts make of rows. Traced."""
+    check_recorded(owner.experts)
     casts = autocast_dtype(rows.device.type) if is_autocast(rows.device.type) else None
     parameters = [local_part(one) for one in owner.experts.parameters()]
     outputs, _ = compute(owner._number, ticket, rows, ends, weights, parameters, needs, casts)

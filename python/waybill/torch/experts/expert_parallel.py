@@ -13,7 +13,7 @@ from ..._errors import said_by, shown
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
 from ..._process_group import group_of
-from ...errors import InvalidArgument, TransportError, Unsupported, WrongType
+from ...errors import InvalidArgument, TransportError, WrongType
 from ...moe.config import EPConfig
 from ...world import World, agree_on
 from .._tensors import (
@@ -33,7 +33,7 @@ from ..world import world_of
 from . import operations as ops
 from .autograd import tied_to_parameters
 from .copies import adapted, checked_copies
-from .copy_operations import compute_recorded
+from .copy_operations import check_recorded, compute_recorded
 from .device_copies import copies_for
 from .grouped import SwiGLUExperts, ends_within
 from .layer import EPAll2AllLayer
@@ -196,16 +196,9 @@ def check_operations(fixed_rows: Any, chunks: int, windows: str, options: Dict[s
         )
 
 
-def check_recorded(experts: Any, has_copies: bool) -> None:
-    """Experts with copies are one operation, whose gradients go to its inputs."""
-    if has_copies and not isinstance(experts, torch.nn.Module):
-        raise Unsupported(
-            f"{_WHO}: operations = True with spare_experts and experts = {shown(experts)}, expected"
-            " a torch.nn.Module, whose parameters get gradients"
-        )
-
-
-def check_experts(experts: Any, num_experts: int, world: World, has_copies: bool) -> None:
+def check_experts(
+    experts: Any, num_experts: int, world: World, has_copies: bool, operations: Optional[bool]
+) -> None:
     """Checks the number of a rank's experts, where they say it."""
     wanted = num_experts // world.world_size
     if isinstance(experts, SwiGLUExperts) and len(experts.gate) != wanted:
@@ -215,6 +208,8 @@ def check_experts(experts: Any, num_experts: int, world: World, has_copies: bool
         )
     if has_copies:
         adapted(experts, wanted)
+    if has_copies and operations:
+        check_recorded(experts)
 
 
 def check_choices(
@@ -429,8 +424,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
 
         def check() -> Dict[str, Any]:
             nonlocal num_experts, topk, hidden, max_tokens, most, chunks, operations, dtype
-            spare = (spare_experts, limit, min_rows, keep_copies)
-            options.update(checked_copies(*spare, layer))
+            options.update(checked_copies(spare_experts, limit, min_rows, keep_copies, layer))
             check_choices(experts, shared, gradients=gradients, weights=weights, windows=windows)
             num_experts = int64(num_experts, f"{who}: num_experts")
             topk, hidden = int64(topk, f"{who}: topk"), int64(hidden, f"{who}: hidden")
@@ -453,10 +447,9 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
                 }  # fmt: skip
                 check_layer(layer, num_experts, topk, hidden, max_tokens, given_more)
                 fixed_rows = layer.fixed_rows
-            check_experts(experts, num_experts, world, spare_experts != 0)
+            check_experts(experts, num_experts, world, spare_experts != 0, operations)
             if operations:
                 check_operations(fixed_rows, chunks, windows, layer_options)
-                check_recorded(experts, spare_experts != 0)
             return {
                 "layer": "made" if layer is None else "given", "chunks": chunks, **sizes,
                 "max_tokens": most, "hidden": hidden, "gradients": gradients, "weights": weights,
@@ -611,7 +604,6 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             number, x, chosen, weights, *needs, self._number
         )
         if self._copies:
-            check_recorded(self.experts, True)
             of_rows = row_weights if inside else None
             outputs = compute_recorded(self, ticket, rows, ends, of_rows, [recorded, *needs])
         else:
