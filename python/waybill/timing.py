@@ -272,7 +272,7 @@ def predict_step(
 
 
 def _of_plan(plan: Any) -> tuple[Any, int]:
-    """What the compiled part predicts, and its number of shards."""
+    """Returns the object that the compiled part predicts, and its number of shards."""
     if hasattr(plan, "qkv_plan") and hasattr(plan, "tables"):
         return plan.tables(), plan.qkv_plan.num_shards
     expected = "an AttentionPlan, a QkvPlan or a BatchPlan"

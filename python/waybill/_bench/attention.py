@@ -13,7 +13,7 @@ from .. import torch as waybill
 from .attention_ways import WAYS, ByHand, held_pieces, kernel_of
 from .ranks import Place, Rank, slowest_us
 
-_CHECKED_TOKENS = 48  # of a rank, in the batch of which every number is compared
+_CHECKED_TOKENS = 48  # tokens of each rank in the batch that is compared in full
 
 
 class Documents(NamedTuple):
@@ -24,7 +24,7 @@ class Documents(NamedTuple):
 
     @classmethod
     def of(cls, options: argparse.Namespace, place: Place) -> Documents:
-        """Lengths as given, or drawn from a distribution: 16384 tokens a rank, 512 on CPUs."""
+        """Lengths as given, or drawn from a distribution: 16384 tokens per rank, 512 on CPUs."""
         on_gpus = place.device == "cuda"
         text = options.attention
         if text.replace(",", "").isdigit():
@@ -81,7 +81,7 @@ class Batch:
         self.backward = not (rank.how == "copies" and rank.device.type == "cuda")
 
     def tables(self, way: str) -> Any:
-        """What a way needs to know about the batch."""
+        """Returns the tables of the batch that a way reads."""
         rank = self.rank
         if way == "Waybill":
             held = [held_pieces("contiguous", r, rank.size, self.lengths) for r in range(rank.size)]
@@ -100,8 +100,8 @@ class Batch:
         return torch.arange(mine, device=self.rank.device) + self.rank.rank * mine
 
     def step(self, way: str) -> Callable[[], list[torch.Tensor]]:
-        """A step, which makes the tables of the next one behind its calls; it returns the output
-        and the gradients of q, k and v.
+        """Returns a function that makes one step. It makes the tables of the next step after its
+        calls, and returns the output and the gradients of q, k and v.
         """
         tables = self.tables(way)
         here = self.token_rows(tables)

@@ -90,7 +90,7 @@ class ByHand:
         self.pieces = ranks[rank]
         counts = [sum(p.end - p.begin for p in held) for held in ranks]
         self.rows, self.most = counts[rank], max(counts)
-        where = torch.empty(sum(lengths), dtype=torch.int64)  # of each token, among those gathered
+        where = torch.empty(sum(lengths), dtype=torch.int64)  # row of each token after gathering
         for r, held in enumerate(ranks):
             at = r * self.most
             for _, begin, end in held:

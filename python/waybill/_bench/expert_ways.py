@@ -34,7 +34,7 @@ class Case:
         self.goes.scatter_(1, self.ids // self.local, True)  # to which ranks a token goes
 
     def wire_bytes(self) -> int:
-        """Of rows that leave this rank, each once for each destination."""
+        """Counts the rows that leave this rank, each once for each destination."""
         away = self.goes.sum() - self.goes[:, self.rank.rank].sum()
         return int(away) * self.hidden * 2
 
@@ -222,9 +222,9 @@ class NcclEP(Way):
         from nccl import core, ep  # type: ignore[import-not-found]
 
         rank, self.ep = case.rank, ep
-        told = rank.gather(bytes(core.get_unique_id().as_bytes) if rank.rank == 0 else None)
+        ids = rank.gather(bytes(core.get_unique_id().as_bytes) if rank.rank == 0 else None)
         self.comm = core.Communicator.init(
-            nranks=rank.size, rank=rank.rank, unique_id=core.UniqueId.from_bytes(told[0])
+            nranks=rank.size, rank=rank.rank, unique_id=core.UniqueId.from_bytes(ids[0])
         )
         tokens = len(case.x)
         most = tokens * rank.size

@@ -50,7 +50,7 @@ def measure(rank: Rank, sizes: Sizes, seconds: float) -> dict[str, Any]:
 
 
 def other_line(way: type[Way], case: Case, seconds: float) -> dict[str, Any]:
-    """Of a library that may be installed, and needs a GPU for each rank."""
+    """Returns the line of another library, which needs a GPU for each rank."""
     if case.rank.how == "copies":
         return {"way": way.name, "note": "needs 2 GPUs"}
     return line_of(way.name, way, case, seconds)

@@ -1,4 +1,4 @@
-"""What copies of hot experts cost and gain, before anything runs."""
+"""Predicts what copies of hot experts cost and gain."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .config import EPConfig
 from .even_experts import spare_options
 from .predict import choices_of, cost_options
 
-_FLOPS = 600e12  #: of a rank's grouped products, nominal
+_FLOPS = 600e12  #: operations per second of a rank's grouped products, nominal
 
 
 @dataclass(frozen=True)
 class ExpertStepSeconds:
     """One layer of experts in a step, seconds of the slowest rank."""
 
-    dispatch: float  #: of tokens, with counting; with copies planning, too
-    cached_dispatch: float  #: of gradients, by the known routing
-    combine: float  #: of sums, and of the gradients of tokens
+    dispatch: float  #: tokens travel, with counting; with copies planning, too
+    cached_dispatch: float  #: gradients travel by the known routing
+    combine: float  #: sums travel forward, gradients of tokens backward
     gemm: float  #: the experts' products forward; backward takes twice as long
     weights: float  #: a dispatch takes so much longer with the weights of copies on its links
     gradients: float  #: float32 gradients of copies home
@@ -39,7 +39,7 @@ class ExpertCopyPrices:
     rows_before: IntArray  #: [W] rows that each rank computes
     rows_after: IntArray
     num_copies: int
-    weight_bytes: int  #: of one expert
+    weight_bytes: int  #: weights of one expert
     explained: List[str]  #: sentences that say what the figures mean
 
 

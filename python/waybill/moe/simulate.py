@@ -159,7 +159,7 @@ class ExpertDispatch(OfThisProcess, Made):
     config: EPConfig
     recv_tokens: List[AnyArray]  #: [R, hidden], or as the payload's rows are
     recv_weights: Optional[List[AnyArray]]  #: [R]; of compact rows [R, topk]
-    recv_scales: Optional[List[Any]]  #: of R rows, as the payload's scales are
+    recv_scales: Optional[List[Any]]  #: [R, ...], in the form of the payload's scales
     recv_origin: List[IntArray]  #: [R, 3]: source rank, token, topk slot; -1 for padding
     layout: List[EPAllToAllLayoutDesc]
     splits: IntArray  #: [W, E + 1] topk slots of each expert by source; the last column is dropped

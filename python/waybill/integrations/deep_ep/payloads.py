@@ -21,7 +21,7 @@ class Rows(NamedTuple):
     x: torch.Tensor
     scales: Optional[torch.Tensor]
     payload: str
-    held_dtype: Optional[torch.dtype] = None  #: of the scales that the layer takes
+    held_dtype: Optional[torch.dtype] = None  #: dtype in which the layer takes the scales
 
     def held(self) -> Optional[torch.Tensor]:
         """Scales as the layer takes them. On the buffer's stream, as it may copy them."""
