@@ -20,11 +20,11 @@ from ._arrays import (
 )
 from ._errors import flat_names, said_by
 from ._lifetime import Made, OfThisProcess, forwarded
-from ._progress import progress
 from .costs import AttentionCosts, LinkSpeeds, check_speeds, predicted
 from .errors import InvalidArgument
 from .planner import AttentionPlan, _limit, _mask, _prefix, _world, in_words
 from .plans import QkvPlan
+from .simulate import progress
 
 __all__ = [
     "Comparison",

@@ -10,7 +10,7 @@ import torch
 from ... import _core
 from ...errors import InvalidArgument
 from ...moe.payloads import Payload, payload_of
-from ...torch.experts.payloads import torch_name
+from ...torch.experts.layer import torch_name
 
 _PACK = torch.int32  #: holds four scales of a byte, the first in the lowest bits
 
