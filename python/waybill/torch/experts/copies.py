@@ -43,6 +43,14 @@ class StackedExperts:
                     f" [{num_experts}, ...], all experts of this rank; or experts with the methods"
                     " expert_tensors and use_tensors"
                 )
+        for name, value in experts.named_buffers():
+            if value.ndim > 0 and value.shape[0] == num_experts:
+                raise InvalidArgument(
+                    f"{_WHO}: buffer {name} of experts has shape {list(value.shape)}, expected no"
+                    f" buffer of [{num_experts}, ...]: copies come without it, and would compute"
+                    " with that of home experts; or experts with the methods expert_tensors and"
+                    " use_tensors"
+                )
 
     def home(self) -> List[torch.Tensor]:
         """Differentiable tensors, whose gradients are those of home experts."""
