@@ -149,20 +149,14 @@ void add_document_options(Command command, Options& options) {
                             .excludes(distribution)
                             .excludes(lengths);
   lengths.excludes(distribution);
-<<<<<<< HEAD
-  command.option("--seed", options.seed, "Seed of the drawn lengths")
-      .value_name("N")
-      .check(check_seed)
-      .show_default()
-      .excludes(lengths)
-      .excludes(corpus);
-=======
-  add_seed_option(command, options, "Seed of the drawn lengths");
+  add_seed_option(command, options, "Seed of the drawn lengths").excludes(lengths).excludes(corpus);
 }
 
-void add_seed_option(Command command, Options& options, const std::string& text) {
-  command.option("--seed", options.seed, text).value_name("N").check(check_seed).show_default();
->>>>>>> main
+Option add_seed_option(Command command, Options& options, const std::string& text) {
+  return command.option("--seed", options.seed, text)
+      .value_name("N")
+      .check(check_seed)
+      .show_default();
 }
 
 void add_ranks_per_node(Command command, Options& options) {

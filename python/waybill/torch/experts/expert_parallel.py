@@ -36,8 +36,7 @@ from .copies import adapted, checked_copies
 from .copy_operations import check_recorded, compute_recorded
 from .device_copies import copies_for
 from .grouped import SwiGLUExperts, ends_within
-from .layer import EPAll2AllLayer
-from .presets import PRESETS, preset_options
+from .layer import PRESETS, EPAll2AllLayer, preset_options
 
 
 class Lane:
