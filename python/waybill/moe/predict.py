@@ -161,11 +161,11 @@ class ExpertCallPrediction:
     #: "grouped_dispatch", "cached_dispatch", "compact_combine", "summed_combine",
     #: "grouped_combine", "low_latency_dispatch" or "low_latency_combine"
     call: str
-    #: begin, the longer of network and beside_seconds + the longer of NVLink and blocks, and end
+    #: begin, the longer of network and overlapped_seconds + the longer of NVLink and blocks, and end
     seconds: float
     begin_seconds: float  #: before rows: launches, signals of all ranks, ids, counts
     #: rows to other nodes do not wait for it, where they are pipelined: counting, adding sums
-    beside_seconds: float
+    overlapped_seconds: float
     network_seconds: float  #: rows between nodes
     nvlink_seconds: float  #: rows inside the node
     block_seconds: float  #: bytes that multiprocessors store
