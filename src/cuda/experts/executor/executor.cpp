@@ -8,7 +8,7 @@
 
 #include "../../rank/gpu_rank.h"
 #include "../call_params.h"
-#include "../launch.h"
+#include "../kernels.h"
 #include "../nodes/nodes.h"
 #include "../spare/spare.h"
 #include "../tables.h"
