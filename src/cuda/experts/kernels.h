@@ -411,18 +411,6 @@ struct PushParams {
 };
 static_assert(sizeof(PushParams) <= 4096);
 
-/// Parameters of a barrier between ranks [first, first + count). Rank r raises slot r in the
-/// signals of each other rank.
-struct BarrierParams {
-  std::int32_t rank;
-  std::int32_t first;
-  std::int32_t count;
-  std::uint64_t* epoch;  ///< number of barriers that have ended, on this device
-  FaultSink sink;
-  std::uint64_t* own;          ///< this rank's slots
-  Peers<std::uint64_t> peers;  ///< slots of each rank
-};
-
 /// Partial sums of a weight's gradient: gradient_partial_sums, for the device.
 inline constexpr int weight_gradient_sums = 256;
 
@@ -557,11 +545,6 @@ cudaError_t prepare_quantize(std::string_view format, DType dtype);
 /// Converts rows of `dtype` to a format, bit for bit as quantize_row(). It waits for nobody.
 cudaError_t launch_quantize(const QuantizeParams& params, std::string_view format, DType dtype,
                             cudaStream_t stream);
-
-/// Loads the barrier's kernel, see above.
-cudaError_t prepare_barrier();
-
-cudaError_t launch_barrier(const BarrierParams& params, cudaStream_t stream);
 
 cudaError_t prepare_weight_gradient(DType tokens, DType weights);
 

@@ -1,7 +1,5 @@
 #include <algorithm>
 
-#include "../device/peers.cuh"
-#include "../device/signal.cuh"
 #include "kernels.h"
 #include "placement.cuh"
 
@@ -103,24 +101,6 @@ int route_blocks(const MoeShape& shape, int num_sms) {
 
 namespace {
 
-/// Ranks wait for each other. One warp. The kernel counts the epoch, so that a graph may replay it.
-__global__ void __launch_bounds__(32) barrier_kernel(const __grid_constant__ BarrierParams p) {
-  const std::uint64_t epoch = *p.epoch + 1;
-  __syncwarp();
-  __threadfence_system();
-  const auto lane = static_cast<std::int32_t>(threadIdx.x);
-  for (std::int32_t i = lane; i < p.count; i += 32) {
-    if (p.first + i != p.rank) signal(peer_at(p.peers, p.first + i) + p.rank, epoch);
-  }
-  for (std::int32_t i = lane; i < p.count; i += 32) {
-    const std::int32_t peer = p.first + i;
-    if (peer == p.rank) continue;
-    wait_until(p.own + peer, epoch, FaultKind::barrier, p.rank, peer, p.sink);
-  }
-  __syncwarp();
-  if (lane == 0) *p.epoch = epoch;
-}
-
 template <bool Nodes>
 cudaError_t prepare_route_for() {
   const cudaError_t status = load_kernels(enter_kernel<Nodes>, realign_moe_kernel);
@@ -157,13 +137,6 @@ cudaError_t launch_enter(const EnterParams& params, int blocks, bool early, cuda
   const auto kernel = params.shape.num_nodes > 1 ? enter_kernel<true> : enter_kernel<false>;
   return launch_kernel(kernel, static_cast<unsigned>(blocks), enter_threads, 0, early, stream,
                        params);
-}
-
-cudaError_t prepare_barrier() { return load_kernels(barrier_kernel); }
-
-cudaError_t launch_barrier(const BarrierParams& params, cudaStream_t stream) {
-  barrier_kernel<<<1, 32, 0, stream>>>(params);
-  return cudaGetLastError();
 }
 
 // The low-latency route: each rank sends its ids to all ranks, which then count and place the
