@@ -20,7 +20,9 @@ from ..errors import InvalidArgument, Unsupported
 
 
 def refuse_tangent(value: torch.Tensor, name: str) -> None:
-    """A tensor of forward-mode AD, whose tangent would be lost where rows are read as bytes."""
+    """A tensor of forward-mode AD, whose tangent would be lost where rows are read as bytes, or of
+    torch.func, whose elements lie elsewhere.
+    """
     if torch.compiler.is_compiling():  # there are none in compiled programs
         return
     unpacked = torch.autograd.forward_ad.unpack_dual(value)  # type: ignore[no-untyped-call]
@@ -28,6 +30,12 @@ def refuse_tangent(value: torch.Tensor, name: str) -> None:
         raise Unsupported(
             f"{name} has a tangent, expected none: calls of Waybill have no derivatives in forward"
             " mode"
+        )
+    func = torch._C._functorch
+    if func.is_gradtrackingtensor(value) or func.is_batchedtensor(value):
+        raise Unsupported(
+            f"{name} is a tensor of torch.func, as of grad or vmap, expected one without: calls of"
+            " Waybill have derivatives by autograd alone"
         )
 
 
