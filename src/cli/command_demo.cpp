@@ -2,7 +2,6 @@
 #include <chrono>
 #include <functional>
 
-#include "documents.h"
 #include "plans.h"
 #include "report/format.h"
 #include "waybill/json/plan_json.h"
@@ -281,7 +280,8 @@ int run_demo(const Options& given, Command command, Program& program) {
                        hardware_text(steps.back().step.options), "\n"));
   ReportContext context = report_context(job, options, program.command_line);
   context.steps = steps;
-  write_html(options, job.plan, job.routing, job.summary, context, console);
+  if (!options.html.empty())
+    write_html(options, html_report(job.plan, job.routing, job.summary, context), console);
   write_trace(options, steps, console);
   if (!job.passed() || !gpus_right) {
     console.print_error("the checks above found something wrong");

@@ -1,4 +1,3 @@
-#include <netdb.h>
 #include <sys/resource.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -7,7 +6,6 @@
 #include <array>
 #include <cstdlib>
 #include <filesystem>
-#include <memory>
 #include <optional>
 #include <thread>
 
@@ -16,6 +14,7 @@
 #include "options.h"
 #include "program.h"
 #include "report/format.h"
+#include "transport/bootstrap/tcp/socket.h"
 #include "transport/peer_transport.h"
 #include "waybill/transport/bootstrap.h"
 
@@ -57,29 +56,13 @@ std::string text_of(std::optional<std::int64_t> limit) {
   return limit ? std::to_string(*limit) : "unlimited";
 }
 
+/// None where the name is not known.
 std::vector<std::string> addresses_of(const std::string& name) {
-  addrinfo hints{};
-  hints.ai_family = AF_UNSPEC;
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  if (getaddrinfo(name.c_str(), nullptr, &hints, &found) != 0) return {};
-  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, freeaddrinfo);
-  std::vector<std::string> addresses;
-  for (const addrinfo* at = found; at != nullptr; at = at->ai_next) {
-    std::array<char, NI_MAXHOST> text{};
-    if (getnameinfo(at->ai_addr, at->ai_addrlen, text.data(), text.size(), nullptr, 0,
-                    NI_NUMERICHOST) != 0) {
-      continue;
-    }
-    if (std::ranges::find(addresses, text.data()) == addresses.end()) {
-      addresses.emplace_back(text.data());
-    }
+  try {
+    return detail::addresses_of(name);
+  } catch (const TransportError&) {
+    return {};
   }
-  return addresses;
-}
-
-bool is_loopback(const std::string& address) {
-  return address.starts_with("127.") || address == "::1";
 }
 
 CheckLine host_name_line(const std::string& name, const std::vector<std::string>& addresses) {
@@ -88,7 +71,7 @@ CheckLine host_name_line(const std::string& name, const std::vector<std::string>
     return {"host name", host + ", which resolves to no address",
             "other hosts cannot meet here by this name: give them an address in MASTER_ADDR "
             "or WAYBILL_RENDEZVOUS, or add the name to /etc/hosts"};
-  if (!std::ranges::all_of(addresses, is_loopback))
+  if (!std::ranges::all_of(addresses, detail::is_loopback))
     return {"host name", concat(host, " -> ", addresses.front())};
   return {"host name", concat(host, " -> ", addresses.front(), " (loopback)"),
           "rank 0 of this name then listens on all addresses; other hosts need an address "

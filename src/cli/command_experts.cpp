@@ -4,9 +4,7 @@
 #include <memory>
 #include <tuple>
 
-#include "core/printable.h"
-#include "options.h"
-#include "program.h"
+#include "plans.h"
 #include "report/format.h"
 #include "waybill/core/random.h"
 #include "waybill/core/topology.h"
@@ -351,8 +349,7 @@ void show_copies(const ExpertsOptions& o, const EPConfig& config, EPDispatchOpti
                         options.min_rows, " rows, in tiles of ", options.expert_alignment)},
       {"Links", concat(format_si(calls.links.nvlink_bytes_per_second), "B/s NVLink, ",
                        format_si(calls.links.network_bytes_per_second), "B/s network")}};
-  write_file(o.html, expert_copies_report(copies, costs, context));
-  program.console.print(concat("\nReport: ", printable_line(o.html), " (open it in a browser)\n"));
+  write_html(o, expert_copies_report(copies, costs, context), program.console);
 }
 
 std::string assumed_text(const ExpertsOptions& o, const LinkSpeeds& links) {
@@ -422,6 +419,23 @@ void add_layer_options(Command command, ExpertsOptions& o) {
       .show_default();
 }
 
+void add_drawing_options(Command command, ExpertsOptions& o) {
+  command.number("--tokens", o.tokens, 1, std::int64_t{1} << 24, "Tokens per rank");
+  command.number("--topk", o.topk, 1, max_topk, "Experts per token, all different");
+  command
+      .option(
+          "--skew", o.skew,
+          "0: all experts are equally likely; X: the n-th is 1/n^X times as likely as the first")
+      .value_name("X")
+      .real_between(0, 10)
+      .show_default();
+  command.number("--groups", o.num_groups, 1, std::int32_t{1} << 20,
+                 "Number of groups of consecutive experts, such as one per node");
+  command.number("--top-groups", o.top_groups, 1, std::int32_t{1} << 20,
+                 "Most groups that the experts of a token may be in");
+  add_seed_option(command, o, "Seed of the drawn ids");
+}
+
 void add_id_options(Command command, ExpertsOptions& o) {
   Option counts = command.file(
       "--counts", o.counts_path,
@@ -434,37 +448,9 @@ void add_id_options(Command command, ExpertsOptions& o) {
       "token, or JSON (a list of a list per token, or an object with it as \"ids\"). Ranks get "
       "equal parts, in order. - is standard input");
   file.excludes(counts);
-  command.number("--tokens", o.tokens, 1, std::int64_t{1} << 24, "Tokens per rank")
-      .excludes(file)
-      .excludes(counts);
-  command.number("--topk", o.topk, 1, max_topk, "Experts per token, all different")
-      .excludes(file)
-      .excludes(counts);
-  command
-      .option(
-          "--skew", o.skew,
-          "0: all experts are equally likely; X: the n-th is 1/n^X times as likely as the first")
-      .value_name("X")
-      .real_between(0, 10)
-      .show_default()
-      .excludes(file)
-      .excludes(counts);
-  command
-      .number("--groups", o.num_groups, 1, std::int32_t{1} << 20,
-              "Number of groups of consecutive experts, such as one per node")
-      .excludes(file)
-      .excludes(counts);
-  command
-      .number("--top-groups", o.top_groups, 1, std::int32_t{1} << 20,
-              "Most groups that the experts of a token may be in")
-      .excludes(file)
-      .excludes(counts);
-  command.option("--seed", o.seed, "Seed of the drawn ids")
-      .value_name("N")
-      .check(check_seed)
-      .show_default()
-      .excludes(file)
-      .excludes(counts);
+  add_drawing_options(command, o);
+  for (const char* name : {"--tokens", "--topk", "--skew", "--groups", "--top-groups", "--seed"})
+    command.option_named(name).excludes(file).excludes(counts);
 }
 
 void add_call_options(Command command, ExpertsOptions& o) {

@@ -1,4 +1,3 @@
-#include "documents.h"
 #include "plans.h"
 #include "report/format.h"
 #include "waybill/cost_model/predict_step.h"
@@ -292,7 +291,11 @@ void add_compare_command(Command app, Program& program) {
       .option("--world-size", options.world_sizes,
               "Number of ranks; several, such as 2,4,8,16,32, are a line each")
       .value_name("N,...")
-      .check(check_world_sizes)
+      .check([](const std::string& sizes) {
+        if (parse_world_sizes(sizes)) return std::string();
+        return concat("got ", sizes, ", expected 1..", max_world_size,
+                      ", or several with commas between them");
+      })
       .show_default();
   add_plan_options(command, options, "");
   add_row_options(command, options);

@@ -1,4 +1,3 @@
-#include "documents.h"
 #include "plans.h"
 #include "report/format.h"
 #include "waybill/json/plan_json.h"

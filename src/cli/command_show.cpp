@@ -2,6 +2,7 @@
 
 #include "plans.h"
 #include "report/format.h"
+#include "routing/homes.h"
 #include "waybill/report/plan_summary.h"
 
 namespace waybill::cli {
@@ -15,12 +16,11 @@ std::string shard_lines(const QkvPlan& plan, std::int32_t rank) {
   std::vector<std::int64_t> position(plan.num_shards());
   std::vector<std::int64_t> first_token(plan.num_shards());
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    const std::int64_t begin = plan.doc_shard_offsets[d];
+    std::int64_t place = 0;
     std::int64_t token = 0;
-    for (std::int64_t i = begin; i < plan.doc_shard_offsets[d + 1]; ++i) {
-      const std::int32_t shard = plan.doc_shards[i];
+    for (const std::int32_t shard : detail::shards_of(plan, d)) {
       document[shard] = d;
-      position[shard] = i - begin;
+      position[shard] = place++;
       first_token[shard] = token;
       token += plan.shard_len[shard];
     }

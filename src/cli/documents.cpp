@@ -1,5 +1,3 @@
-#include "documents.h"
-
 #include <algorithm>
 #include <array>
 #include <filesystem>
@@ -7,7 +5,7 @@
 #include <system_error>
 
 #include "core/printable.h"
-#include "program.h"
+#include "plans.h"
 #include "report/format.h"
 #include "waybill/json/length_distribution_json.h"
 #include "waybill/routing/generators.h"

@@ -44,6 +44,16 @@ std::string check_dtype(const std::string& name) {
   }
 }
 
+/// A whole number of 64 bits without a sign, as it stands. Read as one alone, -1 wraps around, and
+/// a number that is too large becomes the largest.
+std::string check_seed(const std::string& text) {
+  std::uint64_t number = 0;
+  const char* const end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data(), end, number);
+  if (error == std::errc() && rest == end) return "";
+  return concat("got ", text, ", expected 0..2^64 - 1");
+}
+
 std::optional<double> bytes_per_second(const std::string& text) {
   double number = 0;
   const char* const end = text.data() + text.size();
@@ -139,10 +149,11 @@ void add_document_options(Command command, Options& options) {
       .excludes(distribution)
       .excludes(lengths);
   lengths.excludes(distribution);
-  command.option("--seed", options.seed, "Seed of the drawn lengths")
-      .value_name("N")
-      .check(check_seed)
-      .show_default();
+  add_seed_option(command, options, "Seed of the drawn lengths");
+}
+
+void add_seed_option(Command command, Options& options, const std::string& text) {
+  command.option("--seed", options.seed, text).value_name("N").check(check_seed).show_default();
 }
 
 void add_ranks_per_node(Command command, Options& options) {
@@ -260,14 +271,6 @@ void add_trace_option(Command command, Options& options) {
             "Write the predicted timelines for Perfetto or chrome://tracing (JSON)");
 }
 
-std::string check_seed(const std::string& text) {
-  std::uint64_t number = 0;
-  const char* const end = text.data() + text.size();
-  const auto [rest, error] = std::from_chars(text.data(), end, number);
-  if (error == std::errc() && rest == end) return "";
-  return concat("got ", text, ", expected 0..2^64 - 1");
-}
-
 std::optional<std::vector<std::int64_t>> parse_world_sizes(const std::string& text) {
   std::vector<std::int64_t> numbers;
   for (std::size_t begin = 0; begin <= text.size();) {
@@ -278,12 +281,6 @@ std::optional<std::vector<std::int64_t>> parse_world_sizes(const std::string& te
     begin = end + 1;
   }
   return numbers;
-}
-
-std::string check_world_sizes(const std::string& text) {
-  if (parse_world_sizes(text)) return "";
-  return concat("got ", text, ", expected 1..", max_world_size,
-                ", or several with commas between them");
 }
 
 std::optional<double> parse_rate(const std::string& text) {

@@ -111,6 +111,7 @@ Option add_rank_option(Command command, Options& options, const std::string& tex
 void add_compact_flag(Command command, Options& options);
 
 void add_document_options(Command command, Options& options);
+void add_seed_option(Command command, Options& options, const std::string& text);
 /// @param ranks_name the option for the number of ranks; empty: none
 void add_plan_options(Command command, Options& options,
                       const std::string& ranks_name = "--world-size");
@@ -125,10 +126,6 @@ void add_link_options(Command command, Options& options);
 void add_hardware_options(Command command, Options& options);
 void add_trace_option(Command command, Options& options);
 
-/// A check of an option: a whole number of 64 bits without a sign, as it stands. Read as one alone,
-/// -1 wraps around, and a number that is too large becomes the largest.
-[[nodiscard]] std::string check_seed(const std::string& text);
-
 /// Bytes per second from "50GB/s", "400Gbit/s", "400Gbps", "345" (GB/s); units B, kB, MB, GB, TB,
 /// and bit or b in place of B; "ps" or "/s". None when it is something else, or a speed that makes
 /// no sense.
@@ -136,8 +133,5 @@ void add_trace_option(Command command, Options& options);
 
 /// "2,4,8": at least one number, each 1 to max_world_size; none for another text.
 [[nodiscard]] std::optional<std::vector<std::int64_t>> parse_world_sizes(const std::string& text);
-
-/// A complaint, "" where it is right.
-[[nodiscard]] std::string check_world_sizes(const std::string& text);
 
 }  // namespace waybill::cli

@@ -6,9 +6,8 @@
 #include <memory>
 
 #include "core/printable.h"
-#include "documents.h"
 #include "report/format.h"
-#include "routing/kv_copies.h"
+#include "routing/homes.h"
 #include "waybill/json/file.h"
 #include "waybill/json/plan_json.h"
 #include "waybill/planner/planner.h"
@@ -19,21 +18,12 @@ namespace {
 /// Throws unless the dense form, which has W x (W + 1) and W x S x C entries, can be written.
 void check_dense_size(const QkvPlan& plan, const QkvRouting& routing) {
   constexpr std::int64_t max_cells = std::int64_t{1} << 27;
-  std::int64_t max_shards = 0;
-  for (std::int64_t w = 0; w < plan.world_size; ++w) {
-    max_shards = std::max(max_shards, plan.rank_shard_offsets[w + 1] - plan.rank_shard_offsets[w]);
-  }
-  std::int64_t max_entries = max_shards;
-  for (const SparseMetadata* table : {&routing.rev_q, &routing.rev_kv}) {
-    for (std::int64_t w = 0; w < plan.world_size; ++w) {
-      max_entries = std::max(max_entries, table->rank_offsets[w + 1] - table->rank_offsets[w]);
-    }
-  }
-  std::int64_t max_copies = 1;
-  for (std::int64_t entry = 0; entry < routing.fwd_kv.num_entries(); ++entry) {
-    max_copies = std::max(max_copies, routing.fwd_kv.destination_end(entry) -
-                                          routing.fwd_kv.destination_begin(entry));
-  }
+  const std::int64_t max_shards = detail::largest_part(plan.rank_shard_offsets);
+  const std::int64_t max_entries =
+      std::max({max_shards, detail::largest_part(routing.rev_q.rank_offsets),
+                detail::largest_part(routing.rev_kv.rank_offsets)});
+  const std::int64_t max_copies =
+      std::max<std::int64_t>(1, detail::largest_part(routing.fwd_kv.copy_offsets));
   const double world = plan.world_size;
   const double cells = world * (world + 1) + world * static_cast<double>(max_entries) +
                        world * static_cast<double>(max_shards) * static_cast<double>(max_copies);
@@ -130,7 +120,7 @@ Metadata& table_of(E2eMetadata& metadata, std::string_view name) {
 void check_routing_size(const QkvPlan& plan) {
   const auto d = detail::document_of_too_many_copies(plan);
   if (!d) return;
-  const std::int64_t n = plan.doc_shard_offsets[*d + 1] - plan.doc_shard_offsets[*d];
+  const std::int64_t n = std::ssize(detail::shards_of(plan, *d));
   throw Unsupported(concat("the plan may need more than ", format_count(detail::max_kv_copies),
                            " copies of KV shards (document ", *d, " has ", format_count(n),
                            " shards); use fewer shards, or --kv-layout per_rank"));
@@ -209,10 +199,8 @@ void write_trace(const Options& options, const std::vector<NamedStep>& steps, Co
       concat("\nTrace: ", printable_line(options.trace), " (open it at ui.perfetto.dev)\n"));
 }
 
-void write_html(const Options& options, const QkvPlan& plan, const QkvRouting& routing,
-                const PlanSummary& summary, const ReportContext& context, Console& console) {
-  if (options.html.empty()) return;
-  write_file(options.html, html_report(plan, routing, summary, context));
+void write_html(const Options& options, const std::string& page, Console& console) {
+  write_file(options.html, page);
   console.print(concat("\nReport: ", printable_line(options.html), " (open it in a browser)\n"));
 }
 
@@ -230,7 +218,7 @@ void write_step_html(const Options& options, const StepJob& job,
   context.steps = steps;
   const PlanSummary summary =
       summarize(job.plan, routing, {.q = model.q_row_bytes(), .kv = model.kv_row_bytes()});
-  write_html(options, job.plan, routing, summary, context, program.console);
+  write_html(options, html_report(job.plan, routing, summary, context), program.console);
 }
 
 DispatchCheck run_checked(const QkvPlan& plan, const QkvRouting& routing, const Options& options,

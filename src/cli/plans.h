@@ -22,6 +22,22 @@
 
 namespace waybill::cli {
 
+/// Document lengths that fit a plan, and how they came about.
+struct Documents {
+  std::vector<std::int64_t> lengths;
+  std::string origin;                ///< one line
+  std::vector<std::string> remarks;  ///< which were skipped, cut, left out; which rows stay empty
+  PlannerOptions plan;               ///< with tokens_per_rank decided
+};
+
+/// Reads or draws the documents and fits them into the ranks.
+/// @throws UsageError for options that do not go together, and where the ranks have no room for all
+/// tokens unless options.cut; IoError for a file that cannot be read.
+[[nodiscard]] Documents load_documents(const Options& options);
+
+/// The rule by which --corpus counts tokens, for --help and reports.
+[[nodiscard]] std::string corpus_rule();
+
 /// A JSON file of ours: a plan; a plan with its metadata; or one metadata.
 struct DispatchFile {
   std::string name;  ///< for messages
@@ -79,9 +95,8 @@ struct StepJob {
 /// Writes the trace where one is asked for, and says so.
 void write_trace(const Options& options, const std::vector<NamedStep>& steps, Console& console);
 
-/// Writes the page where one is asked for, and says so.
-void write_html(const Options& options, const QkvPlan& plan, const QkvRouting& routing,
-                const PlanSummary& summary, const ReportContext& context, Console& console);
+/// Writes the page that is asked for, and says so.
+void write_html(const Options& options, const std::string& page, Console& console);
 
 /// The report of a plan with its timelines, where one is asked for.
 void write_step_html(const Options& options, const StepJob& job,

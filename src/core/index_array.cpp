@@ -44,43 +44,20 @@ std::size_t unsigned_size(std::int64_t size) { return static_cast<std::size_t>(s
 
 /// Widens any element type; `uint64` values over 2^63 - 1 are refused.
 template <class T>
-std::int64_t widen(const T& value) {
+std::int64_t widen(T value) {
   if constexpr (std::is_same_v<T, std::uint64_t>) {
     require(value <= static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()),
             "IndexArray: uint64 value = ", value, ", expected at most 2^63 - 1");
-    return static_cast<std::int64_t>(value);
-  } else if constexpr (std::is_integral_v<T>) {
-    return static_cast<std::int64_t>(value);
-  } else {
-    return value.value;
   }
-}
-
-/// The integer that an element is, of its own type where it is no flag.
-template <class T>
-auto plain(const T& value) {
-  if constexpr (std::is_integral_v<T>) {
-    return value;
-  } else {
-    return static_cast<std::int64_t>(value.value);
-  }
+  return static_cast<std::int64_t>(value);
 }
 
 template <class T, class Value>
 bool fits(Value value) {
-  if constexpr (std::is_integral_v<T>) {
+  if constexpr (std::is_same_v<T, std::uint8_t>) {
+    return value == 0 || value == 1;  // a bool
+  } else {
     return std::in_range<T>(value);
-  } else {
-    return value == 0 || value == 1;
-  }
-}
-
-template <class T, class Value>
-T narrow(Value value) {
-  if constexpr (std::is_integral_v<T>) {
-    return static_cast<T>(value);
-  } else {
-    return T{static_cast<std::uint8_t>(value)};
   }
 }
 
@@ -109,7 +86,7 @@ IndexArray::Storage IndexArray::make_storage(DType dtype, std::int64_t size) {
     case DType::uint64:
       return detail::TableVector<std::uint64_t>(n);
     case DType::boolean:
-      return detail::TableVector<Flag>(n);
+      return detail::TableVector<std::uint8_t>(n);
     default:
       throw_invalid("IndexArray: dtype = ", dtype,
                     ", expected bool, int32, uint32, int64 or uint64");
@@ -251,12 +228,12 @@ IndexArray IndexArray::to(DType dtype, const char* name) const {
       [&](const auto& source, auto& target) {
         using T = typename std::remove_reference_t<decltype(target)>::value_type;
         for (std::size_t i = 0; i < target.size(); ++i) {
-          const auto value = plain(source[i]);
+          const auto value = +source[i];  // a byte is no character
           if (!fits<T>(value)) [[unlikely]] {
             throw_invalid(name, to_string(position_of(i, shape_)), " = ", value, " does not fit ",
                           dtype);
           }
-          target[i] = narrow<T>(value);
+          target[i] = static_cast<T>(value);
         }
       },
       storage_, result.storage_);

@@ -12,37 +12,27 @@ namespace waybill::detail {
 // How each dtype that is summed is stored, and what it is summed in: device/number.cuh has the same
 // for the device.
 
-struct Float32 {
-  static constexpr DType dtype = DType::float32;
-  using Stored = float;
-  using Sum = float;
+template <DType stored_as, class Real>
+struct WideNumber {
+  static constexpr DType dtype = stored_as;
+  using Stored = Real;
+  using Sum = Real;
   static Sum load(Stored value) noexcept { return value; }
   static Stored round(Sum value) noexcept { return value; }
 };
+using Float32 = WideNumber<DType::float32, float>;
+using Float64 = WideNumber<DType::float64, double>;
 
-struct Float64 {
-  static constexpr DType dtype = DType::float64;
-  using Stored = double;
-  using Sum = double;
-  static Sum load(Stored value) noexcept { return value; }
-  static Stored round(Sum value) noexcept { return value; }
-};
-
-struct BFloat16 {
-  static constexpr DType dtype = DType::bfloat16;
+template <DType stored_as, auto to_float, auto from_float>
+struct HalfNumber {
+  static constexpr DType dtype = stored_as;
   using Stored = std::uint16_t;
   using Sum = float;
-  static Sum load(Stored value) noexcept { return bfloat16_to_float(value); }
-  static Stored round(Sum value) noexcept { return float_to_bfloat16(value); }
+  static Sum load(Stored value) noexcept { return to_float(value); }
+  static Stored round(Sum value) noexcept { return from_float(value); }
 };
-
-struct Float16 {
-  static constexpr DType dtype = DType::float16;
-  using Stored = std::uint16_t;
-  using Sum = float;
-  static Sum load(Stored value) noexcept { return float16_to_float(value); }
-  static Stored round(Sum value) noexcept { return float_to_float16(value); }
-};
+using BFloat16 = HalfNumber<DType::bfloat16, bfloat16_to_float, float_to_bfloat16>;
+using Float16 = HalfNumber<DType::float16, float16_to_float, float_to_float16>;
 
 /// Calls `use` with the number of a dtype that is summed; not for other dtypes.
 /// @return whether it is one

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <functional>
 #include <span>
 
 #include "waybill/core/error.h"
@@ -12,14 +13,25 @@ namespace {
 
 constexpr std::size_t piece = 1024;  // elements that are converted together
 
-/// Whether `dtype` is one of those of convert_floats.
-bool is_converted(DType dtype) {
+/// Calls use(element, to float, from float) for a dtype of convert_floats; not for others.
+/// @return whether it is one
+template <class Use>
+bool for_float(DType dtype, const Use& use) {
   switch (dtype) {
     case DType::float32:
+      use(float{}, std::identity(), std::identity());
+      return true;
     case DType::bfloat16:
+      use(std::uint16_t{}, bfloat16_to_float, float_to_bfloat16);
+      return true;
     case DType::float16:
+      use(std::uint16_t{}, float16_to_float, float_to_float16);
+      return true;
     case DType::float8_e4m3fn:
+      use(std::uint8_t{}, float8_e4m3fn_to_float, float_to_float8_e4m3fn);
+      return true;
     case DType::float8_e5m2:
+      use(std::uint8_t{}, float8_e5m2_to_float, float_to_float8_e5m2);
       return true;
     default:
       return false;
@@ -27,48 +39,24 @@ bool is_converted(DType dtype) {
 }
 
 void load(const ConstTensorView& from, std::size_t first, std::span<float> values) {
-  const auto widen = [&]<class Stored>(Stored /*tag*/, auto to_float) {
+  for_float(from.dtype, [&]<class Stored>(Stored /*tag*/, auto to_float, auto /*from_float*/) {
     std::ranges::transform(from.as<Stored>().subspan(first, values.size()), values.begin(),
                            to_float);
-  };
-  switch (from.dtype) {
-    case DType::bfloat16:
-      return widen(std::uint16_t{}, bfloat16_to_float);
-    case DType::float16:
-      return widen(std::uint16_t{}, float16_to_float);
-    case DType::float8_e4m3fn:
-      return widen(std::uint8_t{}, float8_e4m3fn_to_float);
-    case DType::float8_e5m2:
-      return widen(std::uint8_t{}, float8_e5m2_to_float);
-    default:
-      return widen(float{}, [](float value) { return value; });
-  }
+  });
 }
 
 void store(std::span<const float> values, const TensorView& to, std::size_t first) {
-  const auto narrow = [&]<class Stored>(Stored /*tag*/, auto from_float) {
+  for_float(to.dtype, [&]<class Stored>(Stored /*tag*/, auto /*to_float*/, auto from_float) {
     std::ranges::transform(values, to.as<Stored>().subspan(first, values.size()).begin(),
                            from_float);
-  };
-  switch (to.dtype) {
-    case DType::bfloat16:
-      return narrow(std::uint16_t{}, float_to_bfloat16);
-    case DType::float16:
-      return narrow(std::uint16_t{}, float_to_float16);
-    case DType::float8_e4m3fn:
-      return narrow(std::uint8_t{}, float_to_float8_e4m3fn);
-    case DType::float8_e5m2:
-      return narrow(std::uint8_t{}, float_to_float8_e5m2);
-    default:
-      return narrow(float{}, [](float value) { return value; });
-  }
+  });
 }
 
 }  // namespace
 
 void convert_floats(const ConstTensorView& from, const TensorView& to) {
   for (const DType dtype : {from.dtype, to.dtype}) {
-    require(is_converted(dtype), "convert_floats: got ", dtype_name(dtype),
+    require(for_float(dtype, [](auto...) {}), "convert_floats: got ", dtype_name(dtype),
             ", expected float32, bfloat16, float16, float8_e4m3fn or float8_e5m2");
   }
   require(from.shape == to.shape, "convert_floats: to has shape ", to_string(to.shape),

@@ -2,7 +2,7 @@
 #include <optional>
 #include <utility>
 
-#include "routing/kv_copies.h"
+#include "routing/homes.h"
 #include "waybill/core/error.h"
 #include "waybill/cost_model/predict_step.h"
 #include "waybill/cost_model/predict_ulysses.h"

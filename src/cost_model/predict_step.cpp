@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <numeric>
 #include <unordered_map>
 
+#include "core/checks.h"
 #include "flows.h"
 #include "planner/node_routes.h"
 #include "routing/homes.h"
@@ -248,12 +248,6 @@ StepPrediction predict_plan(const TimedPlan& timed, const StepOptions& options, 
   return step;
 }
 
-/// @throws InvalidArgument unless `got` is finite and above 0, or 0 where `zero_too`
-void check_number(const char* who, const char* field, double got, bool zero_too) {
-  require(std::isfinite(got) && (zero_too ? got >= 0 : got > 0), who, ": ", field, " = ", got,
-          ", expected a number ", zero_too ? ">= 0" : "> 0");
-}
-
 }  // namespace
 
 std::string_view to_string(StepPhase phase) {
@@ -294,8 +288,7 @@ std::unique_ptr<TimedPlan> timed_plan(const QkvPlan& plan, const RelaySchedule* 
   timed.position.resize(timed.home.size());
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     std::int64_t position = 0;
-    for (std::int64_t i = plan.doc_shard_offsets[d]; i < plan.doc_shard_offsets[d + 1]; ++i) {
-      const std::size_t shard = plan.doc_shards[i];
+    for (const std::int32_t shard : detail::shards_of(plan, d)) {
       timed.document[shard] = static_cast<std::int32_t>(d);
       timed.position[shard] = position;
       position += plan.shard_len[shard];
@@ -368,15 +361,14 @@ void StepOptions::check(const char* who) const {
   options.mask = mask;
   options.hardware = hardware;
   options.check(who);
-  check_number(who, "costs.phase_seconds", costs.phase_seconds, true);
-  check_number(who, "costs.pull_share", costs.pull_share, false);
-  check_number(who, "costs.forward_share", costs.forward_share, false);
-  check_number(who, "costs.network_message_seconds", costs.network_message_seconds, true);
-  check_number(who, "costs.network_post_seconds", costs.network_post_seconds, true);
-  require(costs.forward_chunk_bytes >= 0, who,
-          ": costs.forward_chunk_bytes = ", costs.forward_chunk_bytes, ", expected >= 0");
-  check_number(who, "costs.forward_flops_per_second", costs.forward_flops_per_second, false);
-  check_number(who, "costs.backward_flops_per_second", costs.backward_flops_per_second, false);
+  detail::check_not_negative(who, "costs.phase_seconds", costs.phase_seconds);
+  detail::check_positive(who, "costs.pull_share", costs.pull_share);
+  detail::check_positive(who, "costs.forward_share", costs.forward_share);
+  detail::check_not_negative(who, "costs.network_message_seconds", costs.network_message_seconds);
+  detail::check_not_negative(who, "costs.network_post_seconds", costs.network_post_seconds);
+  detail::check_at_least(who, "costs.forward_chunk_bytes", costs.forward_chunk_bytes, 0);
+  detail::check_positive(who, "costs.forward_flops_per_second", costs.forward_flops_per_second);
+  detail::check_positive(who, "costs.backward_flops_per_second", costs.backward_flops_per_second);
 }
 
 namespace {

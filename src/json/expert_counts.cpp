@@ -1,5 +1,4 @@
 #include <bit>
-#include <cmath>
 #include <cstring>
 #include <optional>
 
@@ -22,22 +21,15 @@ constexpr std::int64_t max_count = std::int64_t{1} << 53;
 }
 
 /// Counts must be integers >= 0; floats are taken where they are integral.
-std::int64_t count_from(double value, std::int64_t row, std::int64_t column,
+template <class Number>
+std::int64_t count_from(Number value, std::int64_t row, std::int64_t column,
                         std::string_view origin) {
-  if (!(value >= 0 && value <= static_cast<double>(max_count)) || value != std::floor(value)) {
+  const bool in_range = value >= 0 && value <= static_cast<Number>(max_count);
+  if (!in_range || static_cast<Number>(static_cast<std::int64_t>(value)) != value) {
     fail(origin, concat("rows of rank ", row, " for expert ", column, " = ", value,
                         ", expected an integer from 0 to 2^53"));
   }
   return static_cast<std::int64_t>(value);
-}
-
-std::int64_t count_from(std::int64_t value, std::int64_t row, std::int64_t column,
-                        std::string_view origin) {
-  if (value < 0 || value > max_count) {
-    fail(origin, concat("rows of rank ", row, " for expert ", column, " = ", value,
-                        ", expected an integer from 0 to 2^53"));
-  }
-  return value;
 }
 
 // JSON: a list of a list per rank, or an object that has it as "rows".
@@ -111,15 +103,9 @@ std::int64_t element_at(const char* bytes, std::int64_t row, std::int64_t column
                         std::string_view origin) {
   Element element;
   std::memcpy(&element, bytes, sizeof(element));
-  if constexpr (std::is_same_v<Element, std::uint64_t>) {
-    if (element > std::uint64_t{1} << 53U)
-      return count_from(static_cast<double>(element), row, column, origin);
-  }
-  if constexpr (std::is_floating_point_v<Element>) {
-    return count_from(static_cast<double>(element), row, column, origin);
-  } else {
-    return count_from(static_cast<std::int64_t>(element), row, column, origin);
-  }
+  constexpr bool fits = std::is_integral_v<Element> && !std::is_same_v<Element, std::uint64_t>;
+  using Number = std::conditional_t<fits, std::int64_t, double>;
+  return count_from(static_cast<Number>(element), row, column, origin);
 }
 
 using ReadElement = std::int64_t (*)(const char*, std::int64_t, std::int64_t, std::string_view);

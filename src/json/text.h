@@ -126,8 +126,8 @@ class JsonWriter {
 
   JsonWriter& key(std::string_view name);
 
-  JsonWriter& null();
-  JsonWriter& boolean(bool flag);
+  JsonWriter& null() { return word("null"); }
+  JsonWriter& boolean(bool flag) { return word(flag ? "true" : "false"); }
   JsonWriter& integer(std::int64_t number);
   /// The shortest text that reads back as the same number. @throws InvalidArgument unless finite.
   JsonWriter& real(double number);
@@ -155,6 +155,7 @@ class JsonWriter {
   };
 
   JsonWriter& open(char opening, bool line);
+  JsonWriter& word(std::string_view text);
   void before_value();
   void separate();
   void new_line();

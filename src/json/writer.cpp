@@ -81,15 +81,9 @@ JsonWriter& JsonWriter::key(std::string_view name) {
   return *this;
 }
 
-JsonWriter& JsonWriter::null() {
+JsonWriter& JsonWriter::word(std::string_view text) {
   before_value();
-  text_ += "null";
-  return *this;
-}
-
-JsonWriter& JsonWriter::boolean(bool flag) {
-  before_value();
-  text_ += flag ? "true" : "false";
+  text_ += text;
   return *this;
 }
 

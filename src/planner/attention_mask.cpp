@@ -4,6 +4,8 @@
 #include <array>
 #include <cmath>
 
+#include "core/checks.h"
+#include "routing/homes.h"
 #include "waybill/core/error.h"
 
 namespace waybill {
@@ -30,8 +32,7 @@ std::string to_string(const AttentionMask& mask) {
 
 void AttentionMask::check(const char* who) const {
   constexpr std::int64_t max_tokens = std::int64_t{1} << 40;
-  require(0 <= window && window <= max_tokens, who, ": mask.window = ", window, ", expected 0..",
-          max_tokens);
+  detail::check_range(who, "mask.window", window, 0, max_tokens);
   require(!is_full() || window == 0, who, ": mask.window = ", window,
           ", expected 0: the mask is full");
   const bool has_prefix = kind == MaskKind::prefix;
@@ -41,8 +42,7 @@ void AttentionMask::check(const char* who) const {
           ", expected 0: the mask is prefix");
   require(0 <= prefix && prefix <= (has_prefix ? max_tokens : 0), who, ": mask.prefix = ", prefix,
           ", expected 0", has_prefix ? "..2^40" : ": the mask is not prefix");
-  require(0 <= chunk && chunk <= max_tokens, who, ": mask.chunk = ", chunk, ", expected 0..",
-          max_tokens);
+  detail::check_range(who, "mask.chunk", chunk, 0, max_tokens);
 }
 
 TokenRange AttentionMask::keys_in_chunks(std::int64_t begin, std::int64_t end,
@@ -73,9 +73,9 @@ std::int64_t longest_prefix(const QkvPlan& plan) {
   std::int64_t longest = 0;
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     std::int64_t tokens = 0;
-    for (std::int64_t i = plan.doc_shard_offsets[d]; i < plan.doc_shard_offsets[d + 1]; ++i) {
-      if (plan.is_causal(plan.doc_shards[i])) break;
-      tokens += plan.shard_len[plan.doc_shards[i]];
+    for (const std::int32_t shard : detail::shards_of(plan, d)) {
+      if (plan.is_causal(shard)) break;
+      tokens += plan.shard_len[shard];
     }
     longest = std::max(longest, tokens);
   }

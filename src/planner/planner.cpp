@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "balance.h"
+#include "core/checks.h"
 #include "figures.h"
 #include "planner/node_routes.h"
 #include "waybill/core/error.h"
@@ -20,15 +21,8 @@ namespace {
 constexpr std::int64_t max_tokens = std::int64_t{1} << 40;
 constexpr std::int64_t max_hidden = std::int64_t{1} << 24;
 
-void check_range(const char* who, const char* field, std::int64_t got, std::int64_t low,
-                 std::int64_t high) {
-  require(low <= got && got <= high, who, ": ", field, " = ", got, ", expected ", low, "..", high);
-}
-
-void check_positive(const char* who, const char* field, double got, bool zero_too = false) {
-  require(std::isfinite(got) && (zero_too ? got >= 0 : got > 0), who, ": ", field, " = ", got,
-          ", expected a number ", zero_too ? ">= 0" : "> 0");
-}
+using detail::check_not_negative;
+using detail::check_range;
 
 void check_speed(const char* who, const char* field, double got) {
   require(LinkSpeeds::makes_sense(got), who, ": ", field, " = ", got, ", expected ",
@@ -46,22 +40,21 @@ void PlannerOptions::check(const char* who) const {
   require(prefixes.empty() || mask.kind == MaskKind::prefix, who, ": prefixes has ",
           prefixes.size(), " values, expected none: the mask is not prefix");
   for (std::size_t d = 0; d < prefixes.size(); ++d)
-    check_range(who, concat("prefixes[", d, "]").c_str(), prefixes[d], 0, max_tokens);
+    check_range(who, concat("prefixes[", d, "]"), prefixes[d], 0, max_tokens);
   check_range(who, "max_tokens_per_rank", max_tokens_per_rank, 0, max_tokens);
   check_range(who, "block_tokens", block_tokens, 1, std::int64_t{1} << 20);
   require(std::isfinite(imbalance_target) && imbalance_target > 1, who,
           ": imbalance_target = ", imbalance_target, ", expected a number > 1");
-  check_positive(who, "byte_weight", byte_weight, true);
+  check_not_negative(who, "byte_weight", byte_weight);
   check_speed(who, "hardware.nvlink_bytes_per_second", hardware.nvlink_bytes_per_second);
   check_speed(who, "hardware.network_bytes_per_second", hardware.network_bytes_per_second);
-  check_positive(who, "hardware.message_seconds", hardware.message_seconds, true);
-  check_positive(who, "hardware.pairs_per_second", hardware.pairs_per_second, true);
+  check_not_negative(who, "hardware.message_seconds", hardware.message_seconds);
+  check_not_negative(who, "hardware.pairs_per_second", hardware.pairs_per_second);
   check_range(who, "hardware.row_pairs", hardware.row_pairs, 0, std::int64_t{1} << 20);
   check_range(who, "hardware.shard_pairs", hardware.shard_pairs, 0, std::int64_t{1} << 40);
   require(byte_weight == 0 || hardware.pairs_per_second > 0, who, ": byte_weight = ", byte_weight,
           " needs hardware.pairs_per_second, got 0");
-  require(hardware.ranks_per_node >= 1, who,
-          ": hardware.ranks_per_node = ", hardware.ranks_per_node, ", expected >= 1");
+  detail::check_at_least(who, "hardware.ranks_per_node", hardware.ranks_per_node, 1);
 }
 
 struct Planner::Memory {
@@ -234,8 +227,8 @@ std::vector<LinkBytes> AttentionPlan::links_of(TransferMode transfer) const {
   if (transfer == TransferMode::relay && !relay.empty()) return relay.links;
   if (transfer != TransferMode::once_per_node) return links;
   const Topology topology{plan.world_size, options.hardware.ranks_per_node};
-  require(topology.ranks_per_node >= 1, "AttentionPlan::links_of: options.hardware.ranks_per_node",
-          " = ", topology.ranks_per_node, ", expected >= 1");
+  detail::check_at_least("AttentionPlan::links_of", "options.hardware.ranks_per_node",
+                         topology.ranks_per_node, 1);
   const bool full_nodes = topology.world_size % topology.ranks_per_node == 0;
   if (!full_nodes || topology.num_nodes() < 2) return links;
   const QkvRouting routing = compute_qkv_routing(plan);

@@ -6,6 +6,7 @@
 #include <tuple>
 #include <utility>
 
+#include "core/checks.h"
 #include "home_layout.h"
 #include "waybill/core/error.h"
 #include "waybill/core/topology.h"
@@ -16,8 +17,7 @@ namespace {
 void check_pieces(const std::vector<DocumentPiece>& pieces, std::int64_t num_documents,
                   std::int32_t world_size) {
   constexpr const char* who = "plan_of_pieces";
-  require(1 <= world_size && world_size <= max_world_size, who, ": world_size = ", world_size,
-          ", expected 1..", max_world_size);
+  detail::check_range(who, "world_size", world_size, 1, max_world_size);
   require(0 <= num_documents && num_documents <= std::numeric_limits<std::int32_t>::max(), who,
           ": num_documents = ", num_documents, ", expected 0..2^31 - 1");
   for (std::size_t i = 0; i < pieces.size(); ++i) {
@@ -94,13 +94,11 @@ std::int32_t StaticPlanOptions::degree_of(std::int32_t world_size, std::int32_t 
 }
 
 void StaticPlanOptions::check(std::span<const std::int64_t> doc_lengths, const char* who) const {
-  require(1 <= world_size && world_size <= max_world_size, who, ": world_size = ", world_size,
-          ", expected 1..", max_world_size);
+  detail::check_range(who, "world_size", world_size, 1, max_world_size);
   require(1 <= degree && world_size % degree == 0, who, ": degree = ", degree,
           ", expected a divisor of world_size = ", world_size);
   constexpr std::int64_t max_tokens = std::int64_t{1} << 40;
-  require(1 <= tokens_per_rank && tokens_per_rank <= max_tokens / world_size, who,
-          ": tokens_per_rank = ", tokens_per_rank, ", expected 1..", max_tokens / world_size);
+  detail::check_range(who, "tokens_per_rank", tokens_per_rank, 1, max_tokens / world_size);
   require(prefixes.empty() || prefixes.size() == doc_lengths.size(), who, ": ", prefixes.size(),
           " prefixes, expected one for each document: ", doc_lengths.size());
   const std::int64_t capacity = world_size * tokens_per_rank;

@@ -67,17 +67,21 @@ void count_table(const SparseMetadata& table, std::int64_t row_bytes, std::int32
   });
 }
 
+std::int64_t tokens_of(const QkvPlan& plan, std::int64_t document) {
+  std::int64_t tokens = 0;
+  for (const std::int32_t shard : detail::shards_of(plan, document))
+    tokens += plan.shard_len[shard];
+  return tokens;
+}
+
 // Work by the mask, which is tested query by query.
 std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
   const QkvPlan& qkv = plan.plan;
   std::vector<std::int64_t> work(qkv.world_size);
   for (std::int64_t d = 0; d < qkv.num_documents(); ++d) {
     std::int64_t position = 0;
-    std::int64_t doc_len = 0;
-    for (std::int64_t i = qkv.doc_shard_offsets[d]; i < qkv.doc_shard_offsets[d + 1]; ++i)
-      doc_len += qkv.shard_len[qkv.doc_shards[i]];
-    for (std::int64_t i = qkv.doc_shard_offsets[d]; i < qkv.doc_shard_offsets[d + 1]; ++i) {
-      const std::int32_t n = qkv.doc_shards[i];
+    const std::int64_t doc_len = tokens_of(qkv, d);
+    for (const std::int32_t n : detail::shards_of(qkv, d)) {
       const std::int64_t len = qkv.shard_len[n];
       const std::int64_t pairs = plan.options.mask_of(d).pairs(position, position + len, doc_len);
       const HardwareFacts& facts = plan.options.hardware;
@@ -95,14 +99,13 @@ std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
 bool has_ranges_of(const PlannerOptions& options, const QkvPlan& plan) {
   std::vector<std::int64_t> ends;
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    const std::int64_t first = plan.doc_shard_offsets[d];
+    const auto shards = detail::shards_of(plan, d);
     const AttentionMask mask = options.mask_of(d);
     ends.assign(1, 0);
-    for (std::int64_t i = first; i < plan.doc_shard_offsets[d + 1]; ++i)
-      ends.push_back(ends.back() + plan.shard_len[plan.doc_shards[i]]);
+    for (const std::int32_t shard : shards) ends.push_back(ends.back() + plan.shard_len[shard]);
     for (std::size_t p = 0; p + 1 < ends.size(); ++p) {
       if (ends[p] == ends[p + 1]) continue;
-      const std::int32_t shard = plan.doc_shards[first + static_cast<std::int64_t>(p)];
+      const std::int32_t shard = shards[p];
       const TokenRange keys = mask.keys(ends[p], ends[p + 1], ends.back());
       const auto end = plan.end_needed(shard, static_cast<std::int32_t>(p));
       const TokenRange given{ends[plan.first_needed(shard)], ends[end]};
@@ -148,11 +151,9 @@ bool check_totals(const AttentionPlan& plan, Findings& findings) {
   const QkvPlan& qkv = plan.plan;
   double max_copies = 0;
   for (std::int64_t d = 0; d < qkv.num_documents(); ++d) {
-    std::int64_t tokens = 0;
-    for (std::int64_t i = qkv.doc_shard_offsets[d]; i < qkv.doc_shard_offsets[d + 1]; ++i)
-      tokens += qkv.shard_len[qkv.doc_shards[i]];
-    max_copies += static_cast<double>(tokens) *
-                  static_cast<double>(qkv.doc_shard_offsets[d + 1] - qkv.doc_shard_offsets[d]);
+    const std::int64_t tokens = tokens_of(qkv, d);
+    max_copies +=
+        static_cast<double>(tokens) * static_cast<double>(detail::shards_of(qkv, d).size());
     if (tokens <= (std::int64_t{1} << 31)) continue;
     findings.add(FindingKind::count, table_name, "plan", {},
                  concat(tokens, " tokens in document ", d), "at most 2^31");

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <tuple>
 
+#include "core/checks.h"
 #include "html_parts.h"
 #include "report/format.h"
 #include "report/plan_figures.h"
@@ -193,8 +194,7 @@ void ExpertCopyCosts::check(const char* who) const {
   calls.check(who);
   require(intermediate >= 1 && intermediate <= 1 << 24, who,
           ": costs.intermediate = ", intermediate, ", expected 1 to 2^24");
-  require(std::isfinite(gemm_flops_per_second) && gemm_flops_per_second > 0, who,
-          ": costs.gemm_flops_per_second = ", gemm_flops_per_second, ", expected a number > 0");
+  detail::check_positive(who, "costs.gemm_flops_per_second", gemm_flops_per_second);
 }
 
 ExpertCopies price_expert_copies(const EPConfig& config, const EPDispatchOptions& options,
@@ -450,59 +450,45 @@ std::string expert_copies_text(const ExpertCopies& copies, const ExpertCopyCosts
                   detail::pad_left(std::to_string(plan.weights_in[r]), 4), "\n");
   };
   const std::int32_t always[] = {copies.busiest};
-  text += concat(
-      "\n",
+  return concat(
+      text, "\n",
       detail::heading("  rank  rows before              rows after             sends gets", style),
       detail::rank_lines(detail::shown_ranks(copies.rows_before, always, style.max_rank_lines),
                          plan.num_ranks, line_of, style),
-      "\n", detail::heading("What copies cost and gain", style));
-  for (const std::string& sentence : explain_expert_copies(copies, costs))
-    text += detail::wrapped(sentence, style);
-  return text;
+      "\n",
+      detail::meaning("What copies cost and gain", explain_expert_copies(copies, costs), style));
 }
 
 namespace {
 
 using detail::svg_number;
 
-constexpr double panel_width = 340;
-constexpr double panel_height = 120;
+using detail::card;
+using detail::load_height;
 constexpr std::int32_t max_bars = 128;
 
 /// A bar for each rank, or for the fullest of each block of ranks.
 std::string panel(std::string_view title, const std::vector<std::int64_t>& rows, std::int64_t scale,
                   double mean) {
   const auto blocks = detail::RankBlocks::make(static_cast<std::int32_t>(rows.size()), max_bars);
-  const double step = panel_width / blocks.count();
+  const double step = detail::load_width / blocks.count();
   const auto fullest = std::ranges::max_element(rows);
   const auto height = [&](double value) {
-    return scale == 0 ? 0 : panel_height * value / as_double(scale);
+    return scale == 0 ? 0 : load_height * value / as_double(scale);
   };
-  std::string text = concat(
-      "<figure><figcaption><b>", title, "</b> most: rank ", fullest - rows.begin(), ", ",
-      format_count(*fullest), ", ", format_fixed(mean > 0 ? as_double(*fullest) / mean : 1, 3),
-      " \u00D7 the mean</figcaption>\n<svg class=\"load\" viewBox=\"-6 -4 ", panel_width + 12, " ",
-      panel_height + 24, "\" role=\"img\" aria-label=\"", title, " by rank\">\n");
+  std::string text;
   for (std::int32_t block = 0; block < blocks.count(); ++block) {
     const auto first = rows.begin() + blocks.first(block);
     const auto worst = std::max_element(first, rows.begin() + blocks.last(block) + 1);
     const double tall = height(as_double(*worst));
     text += concat("<rect class=\"work", worst == fullest ? " top" : "", "\" x=\"",
-                   svg_number(block * step), "\" y=\"", svg_number(panel_height - tall),
+                   svg_number(block * step), "\" y=\"", svg_number(load_height - tall),
                    "\" width=\"", svg_number(step > 8 ? step - 2 : step * 0.85), "\" height=\"",
                    svg_number(tall), "\"><title>rank ", worst - rows.begin(), ": ",
                    format_plural(*worst, "row"), "</title></rect>\n");
   }
-  const std::string level = svg_number(panel_height - height(mean));
-  text += concat("<line class=\"mean\" x1=\"-4\" x2=\"", panel_width + 4, "\" y1=\"", level,
-                 "\" y2=\"", level, "\"/>\n<line class=\"base\" x1=\"-4\" x2=\"", panel_width + 4,
-                 "\" y1=\"", panel_height, "\" y2=\"", panel_height, "\"/>\n");
-  const std::int32_t stride = std::max(1, (blocks.count() + 7) / 8);
-  for (std::int32_t block = 0; block < blocks.count(); block += stride) {
-    text += concat("<text x=\"", svg_number((block + 0.5) * step), "\" y=\"", panel_height + 15,
-                   "\" text-anchor=\"middle\">", blocks.first(block), "</text>");
-  }
-  return text + "\n</svg></figure>\n";
+  const Spread spread{*fullest, mean, static_cast<std::int32_t>(fullest - rows.begin())};
+  return detail::load_figure(title, spread, format_count(*fullest), blocks, text, height(mean));
 }
 
 std::string loads_section(const ExpertCopies& copies) {
@@ -543,11 +529,6 @@ std::string header(const ExpertCopies& copies, const ExpertCopyCosts& costs,
   const EvenExperts& plan = copies.plan;
   const auto over_mean = [&](std::int64_t rows) {
     return format_fixed(plan.mean_rows > 0 ? as_double(rows) / plan.mean_rows : 1, 3) + " \u00D7";
-  };
-  const auto card = [](std::string_view label, const std::string& value,
-                       const std::string& remark) {
-    return concat("<div><dt>", label, "</dt><dd>", value, "<small>", remark,
-                  "</small></dd></div>\n");
   };
   return concat(
       "<header><h1>", detail::html_escape(title), "</h1>\n<p class=\"sub\">",

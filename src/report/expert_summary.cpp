@@ -327,11 +327,8 @@ std::vector<std::string> explain_experts(const ExpertSummary& summary, const Lin
 
 std::string expert_text(const ExpertSummary& summary, const LinkSpeeds& speeds,
                         const TextStyle& style) {
-  std::string text = head_block(summary, style) + "\n" + rank_block(summary, speeds, style) + "\n" +
-                     detail::heading("What it means", style);
-  for (const std::string& sentence : explain_experts(summary, speeds))
-    text += detail::wrapped(sentence, style);
-  return text;
+  return concat(head_block(summary, style), "\n", rank_block(summary, speeds, style), "\n",
+                detail::meaning("What it means", explain_experts(summary, speeds), style));
 }
 
 }  // namespace waybill

@@ -127,6 +127,13 @@ std::string wrapped(const std::string& sentence, const TextStyle& style) {
   return concat(style.unicode ? "  • " : "  - ", wrapped(sentence, width, "    "), "\n");
 }
 
+std::string meaning(std::string_view title, const std::vector<std::string>& sentences,
+                    const TextStyle& style) {
+  std::string text = heading(title, style);
+  for (const std::string& sentence : sentences) text += wrapped(sentence, style);
+  return text;
+}
+
 std::string load_bar(std::int64_t value, std::int64_t max, const TextStyle& style) {
   return paint(bar(value, max, style), "36", style);
 }

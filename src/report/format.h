@@ -54,6 +54,10 @@ namespace waybill::detail {
 /// A sentence as an item of a list, in lines of 76 columns.
 [[nodiscard]] std::string wrapped(const std::string& sentence, const TextStyle& style);
 
+/// A heading and sentences below it.
+[[nodiscard]] std::string meaning(std::string_view title, const std::vector<std::string>& sentences,
+                                  const TextStyle& style);
+
 /// A bar of 8 columns for a value of a maximum; anything above 0 shows.
 [[nodiscard]] std::string load_bar(std::int64_t value, std::int64_t max, const TextStyle& style);
 

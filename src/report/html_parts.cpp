@@ -1,5 +1,6 @@
 #include "html_parts.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 
@@ -57,9 +58,34 @@ std::string rank_colour(std::int32_t rank, std::int32_t world_size) {
   return concat("hsl(", (hue + 172) % 360, " 52% ", light, "%)");
 }
 
-namespace {
+std::string card(std::string_view label, const std::string& value, const std::string& remark) {
+  return concat("<div><dt>", label, "</dt><dd>", value, "<small>", remark, "</small></dd></div>\n");
+}
 
-constexpr std::string_view style = R"css(
+std::string load_figure(std::string_view title, const Spread& spread, const std::string& most,
+                        const RankBlocks& blocks, const std::string& bars, double mean_height) {
+  std::string text =
+      concat("<figure><figcaption><b>", title, "</b> most: rank ", spread.max_rank, ", ", most,
+             ", ", format_fixed(spread.imbalance(), 3),
+             " \u00D7 the mean</figcaption>\n<svg class=\"load\" viewBox=\"-6 -4 ", load_width + 12,
+             " ", load_height + 24, "\" role=\"img\" aria-label=\"", title, " by rank\">\n", bars);
+  const auto line = [&](std::string_view css_class, const std::string& y) {
+    text += concat("<line class=\"", css_class, "\" x1=\"-4\" x2=\"", load_width + 4, "\" y1=\"", y,
+                   "\" y2=\"", y, "\"/>\n");
+  };
+  if (mean_height >= 0) line("mean", svg_number(load_height - mean_height));
+  line("base", svg_number(load_height));
+  const double step = load_width / blocks.count();
+  const std::int32_t stride = std::max(1, (blocks.count() + 7) / 8);
+  for (std::int32_t block = 0; block < blocks.count(); block += stride) {
+    text += concat("<text x=\"", svg_number((block + 0.5) * step), "\" y=\"", load_height + 15,
+                   "\" text-anchor=\"middle\">", blocks.first(block), "</text>");
+  }
+  return text + "\n</svg></figure>\n";
+}
+
+std::string_view html_style() {
+  static constexpr std::string_view style = R"css(
 :root{color-scheme:light dark;
 --paper:#f5f3ee;--card:#fffdf9;--ink:#1d2327;--soft:#5d666d;--line:#dcd6ca;
 --accent:#0f766e;--good:#15803d;--bad:#b91c1c;
@@ -150,9 +176,7 @@ thead th{color:var(--soft);font-weight:600}
 footer{color:var(--soft);font-size:.84rem;text-align:center}
 @media print{body{background:#fff}header,section{break-inside:avoid}}
 )css";
-
-}  // namespace
-
-std::string_view html_style() { return style; }
+  return style;
+}
 
 }  // namespace waybill::detail

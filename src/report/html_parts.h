@@ -41,6 +41,22 @@ struct RankBlocks {
 /// Fill of everything that stands for a rank.
 [[nodiscard]] std::string rank_colour(std::int32_t rank, std::int32_t world_size);
 
+/// One figure at the top of a page.
+[[nodiscard]] std::string card(std::string_view label, const std::string& value,
+                               const std::string& remark);
+
+inline constexpr double load_width = 340;
+inline constexpr double load_height = 120;
+
+/// A picture with a bar for each block of ranks: caption, bars, a dashed line for the mean, and the
+/// ranks below.
+/// @param most the largest value, as the caption shows it
+/// @param bars elements between y = 0 and load_height, where they stand
+/// @param mean_height below 0: no line
+[[nodiscard]] std::string load_figure(std::string_view title, const Spread& spread,
+                                      const std::string& most, const RankBlocks& blocks,
+                                      const std::string& bars, double mean_height);
+
 /// The sections of the page, each a complete <section> element.
 [[nodiscard]] std::string matrix_section(const PlanSummary& summary);
 [[nodiscard]] std::string loads_section(const PlanSummary& summary);

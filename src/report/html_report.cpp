@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/checks.h"
 #include "html_parts.h"
 #include "report/format.h"
 #include "report/plan_figures.h"
@@ -11,6 +12,7 @@
 namespace waybill {
 namespace {
 
+using detail::card;
 using detail::html_escape;
 
 std::string_view css_class(CheckState state) {
@@ -42,10 +44,6 @@ std::string badge(const std::vector<ReportCheck>& checks) {
     text = concat(passed, " of ", std::ssize(checks), " checks passed, the others did not run");
   }
   return concat("<span class=\"badge ", css_class(state), "\">", mark(state), " ", text, "</span>");
-}
-
-std::string card(std::string_view label, const std::string& value, const std::string& remark) {
-  return concat("<div><dt>", label, "</dt><dd>", value, "<small>", remark, "</small></dd></div>\n");
 }
 
 std::string cards(const PlanSummary& s, double gb_per_s) {
@@ -133,7 +131,7 @@ std::string page_of(const std::string& title, const std::string& sections) {
 std::string html_report(const QkvPlan& plan, const QkvRouting& routing, const PlanSummary& summary,
                         const ReportContext& context) {
   detail::check_belongs(plan, routing, summary.row_bytes, "html_report");
-  detail::check_speed(context.gb_per_s, "html_report");
+  detail::check_not_negative("html_report", "gb_per_s", context.gb_per_s);
   std::string page = header(summary, context);
   page += "<div class=\"two\">\n";
   page += detail::meaning_section(explain(plan, routing, summary, context.gb_per_s));

@@ -152,24 +152,24 @@ std::string matrix_section(const PlanSummary& summary) {
 
 namespace {
 
-constexpr double panel_width = 340;
-constexpr double panel_height = 120;
-
 // One figure of all ranks: how it is named, coloured, printed and scaled.
 struct Panel {
   std::string_view title;
   std::string_view css_class;
   std::int64_t RankFigures::*figure;
   const Spread& spread;
-  std::int64_t scale;  // value of a bar of full panel_height
+  std::int64_t scale;  // value of a bar of full height
   std::string (*print)(std::int64_t);
 };
 
 std::string print_work(std::int64_t pairs) { return format_si(static_cast<double>(pairs)); }
 
-std::string bars(const PlanSummary& summary, const Panel& panel) {
+std::string panel_figure(const PlanSummary& summary, const Panel& panel) {
   const RankBlocks blocks = RankBlocks::make(summary.world_size, max_blocks);
-  const double step = panel_width / blocks.count();
+  const auto height = [&](double value) {
+    return panel.scale == 0 ? 0 : load_height * value / static_cast<double>(panel.scale);
+  };
+  const double step = load_width / blocks.count();
   const double gap = step > 8 ? 2 : step > 3 ? 0.6 : 0.15;
   std::string text;
   for (std::int32_t block = 0; block < blocks.count(); ++block) {
@@ -178,47 +178,16 @@ std::string bars(const PlanSummary& summary, const Panel& panel) {
       if (summary.ranks[rank].*panel.figure > summary.ranks[worst].*panel.figure) worst = rank;
     }
     const std::int64_t value = summary.ranks[worst].*panel.figure;
-    const double tall = panel.scale == 0 ? 0
-                                         : panel_height * static_cast<double>(value) /
-                                               static_cast<double>(panel.scale);
+    const double tall = height(static_cast<double>(value));
     text += concat("<rect class=\"", panel.css_class, worst == panel.spread.max_rank ? " top" : "",
-                   "\" x=\"", svg_number(block * step), "\" y=\"", svg_number(panel_height - tall),
+                   "\" x=\"", svg_number(block * step), "\" y=\"", svg_number(load_height - tall),
                    "\" width=\"", svg_number(step - gap), "\" height=\"", svg_number(tall),
                    "\"><title>rank ", worst, ": ", panel.print(value));
     if (blocks.ranks_per_block > 1) text += concat(", most of ", blocks.name(block));
     text += "</title></rect>\n";
   }
-  return text;
-}
-
-std::string axis(const PlanSummary& summary) {
-  const RankBlocks blocks = RankBlocks::make(summary.world_size, max_blocks);
-  const double step = panel_width / blocks.count();
-  const std::int32_t stride = std::max(1, (blocks.count() + 7) / 8);
-  std::string text;
-  for (std::int32_t block = 0; block < blocks.count(); block += stride) {
-    text += concat("<text x=\"", svg_number((block + 0.5) * step), "\" y=\"", panel_height + 15,
-                   "\" text-anchor=\"middle\">", blocks.first(block), "</text>");
-  }
-  return text + "\n";
-}
-
-std::string panel_figure(const PlanSummary& summary, const Panel& panel) {
-  std::string text = concat(
-      "<figure><figcaption><b>", panel.title, "</b> most: rank ", panel.spread.max_rank, ", ",
-      panel.print(panel.spread.max), ", ", format_fixed(panel.spread.imbalance(), 3),
-      " \u00D7 the mean</figcaption>\n<svg class=\"load\" viewBox=\"-6 -4 ", panel_width + 12, " ",
-      panel_height + 24, "\" role=\"img\" aria-label=\"", panel.title, " by rank\">\n");
-  text += bars(summary, panel);
-  if (panel.scale > 0) {
-    const std::string mean = svg_number(panel_height - panel_height * panel.spread.mean /
-                                                           static_cast<double>(panel.scale));
-    text += concat("<line class=\"mean\" x1=\"-4\" x2=\"", panel_width + 4, "\" y1=\"", mean,
-                   "\" y2=\"", mean, "\"/>\n");
-  }
-  text += concat("<line class=\"base\" x1=\"-4\" x2=\"", panel_width + 4, "\" y1=\"", panel_height,
-                 "\" y2=\"", panel_height, "\"/>\n", axis(summary), "</svg></figure>\n");
-  return text;
+  return load_figure(panel.title, panel.spread, panel.print(panel.spread.max), blocks, text,
+                     panel.scale > 0 ? height(panel.spread.mean) : -1);
 }
 
 }  // namespace

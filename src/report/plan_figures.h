@@ -49,9 +49,6 @@ namespace waybill::detail {
 [[nodiscard]] std::int64_t checked_mul(std::int64_t a, std::int64_t b, const char* who);
 [[nodiscard]] std::int64_t checked_add(std::int64_t a, std::int64_t b, const char* who);
 
-/// Throws unless `gb_per_s` is a link's speed, or 0 where there is none.
-void check_speed(double gb_per_s, const char* who);
-
 /// Throws unless `routing` has the plan's world, shards and lengths.
 void check_belongs(const QkvPlan& plan, const QkvRouting& routing, const RowBytes& row_bytes,
                    const char* who);

@@ -1,9 +1,9 @@
 #include "waybill/report/plan_summary.h"
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
+#include "core/checks.h"
 #include "report/plan_figures.h"
 #include "routing/homes.h"
 #include "waybill/core/error.h"
@@ -21,11 +21,6 @@ std::int64_t checked_add(std::int64_t a, std::int64_t b, const char* who) {
   std::int64_t result = 0;
   require(!__builtin_add_overflow(a, b, &result), who, ": ", a, " + ", b, " exceeds 2^63 - 1");
   return result;
-}
-
-void check_speed(double gb_per_s, const char* who) {
-  require(std::isfinite(gb_per_s) && gb_per_s >= 0, who, ": gb_per_s = ", gb_per_s,
-          ", expected a number >= 0");
 }
 
 namespace {
@@ -58,8 +53,8 @@ void check_table(const QkvPlan& plan, const SparseMetadata& table, const char* n
 void check_belongs(const QkvPlan& plan, const QkvRouting& routing, const RowBytes& row_bytes,
                    const char* who) {
   plan.check(who);
-  require(row_bytes.q >= 0, who, ": row_bytes.q = ", row_bytes.q, ", expected >= 0");
-  require(row_bytes.kv >= 0, who, ": row_bytes.kv = ", row_bytes.kv, ", expected >= 0");
+  check_at_least(who, "row_bytes.q", row_bytes.q, 0);
+  check_at_least(who, "row_bytes.kv", row_bytes.kv, 0);
   check_table(plan, routing.fwd_q, "fwd_q", who);
   check_table(plan, routing.fwd_kv, "fwd_kv", who);
 }
@@ -78,8 +73,7 @@ std::vector<DocumentFigures> document_figures(const QkvPlan& plan) {
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     DocumentFigures& document = result[d];
     document.document = d;
-    for (std::int64_t i = plan.doc_shard_offsets[d]; i < plan.doc_shard_offsets[d + 1]; ++i) {
-      const std::size_t shard = plan.doc_shards[i];
+    for (const std::int32_t shard : detail::shards_of(plan, d)) {
       document.tokens += plan.shard_len[shard];
       ++document.num_shards;
       if (std::exchange(seen_home[home[shard]], d) != d) ++document.num_home_ranks;
@@ -94,14 +88,12 @@ std::vector<DocumentBytes> document_bytes(const QkvPlan& plan, const QkvRouting&
                                           Direction direction) {
   constexpr const char* who = "document_bytes";
   detail::check_belongs(plan, routing, row_bytes, who);
-  require(0 <= rank && rank < plan.world_size, who, ": rank = ", rank, ", expected 0..",
-          plan.world_size - 1);
+  detail::check_range(who, "rank", rank, 0, plan.world_size - 1);
   std::vector<DocumentBytes> result(plan.num_documents());
   std::vector<std::int64_t> document(plan.num_shards());  // [N]
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     result[d].document = d;
-    for (std::int64_t i = plan.doc_shard_offsets[d]; i < plan.doc_shard_offsets[d + 1]; ++i)
-      document[plan.doc_shards[i]] = d;
+    for (const std::int32_t shard : detail::shards_of(plan, d)) document[shard] = d;
   }
   const bool out = direction == Direction::out;
   const std::vector<std::int32_t> home = detail::homes_of(plan.rank_shard_offsets);
@@ -172,8 +164,7 @@ void merge_pairs(const RecvCounts& q, const RecvCounts& kv, std::int32_t dst,
     const std::int32_t q_src = i < q_end ? q.src_rank[i] : summary.world_size;
     const std::int32_t kv_src = j < kv_end ? kv.src_rank[j] : summary.world_size;
     TrafficPair pair{.src_rank = std::min(q_src, kv_src), .dst_rank = dst};
-    require(0 <= pair.src_rank && pair.src_rank < summary.world_size, in_summarize,
-            ": recv.src_rank = ", pair.src_rank, ", expected 0..", summary.world_size - 1);
+    detail::check_range(in_summarize, "recv.src_rank", pair.src_rank, 0, summary.world_size - 1);
     if (q_src == pair.src_rank) pair.q_rows = q.tokens[i++];
     if (kv_src == pair.src_rank) pair.kv_rows = kv.tokens[j++];
     if (pair.src_rank != pair.dst_rank) {
@@ -223,8 +214,7 @@ void count_traffic(PlanSummary& summary) {
 }  // namespace
 
 double PlanSummary::limit_seconds(double gb_per_s) const {
-  require(std::isfinite(gb_per_s) && gb_per_s > 0, "limit_seconds: gb_per_s = ", gb_per_s,
-          ", expected a number > 0");
+  detail::check_positive("limit_seconds", "gb_per_s", gb_per_s);
   return static_cast<double>(taken_limit().bytes) / (gb_per_s * 1e9);
 }
 

@@ -3,6 +3,7 @@
 #include <numeric>
 #include <utility>
 
+#include "core/checks.h"
 #include "core/printable.h"
 #include "html_parts.h"
 #include "report/format.h"
@@ -141,8 +142,7 @@ std::string phase_table(const StepPrediction& step) {
 }
 
 std::string rank_table(const StepPrediction& step, std::int32_t rank) {
-  require(0 <= rank && rank < step.world_size, "rank_table: rank = ", rank, ", expected 0..",
-          step.world_size - 1);
+  detail::check_range("rank_table", "rank", rank, 0, step.world_size - 1);
   std::string text = concat("  ", pad_right(concat("rank ", rank), 20), pad_left("begins", 11),
                             pad_left("ends", 11), pad_left("alone", 11), pad_left("in", 11),
                             pad_left("out", 11), "  waits for\n");

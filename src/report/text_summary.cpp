@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "core/checks.h"
 #include "report/format.h"
 #include "report/plan_figures.h"
 #include "waybill/core/error.h"
@@ -92,7 +93,7 @@ void add_relay_sentence(const PlanSummary& summary, std::vector<std::string>& se
 std::vector<std::string> explain(const QkvPlan& plan, const QkvRouting& routing,
                                  const PlanSummary& summary, double gb_per_s) {
   detail::check_belongs(plan, routing, summary.row_bytes, "explain");
-  detail::check_speed(gb_per_s, "explain");
+  detail::check_not_negative("explain", "gb_per_s", gb_per_s);
   std::vector<std::string> sentences;
   if (summary.num_tokens == 0) {
     sentences.push_back("The plan has no tokens: nothing moves.");
@@ -191,12 +192,11 @@ std::string rank_block(const PlanSummary& s, const TextStyle& style) {
 
 std::string text_summary(const QkvPlan& plan, const QkvRouting& routing, const PlanSummary& summary,
                          const TextStyle& style) {
-  detail::check_speed(style.gb_per_s, "text_summary");
-  std::string text = plan_block(summary, style) + "\n" + traffic_block(summary, style) + "\n" +
-                     rank_block(summary, style) + "\n" + heading("What it means", style);
-  for (const std::string& sentence : explain(plan, routing, summary, style.gb_per_s))
-    text += detail::wrapped(sentence, style);
-  return text;
+  detail::check_not_negative("text_summary", "gb_per_s", style.gb_per_s);
+  return concat(
+      plan_block(summary, style), "\n", traffic_block(summary, style), "\n",
+      rank_block(summary, style), "\n",
+      detail::meaning("What it means", explain(plan, routing, summary, style.gb_per_s), style));
 }
 
 }  // namespace waybill

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/checks.h"
 #include "dense_checks.h"
 #include "waybill/core/error.h"
 #include "waybill/core/random.h"
@@ -144,8 +145,7 @@ std::int64_t round_half_even(double value) {
 }
 
 void check_extents(const char* who, std::int64_t world_size, std::int64_t num_seqs) {
-  require(1 <= world_size && world_size <= max_world_size, who, ": world_size = ", world_size,
-          ", expected 1..", max_world_size);
+  detail::check_range(who, "world_size", world_size, 1, max_world_size);
   require(1 <= num_seqs && num_seqs <= std::numeric_limits<std::int32_t>::max() / world_size, who,
           ": num_seqs = ", num_seqs, ", expected 1..2^31 / world_size");
 }
@@ -201,8 +201,7 @@ namespace {
 
 void check_arguments(const char* who, std::int64_t world_size, std::int64_t total_seq_len,
                      std::int64_t num_seqs, std::int64_t max_cp_degree) {
-  require(1 <= world_size && world_size <= max_world_size, who, ": world_size = ", world_size,
-          ", expected 1..", max_world_size);
+  check_extents(who, world_size, num_seqs);
   require(1 <= max_cp_degree && max_cp_degree <= world_size, who,
           ": max_cp_degree = ", max_cp_degree, ", expected 1..world_size = ", world_size,
           ": the shards of a sequence go to different ranks");
@@ -213,8 +212,6 @@ void check_arguments(const char* who, std::int64_t world_size, std::int64_t tota
       std::numeric_limits<std::int32_t>::max();  // as gen_seq_lens takes it
   require(total_seq_len / max_cp_degree <= most, who, ": total_seq_len = ", total_seq_len,
           ", expected at most (2^31 - 1) * max_cp_degree");
-  require(1 <= num_seqs && num_seqs <= most / world_size, who, ": num_seqs = ", num_seqs,
-          ", expected 1..2^31 / world_size");
 }
 
 /// Cuts a sequence into `destinations.size()` shards, equal to one row, longer ones first.

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -18,6 +20,13 @@ struct Homes {
   std::vector<std::int64_t> rank_rows;      ///< [W]
 };
 
+/// The shards of a document, in the order of its tokens.
+[[nodiscard]] inline std::span<const std::int32_t> shards_of(const QkvPlan& plan,
+                                                             std::int64_t document) {
+  const std::int64_t first = plan.doc_shard_offsets[document];
+  return std::span(plan.doc_shards).subspan(first, plan.doc_shard_offsets[document + 1] - first);
+}
+
 /// The rank that each shard (or entry) belongs to. [N]
 /// @param rank_offsets [W + 1]: rank w has shards [o[w], o[w + 1])
 [[nodiscard]] inline std::vector<std::int32_t> homes_of(
@@ -29,6 +38,15 @@ struct Homes {
               static_cast<std::int32_t>(w));
   }
   return homes;
+}
+
+/// Where the items of each key begin when they are sorted by it. [keys + 1]
+template <class Keys>
+[[nodiscard]] std::vector<std::int64_t> offsets_by(const Keys& keys, std::int64_t num_keys) {
+  std::vector<std::int64_t> offsets(num_keys + 1);
+  for (const auto key : keys) ++offsets[key + 1];
+  std::partial_sum(offsets.begin(), offsets.end(), offsets.begin());
+  return offsets;
 }
 
 /// The size of the largest part. @param offsets [parts + 1], ascending
@@ -53,6 +71,13 @@ inline void find_homes(const QkvPlan& plan, Homes& homes) {
     homes.rank_rows[w] = rows;
   }
 }
+
+/// A routing with more copies of KV shards has tables for which a host may lack the memory.
+inline constexpr std::int64_t max_kv_copies = std::int64_t{1} << 28;
+
+/// The document with which the plan's copies of KV shards may be more than max_kv_copies. Each
+/// shard is counted for every holder that its document can have. Does not check the plan.
+[[nodiscard]] std::optional<std::int64_t> document_of_too_many_copies(const QkvPlan& plan);
 
 /// Calls visit(home rank, first row there, entry) for all entries.
 template <class Visit>
@@ -111,14 +136,10 @@ class RecvCounter {
 /// The counts of the way back: [i][r] from [r][i].
 inline void transpose_counts(const RecvCounts& counts, RecvCounts& result) {
   const std::int64_t world_size = std::ssize(counts.total);
-  result.offsets.assign(world_size + 1, 0);
+  result.offsets = offsets_by(counts.src_rank, world_size);
   result.total.assign(world_size, 0);
   result.src_rank.resize(counts.src_rank.size());
   result.tokens.resize(counts.tokens.size());
-  for (const std::int32_t i : counts.src_rank) ++result.offsets[i + 1];
-  for (std::size_t i = 1; i < result.offsets.size(); ++i) {
-    result.offsets[i] += result.offsets[i - 1];
-  }
   std::vector<std::int64_t> next(result.offsets.begin(), result.offsets.end() - 1);
   for (std::int64_t r = 0; r < world_size; ++r) {
     for (std::int64_t k = counts.offsets[r]; k < counts.offsets[r + 1]; ++k) {

@@ -1,6 +1,7 @@
 #include "kv_groups.h"
 
 #include <algorithm>
+#include <ranges>
 #include <utility>
 
 namespace waybill::detail {
@@ -184,11 +185,7 @@ class GroupBuilder {
 /// Lays the groups into the KV buffers of their ranks, in the order in which `for_each` names them.
 template <class ForEach>
 void place_groups(std::int32_t world_size, ForEach for_each, KvGroups& result) {
-  result.rank_runs.assign(world_size + 1, 0);
-  for (const KvGroup& group : result.groups) ++result.rank_runs[group.rank + 1];
-  for (std::size_t r = 1; r < result.rank_runs.size(); ++r) {
-    result.rank_runs[r] += result.rank_runs[r - 1];
-  }
+  result.rank_runs = offsets_by(std::views::transform(result.groups, &KvGroup::rank), world_size);
   result.runs.resize(result.groups.size());
   result.rank_slots.assign(world_size, 0);
   std::vector<std::int64_t> next(result.rank_runs.begin(), result.rank_runs.end() - 1);

@@ -4,7 +4,6 @@
 #include <span>
 
 #include "homes.h"
-#include "kv_copies.h"
 #include "waybill/core/error.h"
 #include "waybill/routing/generators.h"
 
@@ -124,17 +123,15 @@ std::vector<std::int64_t> shard_work(const QkvPlan& plan) {
   std::vector<std::int64_t> context;  // by position
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     context.assign(1, 0);
-    const std::int64_t first = plan.doc_shard_offsets[d];
-    for (std::int64_t k = first; k < plan.doc_shard_offsets[d + 1]; ++k)
-      context.push_back(context.back() + plan.shard_len[plan.doc_shards[k]]);
+    for (const std::int32_t shard : detail::shards_of(plan, d))
+      context.push_back(context.back() + plan.shard_len[shard]);
     require(context.back() <= (std::int64_t{1} << 31), "shard_work: document ", d,
             " has over 2^31 tokens: ", "its work does not fit int64");
-    for (std::int64_t k = first; k < plan.doc_shard_offsets[d + 1]; ++k) {
-      const std::int32_t shard = plan.doc_shards[k];
+    std::int32_t position = 0;
+    for (const std::int32_t shard : detail::shards_of(plan, d)) {
       const std::int64_t q_len = plan.shard_len[shard];
       const std::int64_t keys =
-          context[plan.end_needed(shard, static_cast<std::int32_t>(k - first))] -
-          context[plan.first_needed(shard)];
+          context[plan.end_needed(shard, position++)] - context[plan.first_needed(shard)];
       work[shard] = q_len * keys - (plan.is_causal(shard) ? q_len * (q_len - 1) / 2 : 0);
     }
   }

@@ -13,14 +13,6 @@ using detail::Homes;
 using detail::KvGroup;
 using detail::KvGroups;
 
-/// Offsets of items counted by rank.
-void offsets_from_counts(const std::vector<std::int64_t>& counts,
-                         std::vector<std::int64_t>& offsets) {
-  offsets.resize(counts.size() + 1);
-  offsets[0] = 0;
-  for (std::size_t r = 0; r < counts.size(); ++r) offsets[r + 1] = offsets[r] + counts[r];
-}
-
 void resize_entries(SparseMetadata& table, std::int32_t world_size, std::int64_t num_entries,
                     std::int64_t num_destinations) {
   table.world_size = world_size;
@@ -53,9 +45,7 @@ void route_queries(const QkvPlan& plan, const Homes& homes, QkvRouting& routing)
   fwd.copy_offsets.clear();
   rev.copy_offsets.clear();
   fwd.rank_offsets = plan.rank_shard_offsets;
-  std::vector<std::int64_t> received(plan.world_size);
-  for (const std::int32_t dst : plan.q_dst) ++received[dst];
-  offsets_from_counts(received, rev.rank_offsets);
+  rev.rank_offsets = detail::offsets_by(plan.q_dst, plan.world_size);
   attn.rank_offsets = rev.rank_offsets;
   attn.shard.resize(num_shards);
   attn.q_begin.resize(num_shards);
@@ -114,7 +104,9 @@ void route_keys_and_values(const QkvPlan& plan, const Homes& homes, const KvGrou
   fwd.copy_offsets = kv.copy_offsets;
   rev.copy_offsets.clear();
   std::copy(plan.shard_len.begin(), plan.shard_len.end(), fwd.seq_len.begin());
-  offsets_from_counts(kv.rank_slots, rev.rank_offsets);
+  rev.rank_offsets.assign(1, 0);
+  for (const std::int64_t slots : kv.rank_slots)
+    rev.rank_offsets.push_back(rev.rank_offsets.back() + slots);
   detail::write_kv_tables(plan, homes, kv, num_threads, rows, fwd, rev);
   detail::transpose_counts(fwd.recv, rev.recv);
 }

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "core/checks.h"
 #include "core/parallel_for.h"
 #include "routing/homes.h"
 #include "routing/validate/findings.h"
@@ -545,16 +546,10 @@ DispatchCheck check_dispatch(const QkvPlan& plan, const QkvRouting& routing,
                              const CheckOptions& options) {
   const char* who = "check_dispatch";
   constexpr std::int64_t max_row_bytes = std::int64_t{1} << 30;
-  const auto check_row_bytes = [&](const char* name, std::int64_t bytes) {
-    require(8 <= bytes && bytes <= max_row_bytes, who, ": options.", name, " = ", bytes,
-            ", expected 8..", max_row_bytes);
-  };
-  check_row_bytes("q_row_bytes", options.q_row_bytes);
-  check_row_bytes("kv_row_bytes", options.kv_row_bytes);
-  require(options.num_threads >= 0, who, ": options.num_threads = ", options.num_threads,
-          ", expected >= 0");
-  require(options.max_findings >= 1, who, ": options.max_findings = ", options.max_findings,
-          ", expected >= 1");
+  detail::check_range(who, "options.q_row_bytes", options.q_row_bytes, 8, max_row_bytes);
+  detail::check_range(who, "options.kv_row_bytes", options.kv_row_bytes, 8, max_row_bytes);
+  detail::check_at_least(who, "options.num_threads", options.num_threads, 0);
+  detail::check_at_least(who, "options.max_findings", options.max_findings, 1);
   plan.check(who);
   return DispatchChecker(plan, routing, options).run();
 }
@@ -565,10 +560,8 @@ QkvDispatchTest test_qkv_dispatch(const QkvDispatch& dispatch,
   require(options.hidden_q >= 1 && options.hidden_k >= 1, who,
           ": options.hidden_q = ", options.hidden_q, ", hidden_k = ", options.hidden_k,
           ", expected >= 1");
-  require(options.num_threads >= 0, who, ": options.num_threads = ", options.num_threads,
-          ", expected >= 0");
-  require(options.max_findings >= 1, who, ": options.max_findings = ", options.max_findings,
-          ", expected >= 1");
+  detail::check_at_least(who, "options.num_threads", options.num_threads, 0);
+  detail::check_at_least(who, "options.max_findings", options.max_findings, 1);
   dispatch.plan.check(who);
   QkvDispatchTest result;
   result.findings =

@@ -4,6 +4,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "core/checks.h"
 #include "core/number.h"
 #include "core/parallel_for.h"
 #include "views.h"
@@ -123,7 +124,7 @@ std::vector<Shard> shards_of(const IndexArray& mask, const IndexArray& lens) {
 void sum_kv_copies(const ConstTensorView& planes, const TensorView& output,
                    const IndexArray& seq_recv_mask, const IndexArray& recv_seq_lens,
                    int num_threads) {
-  require(num_threads >= 0, in_sum_kv_copies, ": num_threads = ", num_threads, ", expected >= 0");
+  detail::check_at_least(in_sum_kv_copies, "num_threads", num_threads, 0);
   detail::check_view(in_sum_kv_copies, "planes", planes, 2);
   detail::check_view(in_sum_kv_copies, "output", output, 2);
   const std::vector<Shard> shards = shards_of(seq_recv_mask, recv_seq_lens);
@@ -169,8 +170,7 @@ void sum_kv_copies(const ConstTensorView& planes, const TensorView& output, cons
           ": seq_recv_mask has shape ", to_string(mask.shape()), " and recv_seq_lens ",
           to_string(lens.shape()), ", expected [W, S, C] and [W, S]");
   const std::int64_t r = to_int(rank);
-  require(0 <= r && r < lens.dim(0), in_sum_kv_copies, ": rank = ", r, ", expected 0..",
-          lens.dim(0) - 1);
+  detail::check_range(in_sum_kv_copies, "rank", r, 0, lens.dim(0) - 1);
   sum_kv_copies(planes, output, mask.row(r), lens.row(r), num_threads);
 }
 

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "core/checks.h"
 #include "core/copy_bytes.h"
 #include "core/parallel_for.h"
 #include "views.h"
@@ -427,21 +428,15 @@ void run_job(const CopyJob& job, const AnyMetadata& metadata, const SimulateOpti
   copy_segments(job, segments, overlapping, options.num_threads);
 }
 
-void check_options(const char* who, const SimulateOptions& options) {
-  require(options.num_threads >= 0, who, ": num_threads = ", options.num_threads,
-          ", expected >= 0");
-}
-
-void check_world(const char* who, std::size_t num_ranks) {
-  require(1 <= num_ranks && num_ranks <= static_cast<std::size_t>(max_world_size), who,
-          ": world_size = ", num_ranks, ", expected 1..", max_world_size);
+void check_world(const char* who, std::int64_t num_ranks) {
+  detail::check_range(who, "world_size", num_ranks, 1, max_world_size);
 }
 
 void check_shapes(const char* who, const Shape& tensor, const Shape& output) {
   require(tensor[0] == output[0] && tensor[2] == output[2], who, ": output has shape ",
           to_string(output), ", expected [", tensor[0], ", rows, ", tensor[2],
           "] for tensor of shape ", to_string(tensor));
-  check_world(who, static_cast<std::size_t>(tensor[0]));
+  check_world(who, tensor[0]);
 }
 
 /// R_w of simulate_communication.
@@ -468,7 +463,7 @@ std::vector<std::int64_t> recv_rows(const char* who, const IndexArray& counts, s
 void orchestrate_simulate(const ConstTensorView& tensor, const TensorView& output,
                           const Metadata& metadata, const SimulateOptions& options) {
   const char* who = "orchestrate_simulate";
-  check_options(who, options);
+  detail::check_at_least(who, "num_threads", options.num_threads, 0);
   detail::check_view(who, "tensor", tensor, 3);
   detail::check_view(who, "output", output, 3);
   require(tensor.dtype == output.dtype, who, ": output has dtype ", output.dtype, ", expected ",
@@ -482,7 +477,7 @@ void orchestrate_simulate(const ConstTensorView& tensor, const TensorView& outpu
 IndexArray source_rows(const Shape& tensor_shape, const Shape& output_shape,
                        const Metadata& metadata, const SimulateOptions& options) {
   const char* who = "orchestrate_simulate";
-  check_options(who, options);
+  detail::check_at_least(who, "num_threads", options.num_threads, 0);
   for (const Shape* shape : {&tensor_shape, &output_shape}) {
     require(shape->size() == 3, who, ": ", shape == &tensor_shape ? "tensor" : "output",
             " has shape ", to_string(*shape), ", expected 3 axes");
@@ -505,8 +500,8 @@ std::vector<HostTensor> simulate_communication(std::span<const ConstTensorView> 
                                                const Metadata& metadata,
                                                const SimulateOptions& options) {
   const char* who = "simulate_communication";
-  check_options(who, options);
-  check_world(who, tensors.size());
+  detail::check_at_least(who, "num_threads", options.num_threads, 0);
+  check_world(who, std::ssize(tensors));
   for (const ConstTensorView& tensor : tensors) detail::check_view(who, "tensor", tensor, 2);
   const auto world = static_cast<std::int64_t>(tensors.size());
   const std::vector<std::int64_t> rows = recv_rows(who, metadata.num_recv_tokens, world);
@@ -538,8 +533,8 @@ void simulate_dispatch(std::span<const ConstTensorView> sources,
                        std::span<const TensorView> outputs, const SparseMetadata& metadata,
                        const SimulateOptions& options) {
   const char* who = "simulate_dispatch";
-  check_options(who, options);
-  check_world(who, sources.size());
+  detail::check_at_least(who, "num_threads", options.num_threads, 0);
+  check_world(who, std::ssize(sources));
   require(sources.size() == outputs.size(), who, ": got ", outputs.size(), " outputs, expected ",
           sources.size(), ", as many as sources");
   for (const ConstTensorView& source : sources) detail::check_view(who, "source", source, 2);

@@ -83,13 +83,11 @@ class IndexArray {
   friend bool operator==(const IndexArray&, const IndexArray&) = default;
 
  private:
-  struct Flag {  // vector<bool> packs bits and has no data(): bools are bytes here
-    std::uint8_t value = 0;
-    friend bool operator==(const Flag&, const Flag&) = default;
-  };
-  using Storage = std::variant<detail::TableVector<std::int64_t>, detail::TableVector<std::int32_t>,
-                               detail::TableVector<std::uint32_t>,
-                               detail::TableVector<std::uint64_t>, detail::TableVector<Flag>>;
+  // Bytes are bools: vector<bool> packs bits and has no data().
+  using Storage =
+      std::variant<detail::TableVector<std::int64_t>, detail::TableVector<std::int32_t>,
+                   detail::TableVector<std::uint32_t>, detail::TableVector<std::uint64_t>,
+                   detail::TableVector<std::uint8_t>>;
   static Storage make_storage(DType dtype, std::int64_t size);
 
   Shape shape_{0};

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "checks.h"
+#include "routing/homes.h"
 
 namespace waybill::validation {
 namespace {
@@ -38,11 +39,9 @@ void radix_sort(std::span<Arrival> list, const Key& key, std::vector<Arrival>& s
 Arrivals sort_arrivals(const SendTable& table) {
   const std::int64_t world = table.world_size;
   Arrivals result;
-  result.offsets.assign(world + 1, 0);
+  result.offsets = detail::offsets_by(table.dst_rank, world);
   result.rows.assign(world, 0);
   result.list.resize(table.num_destinations());
-  for (const std::int32_t dst : table.dst_rank) ++result.offsets[dst + 1];
-  for (std::int64_t r = 0; r < world; ++r) result.offsets[r + 1] += result.offsets[r];
   result.tiled.assign(world, 1);
   std::vector<std::int64_t> next(result.offsets.begin(), result.offsets.end() - 1);
   for (std::int64_t entry = 0; entry < table.num_entries(); ++entry) {

@@ -186,7 +186,7 @@ inline void check_masks(const SparseMetadata&, const SparseMetadata&, const Send
 struct PlanIndex {
   const QkvPlan* plan = nullptr;
   UninitializedVector<std::int32_t> document;  ///< [N] by place
-  UninitializedVector<std::int32_t> home;      ///< [N] by shard: rank that holds it
+  std::vector<std::int32_t> home;              ///< [N] by shard: rank that holds it
   UninitializedVector<std::int32_t> kv_first;  ///< [N] by place: place of the first needed KV shard
   UninitializedVector<std::int32_t> kv_last;   ///< [N] by place: place of the last needed KV shard
   UninitializedVector<std::int32_t> first_query;  ///< [N] by place: place of the first to need it

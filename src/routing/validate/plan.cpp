@@ -1,4 +1,5 @@
 #include "checks.h"
+#include "routing/homes.h"
 #include "waybill/core/topology.h"
 
 namespace waybill::validation {
@@ -153,7 +154,6 @@ PlanIndex index_plan(const QkvPlan& plan) {
   PlanIndex index;
   index.plan = &plan;
   index.document.resize(num_shards);
-  index.home.resize(num_shards);
   index.kv_first.resize(num_shards);
   index.kv_last.resize(num_shards);
   index.first_query.resize(num_shards);
@@ -176,16 +176,8 @@ PlanIndex index_plan(const QkvPlan& plan) {
       index.first_query[place] = query;
     }
   }
-  for (std::int32_t r = 0; r < plan.world_size; ++r) {
-    for (std::int64_t s = plan.rank_shard_offsets[r]; s < plan.rank_shard_offsets[r + 1]; ++s) {
-      index.home[s] = r;
-    }
-  }
-  index.rank_offsets.assign(plan.world_size + 1, 0);
-  for (const std::int32_t dst : plan.q_dst) ++index.rank_offsets[dst + 1];
-  for (std::int32_t r = 0; r < plan.world_size; ++r) {
-    index.rank_offsets[r + 1] += index.rank_offsets[r];
-  }
+  index.home = detail::homes_of(plan.rank_shard_offsets);
+  index.rank_offsets = detail::offsets_by(plan.q_dst, plan.world_size);
   std::vector<std::int64_t> next(index.rank_offsets.begin(), index.rank_offsets.end() - 1);
   const auto append = [&](std::int32_t shard, std::int32_t place) {
     index.queries[next[plan.q_dst[shard]]++] = place;

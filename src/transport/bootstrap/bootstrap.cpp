@@ -10,6 +10,7 @@
 #include <fstream>
 #include <utility>
 
+#include "core/checks.h"
 #include "core/printable.h"
 #include "transport/bootstrap/wire.h"
 
@@ -79,10 +80,8 @@ class CallableBootstrap final : public Bootstrap {
 
 Bootstrap::Bootstrap(std::int32_t rank, std::int32_t world_size, double timeout_s)
     : rank_{rank}, world_size_(world_size), timeout_s_(timeout_s) {
-  require(1 <= world_size && world_size <= max_world_size, "Bootstrap: world_size = ", world_size,
-          ", expected 1..", max_world_size);
-  require(0 <= rank && rank < world_size, "Bootstrap: rank = ", rank, ", expected 0..",
-          world_size - 1);
+  detail::check_range("Bootstrap", "world_size", world_size, 1, max_world_size);
+  detail::check_range("Bootstrap", "rank", rank, 0, world_size - 1);
   check_timeout("Bootstrap", timeout_s);
 }
 

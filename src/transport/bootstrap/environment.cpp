@@ -4,12 +4,15 @@
 #include <cstdlib>
 #include <utility>
 
+#include "core/checks.h"
 #include "transport/bootstrap/tcp/handshake.h"
 #include "transport/bootstrap/tcp/rendezvous.h"
 #include "transport/bootstrap/wire.h"
 
 namespace waybill {
 namespace {
+
+constexpr auto in_read = "read_launch_environment";
 
 /// Names the variables of one launcher.
 struct Launcher {
@@ -33,8 +36,8 @@ std::optional<std::int32_t> number(const GetVariable& get, const std::string& na
   if (!text) return std::nullopt;
   std::int32_t value = 0;
   const auto [end, error] = std::from_chars(text->data(), text->data() + text->size(), value);
-  require(error == std::errc{} && end == text->data() + text->size() && value >= 0,
-          "read_launch_environment: ", name, " = \"", *text, "\", expected a number >= 0");
+  require(error == std::errc{} && end == text->data() + text->size() && value >= 0, in_read, ": ",
+          name, " = \"", *text, "\", expected a number >= 0");
   return value;
 }
 
@@ -42,23 +45,20 @@ void read_ranks(const GetVariable& get, const Launcher& launcher, LaunchEnvironm
   result.launcher = launcher.name;
   result.rank = *number(get, launcher.rank);
   result.world_size = *number(get, launcher.world_size);
-  require(1 <= result.world_size && result.world_size <= max_world_size,
-          "read_launch_environment: ", launcher.world_size, " = ", result.world_size,
-          ", expected 1..", max_world_size);
-  require(result.rank < result.world_size, "read_launch_environment: ", launcher.rank, " = ",
-          result.rank, ", expected 0..", result.world_size - 1);
+  detail::check_range(in_read, launcher.world_size, result.world_size, 1, max_world_size);
+  detail::check_range(in_read, launcher.rank, result.rank, 0, result.world_size - 1);
   const auto local_rank = number(get, launcher.local_rank);
   const auto per_node = number(get, launcher.ranks_per_node);
   // Ranks whose numbers in the world and in the node differ lie on a later node.
   const bool several_nodes = local_rank && *local_rank != result.rank;
   result.ranks_per_node = per_node.value_or(several_nodes ? 1 : result.world_size);
   result.local_rank = local_rank.value_or(result.rank % std::max(1, result.ranks_per_node));
-  require(result.ranks_per_node >= 1 && result.world_size % result.ranks_per_node == 0,
-          "read_launch_environment: ", launcher.ranks_per_node, " = ", result.ranks_per_node,
-          ", expected a divisor of ", launcher.world_size, " = ", result.world_size);
-  require(result.local_rank < std::max(result.ranks_per_node, 1) || !per_node,
-          "read_launch_environment: ", launcher.local_rank, " = ", result.local_rank,
-          ", expected below ", launcher.ranks_per_node, " = ", result.ranks_per_node);
+  require(result.ranks_per_node >= 1 && result.world_size % result.ranks_per_node == 0, in_read,
+          ": ", launcher.ranks_per_node, " = ", result.ranks_per_node, ", expected a divisor of ",
+          launcher.world_size, " = ", result.world_size);
+  require(result.local_rank < std::max(result.ranks_per_node, 1) || !per_node, in_read, ": ",
+          launcher.local_rank, " = ", result.local_rank, ", expected below ",
+          launcher.ranks_per_node, " = ", result.ranks_per_node);
 }
 
 /// Launchers make ids of any length. An id that is too long for a rendezvous keeps its beginning
@@ -75,8 +75,8 @@ std::string bounded(std::string id) {
 
 std::string read_job_id(const GetVariable& get) {
   if (const auto id = get("WAYBILL_JOB_ID"); id && !id->empty()) {
-    require(id->size() <= detail::max_job_id_bytes, "read_launch_environment: WAYBILL_JOB_ID has ",
-            id->size(), " bytes, expected at most ", detail::max_job_id_bytes);
+    require(id->size() <= detail::max_job_id_bytes, in_read, ": WAYBILL_JOB_ID has ", id->size(),
+            " bytes, expected at most ", detail::max_job_id_bytes);
     return *id;
   }
   if (const auto id = get("TORCHELASTIC_RUN_ID"); id && !id->empty() && *id != "none") {
@@ -95,7 +95,7 @@ std::string read_rendezvous(const GetVariable& get) {
   const auto host = get("MASTER_ADDR");
   if (!host) return {};
   const std::int32_t port = number(get, "MASTER_PORT").value_or(29500);
-  require(port < 65535, "read_launch_environment: MASTER_PORT = ", port, ", expected 0..65534");
+  require(port < 65535, in_read, ": MASTER_PORT = ", port, ", expected 0..65534");
   const bool in_brackets = host->find(':') != std::string::npos && !host->starts_with('[');
   return concat("tcp://", in_brackets ? "[" : "", *host, in_brackets ? "]:" : ":", port + 1);
 }

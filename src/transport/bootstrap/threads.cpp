@@ -4,6 +4,7 @@
 #include <mutex>
 #include <string>
 
+#include "core/checks.h"
 #include "transport/bootstrap/wire.h"
 #include "waybill/core/wait.h"
 #include "waybill/transport/bootstrap.h"
@@ -116,8 +117,7 @@ class ThreadBootstrap final : public Bootstrap {
 
 std::vector<std::unique_ptr<Bootstrap>> make_thread_bootstraps(std::int32_t world_size,
                                                                double timeout_s) {
-  require(1 <= world_size && world_size <= max_world_size,
-          "make_thread_bootstraps: world_size = ", world_size, ", expected 1..", max_world_size);
+  detail::check_range("make_thread_bootstraps", "world_size", world_size, 1, max_world_size);
   check_timeout("make_thread_bootstraps", timeout_s);
   const auto shared = std::make_shared<SharedRounds>(world_size);
   std::vector<std::unique_ptr<Bootstrap>> all;

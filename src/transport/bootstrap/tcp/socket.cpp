@@ -124,10 +124,6 @@ bool bind_source(const Socket& socket, const addrinfo& to, std::uint16_t source_
   return bind(socket.number(), reinterpret_cast<sockaddr*>(&source), to.ai_addrlen) == 0;
 }
 
-bool is_loopback(const std::string& address) {
-  return address.starts_with("127.") || address == "::1";
-}
-
 }  // namespace
 
 Deadline::Deadline(double seconds)
@@ -237,6 +233,10 @@ std::vector<std::string> addresses_of(const std::string& host) {
     texts.push_back(text_of(at->ai_addr, at->ai_addrlen, false));
   }
   return texts;
+}
+
+bool is_loopback(const std::string& address) {
+  return address.starts_with("127.") || address == "::1";
 }
 
 bool listens_everywhere(const std::string& host, const std::vector<std::string>& addresses) {

@@ -72,6 +72,8 @@ class Socket : public Descriptor {
 [[nodiscard]] bool listens_everywhere(const std::string& host,
                                       const std::vector<std::string>& addresses);
 
+[[nodiscard]] bool is_loopback(const std::string& address);
+
 /// Returns the addresses of a name on this machine as texts. @throws TransportError for an unknown
 ///   name
 [[nodiscard]] std::vector<std::string> addresses_of(const std::string& host);
