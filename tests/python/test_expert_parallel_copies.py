@@ -402,7 +402,14 @@ def test_refused_by_name():
         refuses(waybill.Unsupported, "sharded by FSDP", inside)
         wrapped = type("DistributedDataParallel", (SwiGLUExperts,), {})(LOCAL, HIDDEN, INNER)
         refuses(waybill.Unsupported, "wrapped by DDP", wrapped)
-        module = module_on(world, experts_of(world.rank))
+        scaled = experts_of(world.rank)
+        scaled.register_buffer("scale", torch.ones(LOCAL, 1))  # copies would be scaled as others
+        refuses(
+            waybill.InvalidArgument, rf"buffer scale of experts has shape \[{LOCAL}, 1\]", scaled
+        )
+        whole = experts_of(world.rank)
+        whole.register_buffer("count", torch.zeros(()))
+        module = module_on(world, whole)
         step = one_step(module, batch(world.rank, 2, 0))
         assert step[0].isfinite().all()  # nothing above has told anybody
         layer = module.layer

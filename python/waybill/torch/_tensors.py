@@ -21,16 +21,29 @@ from ..errors import InvalidArgument, Unsupported
 _forward_ad: Any = torch.autograd.forward_ad
 
 
+def _is_transformed() -> bool:
+    """Whether tensors may be of forward-mode AD or of torch.func."""
+    return _forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
 def refuse_tangent(value: torch.Tensor, name: str) -> None:
-    """A tensor of forward-mode AD, whose tangent would be lost where rows are read as bytes."""
-    # There are none in compiled programs, nor outside of dual_level().
-    if torch.compiler.is_compiling() or _forward_ad._current_level < 0:
+    """A tensor of forward-mode AD, whose tangent would be lost where rows are read as bytes, or of
+    torch.func, whose elements lie elsewhere.
+    """
+    # There are none in compiled programs.
+    if torch.compiler.is_compiling() or not _is_transformed():
         return
     unpacked = _forward_ad.unpack_dual(value)
     if unpacked.tangent is not None:
         raise Unsupported(
             f"{name} has a tangent, expected none: calls of Waybill have no derivatives in forward"
             " mode"
+        )
+    func = torch._C._functorch
+    if func.is_gradtrackingtensor(value) or func.is_batchedtensor(value):
+        raise Unsupported(
+            f"{name} is a tensor of torch.func, as of grad or vmap, expected one without: calls of"
+            " Waybill have derivatives by autograd alone"
         )
 
 
@@ -242,7 +255,7 @@ def require_rows(value: Any, name: str) -> torch.Tensor:
 
 def is_plain(value: Any) -> bool:
     """Whether all is well with a tensor, as with most: its elements lie in memory one after
-    another, it is of no subclass, and has no tangent.
+    another, it is of no subclass, and no transform is at work.
     """
     return (
         type(value) is torch.Tensor
@@ -250,7 +263,7 @@ def is_plain(value: Any) -> bool:
         and value.layout is torch.strided
         and value.is_contiguous()
         and not (value.is_neg() or value.is_conj())
-        and _forward_ad._current_level < 0
+        and not _is_transformed()
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from ... import _core
 from ...errors import InvalidArgument
 from ...moe.payloads import Payload, payload_of
-from ...torch.experts.payloads import torch_name
+from ...torch.experts.layer import torch_name
 
 _PACK = torch.int32  #: holds four scales of a byte, the first in the lowest bits
 
@@ -21,7 +21,7 @@ class Rows(NamedTuple):
     x: torch.Tensor
     scales: Optional[torch.Tensor]
     payload: str
-    held_dtype: Optional[torch.dtype] = None  #: of the scales that the layer takes
+    held_dtype: Optional[torch.dtype] = None  #: dtype in which the layer takes the scales
 
     def held(self) -> Optional[torch.Tensor]:
         """Scales as the layer takes them. On the buffer's stream, as it may copy them."""

@@ -35,8 +35,7 @@ from .autograd import tied_to_parameters
 from .copies import adapted, checked_copies
 from .device_copies import copies_for
 from .grouped import SwiGLUExperts, ends_within
-from .layer import EPAll2AllLayer
-from .presets import PRESETS, preset_options
+from .layer import PRESETS, EPAll2AllLayer, preset_options
 
 
 class Lane:
