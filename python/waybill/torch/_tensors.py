@@ -86,7 +86,7 @@ class _NoSecond(torch.autograd.Function):
 _NOTHING = nullcontext()
 
 
-def _autocast_dtype(kind: str) -> torch.dtype:
+def autocast_dtype(kind: str) -> torch.dtype:
     if hasattr(torch, "get_autocast_dtype"):
         return torch.get_autocast_dtype(kind)
     old: Any = torch  # before torch 2.4
@@ -98,14 +98,14 @@ def autocast_now(kind: str) -> Callable[[], AbstractContextManager[Any]]:
     cast where autograd does not look would go to the caller, too.
     """
     return functools.partial(
-        torch.autocast, kind, dtype=_autocast_dtype(kind), enabled=is_autocast(kind),
+        torch.autocast, kind, dtype=autocast_dtype(kind), enabled=is_autocast(kind),
         cache_enabled=False,
     )  # fmt: skip
 
 
 def casts_to(kind: str, dtype: torch.dtype) -> bool:
     """Whether autocast is on, to this dtype."""
-    return is_autocast(kind) and _autocast_dtype(kind) == dtype
+    return is_autocast(kind) and autocast_dtype(kind) == dtype
 
 
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
