@@ -391,8 +391,6 @@ def test_refused_by_name():
         refuses(
             waybill.InvalidArgument, "expected a module whose parameters", lambda rows, ends: rows
         )
-        refuses(waybill.Unsupported, "operations = True with spare_experts = 2",
-                fixed_rows=100, operations=True)  # fmt: skip
         refuses(waybill.InvalidArgument, "keep_copies = True", spare_experts=0, keep_copies=True)
         refuses(waybill.InvalidArgument, "limit = 0.5", limit=0.5)
         refuses(waybill.InvalidArgument, "spare_experts = -1", spare_experts=-1)

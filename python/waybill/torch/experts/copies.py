@@ -54,10 +54,7 @@ class StackedExperts:
 
     def home(self) -> List[torch.Tensor]:
         """Differentiable tensors, whose gradients are those of home experts."""
-        return [
-            value.to_local() if hasattr(value, "to_local") else value  # a DTensor
-            for _, value in self.module.named_parameters()
-        ]
+        return [local_part(value) for _, value in self.module.named_parameters()]
 
     def of_expert(self, tensors: Tensors, expert: int) -> List[torch.Tensor]:
         """Those of one expert, from ``home()`` or ``split()``, which are detached."""
@@ -113,6 +110,12 @@ class StackedExperts:
         turned = self._made(copies, of_copies - split, *second).index_select(0, back)
         outputs: torch.Tensor = torch.where(of_home_rows[:, None], made, turned)
         return outputs
+
+
+def local_part(value: Any) -> torch.Tensor:
+    """Of a DTensor what this rank has."""
+    # The compiler knows no attributes of the value, but those of its type.
+    return value.to_local() if hasattr(type(value), "to_local") else value
 
 
 def _halves(split: int) -> Tuple[slice, slice]:
@@ -184,9 +187,8 @@ def adapted(experts: Any, num_experts: int) -> Any:
 
 
 def checked_copies(
-    spare_experts: Any, limit: Any, min_rows: Any, keep_copies: Any, world: Any, layer: Any,
-    operations: Any,
-) -> Dict[str, Any]:  # fmt: skip
+    spare_experts: Any, limit: Any, min_rows: Any, keep_copies: Any, layer: Any
+) -> Dict[str, Any]:
     """Checks the arguments of ExpertParallel for copies; returns the layer's options for them.
 
     :param layer: one that was given, or None
@@ -203,11 +205,6 @@ def checked_copies(
                 "ExpertParallel: keep_copies = True, expected spare_experts > 0 with it"
             )
         return {}
-    if operations:
-        raise Unsupported(
-            f"ExpertParallel: operations = True with spare_experts = {spare_experts}, expected"
-            " operations = None: no operation of torch.library brings weights of copies yet"
-        )
     return options
 
 
