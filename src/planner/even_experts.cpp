@@ -259,11 +259,12 @@ bool EvenExpertsPlanner::State::try_way(const Way& way, std::int64_t limit) {
 }
 
 /// Rows that a present copy takes now; 0: none. The last slot of a rank is used only if that fills
-/// the rank.
+/// the rank. An only slot takes more than home has too much, while home's is free.
 std::int64_t EvenExpertsPlanner::State::reusable(const Copy& copy) const {
-  const std::int64_t room = limit_ - load_[copy.rank];
-  const std::int64_t rows =
-      std::min({home_rows_[copy.expert], room, load_[copy.expert / homes_] - limit_});
+  const std::int32_t home = copy.expert / homes_;
+  const std::int64_t room = limit_ - load_[copy.rank], excess = load_[home] - limit_;
+  const bool fills = spare_ == 1 && excess > 0 && free_[home] > 0;
+  const std::int64_t rows = std::min({home_rows_[copy.expert], room, fills ? room : excess});
   const bool ok = rows > 0 && rows >= min_rows_ && (free_[copy.rank] > 1 || rows == room);
   return ok ? rows : 0;
 }

@@ -287,7 +287,7 @@ def test_present_copies_are_used_again_when_the_router_drifts(shape, spare):
                 before, lying = alone.slots[:, homes:], plan.slots[:, homes:]
                 shares = shares * np.exp(0.1 * rng.standard_normal(num_experts))
                 shares /= shares.sum()
-    assert kept <= (0.6 if spare > 1 else 0.8) * fresh
+    assert kept <= 0.6 * fresh
 
 
 def test_copies_take_min_rows_and_whole_tiles():

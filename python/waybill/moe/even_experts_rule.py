@@ -19,8 +19,7 @@ WAYS = ((True, True, False), (False, True, False), (False, False, False), (False
 def lower_bound(loads: Sequence[int], num_ranks: int, spare: int) -> int:
     """No plan's fullest rank has fewer rows.
 
-    The mean is one bound. The k fullest ranks are another: the others have spare * (R - k) slots,
-    and a copy takes at most all rows of its expert.
+    The mean is one bound. The k fullest ranks are another: others take spare * (R - k) experts.
     """
     homes = len(loads) // num_ranks
     ranks = [loads[r * homes : (r + 1) * homes] for r in range(num_ranks)]
@@ -28,8 +27,7 @@ def lower_bound(loads: Sequence[int], num_ranks: int, spare: int) -> int:
     bound = -(-sum(loads) // num_ranks)
     for k in range(1, num_ranks):
         experts = sorted((rows for rank in ranks[:k] for rows in rank), reverse=True)
-        kept = sum(experts[spare * (num_ranks - k) :])
-        bound = max(bound, -(-kept // k))
+        bound = max(bound, -(-sum(experts[spare * (num_ranks - k) :]) // k))
     return bound
 
 
@@ -43,9 +41,8 @@ class Pass:
         self.ranks, self.node_ranks = range(num_ranks), num_ranks // nodes
         self.home_rows = list(loads)  # rows that an expert's home keeps
         self.load = [sum(loads[r * self.homes : (r + 1) * self.homes]) for r in self.ranks]
-        self.free = [spare] * num_ranks
-        self.sent = [0] * num_ranks  # weights that a rank sends
-        self.present, self.copies = present, Counter[Copy]()
+        self.free, self.sent = [spare] * num_ranks, [0] * num_ranks  # weights that a rank sends
+        self.spare, self.present, self.copies = spare, present, Counter[Copy]()
 
     def give(self, expert: int, rank: int, rows: int) -> None:
         home = expert // self.homes
@@ -60,14 +57,17 @@ class Pass:
     def reuse(self) -> None:
         """Fills copies that are present: first those that settle a rank with no other such copy.
 
-        The last slot of a rank is used only if that fills the rank.
+        The last slot of a rank is used only if that fills the rank. An only slot takes more than
+        home has too much, while home's is free: home may become a receiver.
         """
         used: set[Copy] = set()
         while True:
             sizes: dict[Copy, int] = {}
             for rank, expert in sorted(self.present - used):
                 home, room = expert // self.homes, self.limit - self.load[rank]
-                size = min(self.home_rows[expert], room, self.load[home] - self.limit)
+                excess = self.load[home] - self.limit
+                most = room if excess > 0 and self.spare == self.free[home] == 1 else excess
+                size = min(self.home_rows[expert], room, most)
                 if size >= max(1, self.min_rows) and (self.free[rank] > 1 or size == room):
                     sizes[rank, expert] = size
             if not sizes:

@@ -483,7 +483,7 @@ class EvenExpertsPass {
   }
 
   /// Rows that a present copy takes now; 0: none. The last slot of a rank is used only if that
-  /// fills the rank.
+  /// fills the rank. An only slot takes more than home has too much, while home's is free.
   struct Reuse {
     Int rows, room, excess;
   };
@@ -491,8 +491,11 @@ class EvenExpertsPass {
     const Int rank = EvenExpertsCopy::rank(copy);
     const Int at_home = Warp::gather(own_.home_rows, EvenExpertsCopy::expert(copy), there, 0);
     const Int room = Int(limit_) - Warp::gather(own_.load, rank, there, 0);
-    const Int excess = Warp::gather(own_.load, EvenExpertsCopy::home(copy), there, 0) - Int(limit_);
-    const Int rows = Warp::smaller(Warp::smaller(at_home, room), excess);
+    const Int home = EvenExpertsCopy::home(copy);
+    const Int excess = Warp::gather(own_.load, home, there, 0) - Int(limit_);
+    const Mask fills = Mask(p_.spare == 1) && excess > Int(0) &&
+                       Warp::gather(own_.free_slots, home, there, 0) > Int(0);
+    const Int rows = Warp::smaller(Warp::smaller(at_home, room), Warp::select(fills, room, excess));
     const Mask ok = there && rows > Int(0) && rows >= Int(p_.min_rows) &&
                     (Warp::gather(own_.free_slots, rank, there, 0) > Int(1) || rows == room);
     return {Warp::select(ok, rows, Int(0)), room, excess};
@@ -524,22 +527,25 @@ class EvenExpertsPass {
     Warp::sync();
   }
 
-  /// Rows of each present copy, and how many copies that take rows a home and a rank have. Both
-  /// only shrink, so after the first time those are looked at that have rows.
+  /// Rows of each present copy, -1: it is used; and how many copies that take rows a home and a
+  /// rank have.
   WAYBILL_HOST_DEVICE void note_reusable(bool is_first) {
     WAYBILL_UNROLL(4)
     for (int i = 0; i < num_copies_; i += warp_lanes) {
       const Int slot = Warp::lane() + Int(i);
       const Mask is_slot = slot < Int(num_copies_);
       const Int copy = Warp::gather(m_.present_copy, slot, is_slot, -1);
-      Mask there = copy >= Int(0);
-      if (!is_first) there = there && Warp::gather(own_.present_rows, slot, there, 0) > Int(0);
+      const Int before = is_first ? Int(0) : Warp::gather(own_.present_rows, slot, is_slot, -1);
+      const Mask there = copy >= Int(0) && before >= Int(0);
       const Int rows = reusable(copy, there).rows;
       const Int home = EvenExpertsCopy::home(copy), rank = EvenExpertsCopy::rank(copy);
       Warp::scatter(own_.present_rows, slot, rows, is_first ? is_slot : there);
-      const Mask changes = is_first ? rows > Int(0) : there && rows == Int(0);
-      Warp::add(own_.of_home, home, is_first ? 1 : -1, changes);
-      Warp::add(own_.of_rank, rank, is_first ? 1 : -1, changes);
+      const Mask begins = rows > Int(0) && before == Int(0);
+      const Mask ends = rows == Int(0) && before > Int(0);
+      Warp::add(own_.of_home, home, 1, begins);
+      Warp::add(own_.of_rank, rank, 1, begins);
+      Warp::add(own_.of_home, home, -1, ends);
+      Warp::add(own_.of_rank, rank, -1, ends);
     }
     Warp::sync();
   }
@@ -591,7 +597,7 @@ class EvenExpertsPass {
       Warp::scatter(own_.copy_nodes, Int(expert), Int(nodes | static_cast<int>(1U << node)),
                     first_lane);
     }
-    Warp::scatter(own_.present_rows, Int(slot), Int(0), first_lane);
+    Warp::scatter(own_.present_rows, Int(slot), Int(-1), first_lane);
     Warp::scatter(own_.of_home, Int(home), Int(of_home - 1), first_lane);
     Warp::scatter(own_.of_rank, Int(rank), Int(of_rank - 1), first_lane);
     Warp::scatter(own_.home_rows, Int(expert), Int(at_home - rows), first_lane);

@@ -103,7 +103,7 @@ struct EvenExpertsWarp {
   int* copy_rows;     ///< [R, spare] 0: no copy
   int* load;          ///< [R]
   int* free_slots;    ///< [R]
-  int* present_rows;  ///< [R, spare] rows that a present copy takes now; 0: none, or it was used
+  int* present_rows;  ///< [R, spare] rows that a present copy takes now; 0: none; -1: it is used
   int* of_home;       ///< [R] present copies that take rows
   int* of_rank;       ///< [R]
   int* copy_nodes;    ///< [E] with nodes: a bit for each that has a copy
