@@ -207,8 +207,9 @@ class BatchPlanner(WrittenOnce, Unchanging):
     @property
     def attends_as(self) -> str:
         """Names the settings that a plan and its module must have alike."""
+        latent = f", latent_dim={self.latent_dim}" if self.latent_dim else ""
         chunk = "" if self.chunk is None else f", chunk={self.chunk}"
-        return f"{self.shape}, latent_dim={self.latent_dim}{chunk}"
+        return f"{self.shape}{latent}{chunk}"
 
     @property
     def fingerprint(self) -> int:
@@ -232,7 +233,7 @@ class BatchPlanner(WrittenOnce, Unchanging):
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        return f"BatchPlanner(world_size={self.world_size}, {self.shape})"
+        return f"BatchPlanner(world_size={self.world_size}, {self.attends_as})"
 
 
 def _planner(world_size: int, given: Tuple[Any, ...], options: dict[str, Any]) -> BatchPlanner:
@@ -408,6 +409,7 @@ def piece_table(held: Any, rank: int, who: str) -> IntArray:
             if not 2 <= len(item) <= 4:
                 raise InvalidArgument(
                     f"{of_rank}: [{i}] has {len(item)} numbers, expected (document, offset, length)"
+                    " with or without a prefix, or (length, prefix)"
                 )
             row = [n if _is_plain(n) else int64(n, f"{of_rank}: [{i}]") for n in item]
             if len(row) == 2:
