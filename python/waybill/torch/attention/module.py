@@ -413,7 +413,9 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             self._exchange.close()
 
     def extra_repr(self) -> str:
-        return f"rank={self.world.rank}, world_size={self.world.world_size}, {self.planner.shape}"
+        return (
+            f"rank={self.world.rank}, world_size={self.world.world_size}, {self.planner.attends_as}"
+        )
 
     def __deepcopy__(self, memo: Any) -> ContextParallelAttention:
         """A model that is copied shares it: it has no parameters."""

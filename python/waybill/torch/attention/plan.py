@@ -172,7 +172,8 @@ class BatchPlanner(WrittenOnce, Unchanging):
     def _own(self, given: Union[QkvPlan, AttentionPlan], who: str) -> BatchPlan:
         plan = given.to_qkv_plan() if isinstance(given, AttentionPlan) else given
         mask = plan.mask
-        if self.shape.mask == "prefix" or (self.chunk is not None and len(plan.kv_end)):
+        of_any = plan.num_shards == 0 or self.shape.mask == "prefix"
+        if of_any or (self.chunk is not None and len(plan.kv_end)):
             mask = self.shape.mask
         for name, got, expected in (
             ("world_size", plan.world_size, self.world_size),
@@ -208,8 +209,9 @@ class BatchPlanner(WrittenOnce, Unchanging):
     @property
     def attends_as(self) -> str:
         """Names the settings that a plan and its module must have alike."""
+        latent = f", latent_dim={self.latent_dim}" if self.latent_dim else ""
         chunk = "" if self.chunk is None else f", chunk={self.chunk}"
-        return f"{self.shape}, latent_dim={self.latent_dim}{chunk}"
+        return f"{self.shape}{latent}{chunk}"
 
     @property
     def fingerprint(self) -> int:
@@ -233,7 +235,7 @@ class BatchPlanner(WrittenOnce, Unchanging):
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        return f"BatchPlanner(world_size={self.world_size}, {self.shape})"
+        return f"BatchPlanner(world_size={self.world_size}, {self.attends_as})"
 
 
 def _planner(world_size: int, given: Tuple[Any, ...], options: dict[str, Any]) -> BatchPlanner:
@@ -421,6 +423,7 @@ def _row_of(item: Any, rank: int, i: int, of_rank: str, mask: str) -> Tuple[int,
     if not 2 <= len(item) <= 4:
         raise InvalidArgument(
             f"{of_rank}: [{i}] has {len(item)} numbers, expected (document, offset, length)"
+            " with or without a prefix, or (length, prefix)"
         )
     row = [n if _is_plain(n) else int64(n, f"{of_rank}: [{i}]") for n in item]
     if len(row) == 2:
