@@ -118,10 +118,23 @@ def has_operations() -> bool:
 
 
 def operation(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator: waybill::name, which changes none of its arguments."""
+    """A decorator: waybill::name, which changes none of its arguments.
+
+    Compilers keep the order of all of them. By their tensors alone a rank without rows has none: a
+    tensor without elements depends on nothing.
+    """
     if not has_operations():
         return _no_operation
-    return torch.library.custom_op(f"waybill::{name}", mutates_args=(), schema=schema)
+
+    def in_order(function: Callable[..., Any]) -> Any:
+        made = torch.library.custom_op(f"waybill::{name}", function, mutates_args=(), schema=schema)
+        if hasattr(made, "register_effect"):  # not in older versions of torch
+            from torch._library.effects import EffectType
+
+            made.register_effect(EffectType.ORDERED)
+        return made
+
+    return in_order
 
 
 def _no_operation(function: Any) -> Any:
