@@ -144,13 +144,13 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
 
         Args:
             held: lengths of documents that lie on this rank whole, or ``Piece(document, offset,
-                length)`` of documents that lie across ranks. With prefixes: ``(length, prefix)``,
-                ``(document, offset, length, prefix)``.
+                length)`` of documents that lie across ranks. With mask = "prefix" also ``(length,
+                prefix)``, ``(document, offset, length, prefix)``; other masks refuse a prefix.
         """
         self._check_open()
         if self._exchange is None:
             with said_by(f"{_WHO}.gather"):
-                self._exchange = PieceExchange(self.world)
+                self._exchange = PieceExchange(self.world, self.planner.shape.mask)
         return self._exchange.gather(held)
 
     def plan(self, pieces: Union[Sequence[Any], QkvPlan, AttentionPlan]) -> BatchPlan:
