@@ -75,7 +75,7 @@ ExpertLimit ExpertSummary::limit(const LinkSpeeds& speeds) const {
         {&ExpertRankFigures::node_out, false, Direction::out},
         {&ExpertRankFigures::network_in, true, Direction::in},
         {&ExpertRankFigures::network_out, true, Direction::out}}) {
-    const double speed = network ? speeds.network_bytes_per_second : speeds.nvlink_bytes_per_second;
+    const double speed = detail::speed_of(speeds, network);
     require(std::isfinite(speed) && speed > 0, "ExpertSummary: a speed is ", speed,
             ", expected a number > 0");
     const Spread spread = spread_of(ranks, figure);
@@ -167,12 +167,6 @@ namespace {
 using detail::labelled;
 using detail::times;
 
-std::string rate(double bytes_per_second) { return format_si(bytes_per_second) + "B/s"; }
-
-double speed_of(const ExpertLimit& limit, const LinkSpeeds& speeds) {
-  return limit.network ? speeds.network_bytes_per_second : speeds.nvlink_bytes_per_second;
-}
-
 const char* link_of(const ExpertLimit& limit) { return limit.network ? "the network" : "NVLink"; }
 
 /// A combine returns rows of token_dtype, whatever came.
@@ -188,8 +182,8 @@ std::string limit_sentence(const ExpertSummary& s, const LinkSpeeds& speeds) {
                 limit.direction == Direction::in ? "receives " : "sends ",
                 format_bytes(limit.rows * s.row_bytes), " over ", link_of(limit), ", ",
                 times(static_cast<double>(limit.rows) / limit.mean_rows), " the mean; at ",
-                rate(speed_of(limit, speeds)), " each way, ", calls_of(s), " can be faster than ",
-                format_seconds(limit.seconds), ".");
+                detail::rate(detail::speed_of(speeds, limit.network)), " each way, ", calls_of(s),
+                " can be faster than ", format_seconds(limit.seconds), ".");
 }
 
 std::string work_sentence(const ExpertSummary& s) {
