@@ -81,6 +81,9 @@ void check_dispatch_input(const EPConfig& config, const EPDispatchOptions& optio
   }
   const std::int64_t scales = num_scales(config, options);
   if (options.payload.is_given() && scales > 0) {
+    require(is_given(input.scales), who, ": scales are not given, expected ",
+            to_string(Shape{tokens, scales}), ", ", options.payload.scale_dtype(), ": payload = \"",
+            options.payload.name(), "\"");
     check_view(who, "scales", input.scales, options.payload.scale_dtype(), {tokens, scales});
   } else {
     require(!is_given(input.scales), who, ": scales are given, expected none: payload = \"",

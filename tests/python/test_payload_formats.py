@@ -241,7 +241,7 @@ def test_layers_refuse_other_tensors():
             (good.to(torch.bfloat16), scales, "dispatch: input is torch.bfloat16, expected"),
             (good, scales[:, 1:], "dispatch: scales has shape"),
             (good, scales.float(), "dispatch: scales is torch.float32, expected torch.float8_e8m0"),
-            (good, None, "dispatch: scales"),
+            (good, None, "dispatch: scales are not given, expected"),
             (good[:, 1:], scales, "dispatch: input has shape"),
         )
         for rows, of_rows, text in cases:
