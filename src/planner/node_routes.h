@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <vector>
 
 #include "waybill/core/topology.h"
 #include "waybill/planner/planner.h"

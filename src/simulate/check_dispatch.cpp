@@ -2,7 +2,6 @@
 #include <chrono>
 #include <cstring>
 #include <numeric>
-#include <optional>
 #include <string>
 #include <utility>
 

@@ -1,6 +1,5 @@
 #include "checks.h"
 #include "routing/homes.h"
-#include "waybill/core/topology.h"
 
 namespace waybill::validation {
 namespace {
