@@ -45,7 +45,7 @@ void route_queries(const QkvPlan& plan, const Homes& homes, QkvRouting& routing)
   fwd.copy_offsets.clear();
   rev.copy_offsets.clear();
   fwd.rank_offsets = plan.rank_shard_offsets;
-  rev.rank_offsets = detail::offsets_by(plan.q_dst, plan.world_size);
+  detail::offsets_by(plan.q_dst, plan.world_size, rev.rank_offsets);
   attn.rank_offsets = rev.rank_offsets;
   attn.shard.resize(num_shards);
   attn.q_begin.resize(num_shards);

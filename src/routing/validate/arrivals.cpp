@@ -39,7 +39,7 @@ void radix_sort(std::span<Arrival> list, const Key& key, std::vector<Arrival>& s
 Arrivals sort_arrivals(const SendTable& table) {
   const std::int64_t world = table.world_size;
   Arrivals result;
-  result.offsets = detail::offsets_by(table.dst_rank, world);
+  detail::offsets_by(table.dst_rank, world, result.offsets);
   result.rows.assign(world, 0);
   result.list.resize(table.num_destinations());
   result.tiled.assign(world, 1);

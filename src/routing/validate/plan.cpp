@@ -160,7 +160,7 @@ PlanIndex index_plan(const QkvPlan& plan) {
     }
   }
   index.home = detail::homes_of(plan.rank_shard_offsets);
-  index.rank_offsets = detail::offsets_by(plan.q_dst, plan.world_size);
+  detail::offsets_by(plan.q_dst, plan.world_size, index.rank_offsets);
   std::vector<std::int64_t> next(index.rank_offsets.begin(), index.rank_offsets.end() - 1);
   const auto append = [&](std::int32_t shard, std::int32_t place) {
     index.queries[next[plan.q_dst[shard]]++] = place;
