@@ -16,7 +16,7 @@ from typing import Any
 from attention_ways import draw
 
 import waybill
-from waybill._bench.attention_ways import held_pieces
+from waybill._bench.attention import held_pieces
 from waybill.torch import BatchPlanner
 
 _PER_NODE = 8

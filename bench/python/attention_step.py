@@ -47,7 +47,7 @@ from step_profile import profiled
 from torch import distributed
 
 import waybill.torch as waybill
-from waybill._bench.attention_ways import WAYS, held_pieces, kernel_of
+from waybill._bench.attention import WAYS, held_pieces, kernel_of
 from waybill.torch.attention.moves import SideStream, calls_of
 
 MODULES = {

@@ -15,7 +15,7 @@ from collectives import AllToAll, Gathered
 from torch import distributed
 
 import waybill.torch as waybill
-from waybill._bench.attention_ways import ByHand, held_pieces
+from waybill._bench.attention import ByHand, held_pieces
 
 
 def draw(source: str, seed: int, total: int) -> list[int]:

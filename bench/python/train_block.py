@@ -29,7 +29,7 @@ from torch import distributed, nn
 from torch.nn import functional
 
 import waybill.torch as waybill
-from waybill._bench.attention_ways import WAYS, kernel_of
+from waybill._bench.attention import WAYS, kernel_of
 
 VOCABULARY = 4096
 LLAMA = {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "mlp": 14336}

@@ -252,7 +252,7 @@ nb::dict call_py(const ExpertCallPrediction& call) {
   result["call"] = to_string(call.kind);
   result["seconds"] = call.seconds;
   result["begin_seconds"] = call.begin_seconds;
-  result["beside_seconds"] = call.beside_seconds;
+  result["overlapped_seconds"] = call.overlapped_seconds;
   result["network_seconds"] = call.network_seconds;
   result["nvlink_seconds"] = call.nvlink_seconds;
   result["block_seconds"] = call.block_seconds;

@@ -20,11 +20,11 @@ from ._arrays import (
 )
 from ._errors import flat_names, said_by
 from ._lifetime import Made, OfThisProcess, forwarded
-from ._progress import progress
 from .costs import AttentionCosts, LinkSpeeds, check_speeds, predicted
 from .errors import InvalidArgument
 from .planner import AttentionPlan, _limit, _mask, _prefix, _world, in_words
 from .plans import QkvPlan
+from .simulate import progress
 
 __all__ = [
     "Comparison",
@@ -272,7 +272,7 @@ def predict_step(
 
 
 def _of_plan(plan: Any) -> tuple[Any, int]:
-    """What the compiled part predicts, and its number of shards."""
+    """Returns the object that the compiled part predicts, and its number of shards."""
     if hasattr(plan, "qkv_plan") and hasattr(plan, "tables"):
         return plan.tables(), plan.qkv_plan.num_shards
     expected = "an AttentionPlan, a QkvPlan or a BatchPlan"

@@ -62,7 +62,6 @@ SECTIONS: dict[str, list[str]] = {
         "CONTRIBUTING.md",
         "scripts/README.md",
         "docs/releases.md",
-        "docs/beside_others.md",
         "CHANGELOG.md",
     ],
 }

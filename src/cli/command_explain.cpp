@@ -258,8 +258,8 @@ void add_explain_command(Command app, Program& program) {
   add_document_options(command, options);
   add_plan_options(command, options);
   for (Option option : command.options_of({documents_group})) option.excludes(file);
-  for (const char* name :
-       {"--world-size", "--tokens-per-rank", "--cut", "--imbalance", "--max-tokens", "--kv-layout"})
+  for (const char* name : {"--world-size", "--tokens-per-rank", "--cut", "--imbalance", "--prefix",
+                           "--max-tokens", "--kv-layout"})
     command.option_named(name).excludes(file);
   add_row_options(command, options);
   add_hardware_options(command, options);
@@ -305,7 +305,7 @@ void add_compare_command(Command app, Program& program) {
               "Ranks in a static context-parallel group, a divisor of the world size; 0: the "
               "largest that fits in a node, and for Ulysses the best")
       .value_name("N")
-      .not_negative()
+      .at_least(0)
       .show_default();
   command.under(rows_group)
       .number("--head-dim", options.head_dim, 1, 1 << 20,

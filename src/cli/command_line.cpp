@@ -224,14 +224,11 @@ Option& Option::one_of(const std::vector<std::string>& words) {
   });
 }
 
-Option& Option::not_negative() {
-  option_->check(CLI::NonNegativeNumber);
-  return *this;
-}
-
-Option& Option::positive() {
-  option_->check(CLI::PositiveNumber);
-  return *this;
+Option& Option::at_least(std::int64_t min) {
+  return check([min](const std::string& text) -> std::string {
+    const std::optional<std::int64_t> number = parse_number(text);
+    return number && min <= *number ? "" : concat("got ", text, ", expected a number from ", min);
+  });
 }
 
 Option& Option::excludes(Option other) {

@@ -54,8 +54,8 @@ class Option {
   /// A number in the range, neither nan nor inf.
   Option& real_between(double min, double max);
   Option& one_of(const std::vector<std::string>& words);
-  Option& not_negative();
-  Option& positive();
+  /// A whole number from `min` on.
+  Option& at_least(std::int64_t min);
 
   Option& excludes(Option other);
   Option& needs(Option other);

@@ -85,6 +85,9 @@ int run_show(const Options& options, Command /*command*/, Program& program) {
   DispatchFile file = read_dispatch_file(options.input, ReadCheck::values);
   std::string text;
   if (file.metadata) {
+    if (!options.table.empty())
+      throw UsageError(concat("show: --table ", options.table, ": ", input_name(options.input),
+                              " has one table, expected a plan or a dispatch"));
     text = metadata_text(options, *file.metadata);
   } else {
     if (!options.table.empty()) (void)file.dense();
@@ -163,13 +166,13 @@ void add_validate_command(Command app, Program& program) {
       .value_name("");
   command.option("--q-capacity", options.checks.q_capacity, "Rows of a rank's Q buffer")
       .value_name("N")
-      .not_negative();
+      .at_least(0);
   command.option("--kv-capacity", options.checks.kv_capacity, "Rows of a rank's K and V buffers")
       .value_name("N")
-      .not_negative();
+      .at_least(0);
   command.option("--max-findings", options.checks.max_findings, "Stop after this many")
       .value_name("N")
-      .positive()
+      .at_least(1)
       .show_default();
   command.footer(
       "Examples:\n"

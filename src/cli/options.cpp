@@ -124,7 +124,7 @@ Option add_table_option(Command command, Options& options) {
 }
 
 Option add_rank_option(Command command, Options& options, const std::string& text) {
-  return command.option("--rank", options.rank, text).value_name("N").not_negative();
+  return command.option("--rank", options.rank, text).value_name("N").at_least(0);
 }
 
 void add_compact_flag(Command command, Options& options) {
@@ -141,19 +141,22 @@ void add_document_options(Command command, Options& options) {
                                   .check(check_distribution);
   Option lengths = command.file("--lengths", options.lengths_path,
                                 "Read lengths in tokens: JSON list or text; - is standard input");
-  command
-      .option(
-          "--corpus", options.corpus_path,
-          "Count the tokens of all text files in a folder and its subfolders, by the rule below")
-      .value_name("DIR")
-      .excludes(distribution)
-      .excludes(lengths);
+  const Option corpus = command
+                            .option("--corpus", options.corpus_path,
+                                    "Count the tokens of all text files in a folder and its "
+                                    "subfolders, by the rule below")
+                            .value_name("DIR")
+                            .excludes(distribution)
+                            .excludes(lengths);
   lengths.excludes(distribution);
-  add_seed_option(command, options, "Seed of the drawn lengths");
+  add_seed_option(command, options, "Seed of the drawn lengths").excludes(lengths).excludes(corpus);
 }
 
-void add_seed_option(Command command, Options& options, const std::string& text) {
-  command.option("--seed", options.seed, text).value_name("N").check(check_seed).show_default();
+Option add_seed_option(Command command, Options& options, const std::string& text) {
+  return command.option("--seed", options.seed, text)
+      .value_name("N")
+      .check(check_seed)
+      .show_default();
 }
 
 void add_ranks_per_node(Command command, Options& options) {

@@ -111,7 +111,7 @@ Option add_rank_option(Command command, Options& options, const std::string& tex
 void add_compact_flag(Command command, Options& options);
 
 void add_document_options(Command command, Options& options);
-void add_seed_option(Command command, Options& options, const std::string& text);
+Option add_seed_option(Command command, Options& options, const std::string& text);
 /// @param ranks_name the option for the number of ranks; empty: none
 void add_plan_options(Command command, Options& options,
                       const std::string& ranks_name = "--world-size");

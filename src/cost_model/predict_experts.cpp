@@ -516,7 +516,7 @@ std::vector<ExpertCallPrediction> predict_experts(const EPConfig& config,
       if (r > 0 && time.seconds() <= call.seconds) continue;
       call.rank = static_cast<std::int32_t>(r);
       call.begin_seconds = time.begin;
-      call.beside_seconds = time.overlapped;
+      call.overlapped_seconds = time.overlapped;
       call.network_seconds = time.network;
       call.nvlink_seconds = time.nvlink;
       call.block_seconds = time.blocks;

@@ -173,6 +173,7 @@ TEST_F(CommandsTest, OneMetadataAlone) {
   EXPECT_TRUE(slice.is_slice());
   EXPECT_TRUE(slice.normalized);
   EXPECT_NE(run("show slice").out.find("shard 0"), std::string::npos);
+  EXPECT_TRUE(fails(run("show slice --table fwd_q"), 2, {"--table fwd_q", "slice has one table"}));
 }
 
 TEST_F(CommandsTest, DamageIsFoundAndNothingIsMoved) {

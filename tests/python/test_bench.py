@@ -16,7 +16,7 @@ import rank_processes  # noqa: F401 (what the processes are forked from)
 from torch import multiprocessing
 
 from waybill import _bench
-from waybill._bench import attention, attention_ways, expert_ways, experts, ranks
+from waybill._bench import attention, experts, ranks
 from waybill.integrations import deep_ep
 
 SIZES = ["--tokens", "1,9", "--hidden", "64", "--experts", "8", "--topk", "3", "--seconds", "1"]
@@ -72,7 +72,7 @@ def test_report_for_an_issue(capsys):
     assert "| Waybill, compact rows | " in out and "| DeepEP | needs 2 GPUs | " in out
 
 
-ATTENTION = ("Waybill", *(f"{way} by hand (copies)" for way in attention_ways.WAYS))
+ATTENTION = ("Waybill", *(f"{way} by hand (copies)" for way in attention.WAYS))
 
 
 def test_attention(capsys, tmp_path):
@@ -113,14 +113,14 @@ def test_wrong_attention_is_said(part, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ["combine", "dispatch_again"])
 def test_a_wrong_way_is_said(name, monkeypatch, capsys):
-    whole = getattr(expert_ways.AllToAll, name)
+    whole = getattr(experts.AllToAll, name)
 
     def damaged(way):
         whole(way)
         rows = way.sums if name == "combine" else way.rows
         rows[0, 0] += 1  # the first token of each rank
 
-    monkeypatch.setattr(expert_ways.AllToAll, name, damaged)
+    monkeypatch.setattr(experts.AllToAll, name, damaged)
     assert _bench.main(["--device", "cpu", *SIZES]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert all(("WRONG" in line) == ("all-to-all" in line) for line in lines if "by hand" in line)

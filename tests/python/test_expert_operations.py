@@ -79,11 +79,11 @@ def test_as_without(weights, count):
 def test_descriptors_go_with_their_tickets():
     def body(world):
         module = module_on(world, 1, operations=True)
-        before = len(operations._dispatches)
+        before = len(operations._held)
         for seed in range(3):
             step(module, module, batch(0, seed))
         gc.collect()
-        assert len(operations._dispatches) == before
+        assert len(operations._held) == before
         module.finalize()
 
     waybill.run_threads(1, body)

@@ -391,8 +391,6 @@ def test_refused_by_name():
         refuses(
             waybill.InvalidArgument, "expected a module whose parameters", lambda rows, ends: rows
         )
-        refuses(waybill.Unsupported, "operations = True with spare_experts = 2",
-                fixed_rows=100, operations=True)  # fmt: skip
         refuses(waybill.InvalidArgument, "keep_copies = True", spare_experts=0, keep_copies=True)
         refuses(waybill.InvalidArgument, "limit = 0.5", limit=0.5)
         refuses(waybill.InvalidArgument, "spare_experts = -1", spare_experts=-1)
@@ -402,7 +400,14 @@ def test_refused_by_name():
         refuses(waybill.Unsupported, "sharded by FSDP", inside)
         wrapped = type("DistributedDataParallel", (SwiGLUExperts,), {})(LOCAL, HIDDEN, INNER)
         refuses(waybill.Unsupported, "wrapped by DDP", wrapped)
-        module = module_on(world, experts_of(world.rank))
+        scaled = experts_of(world.rank)
+        scaled.register_buffer("scale", torch.ones(LOCAL, 1))  # copies would be scaled as others
+        refuses(
+            waybill.InvalidArgument, rf"buffer scale of experts has shape \[{LOCAL}, 1\]", scaled
+        )
+        whole = experts_of(world.rank)
+        whole.register_buffer("count", torch.zeros(()))
+        module = module_on(world, whole)
         step = one_step(module, batch(world.rank, 2, 0))
         assert step[0].isfinite().all()  # nothing above has told anybody
         layer = module.layer

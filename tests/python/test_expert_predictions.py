@@ -38,7 +38,7 @@ def test_bytes_are_those_of_the_simulation(per_node):
     assert np.array_equal(calls["low_latency_dispatch"].network_out, straight.sum(1))
     assert np.all(there.puts >= traffic["inter_node_ranges"].sum(1))
     for call in calls.values():
-        inside = call.beside_seconds + max(call.nvlink_seconds, call.block_seconds)
+        inside = call.overlapped_seconds + max(call.nvlink_seconds, call.block_seconds)
         longest = max(call.network_seconds, inside)
         assert call.seconds == pytest.approx(call.begin_seconds + longest + call.end_seconds)
 

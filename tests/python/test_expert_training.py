@@ -15,7 +15,7 @@ import test_expert_parallel as one_process  # noqa: E402
 from test_expert_parallel import EXPERTS, HIDDEN, MOST, SIZES, TOPK, WORLD  # noqa: E402
 
 import waybill  # noqa: E402
-from waybill.torch.experts import presets  # noqa: E402
+from waybill.torch.experts.layer import suggested_sms  # noqa: E402
 from waybill.torch.moe import EPAll2AllLayer, ExpertParallel  # noqa: E402
 
 
@@ -212,7 +212,7 @@ def test_multiprocessors(monkeypatch, most, per_node, multiprocessors, want):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     topology = types.SimpleNamespace(ranks_per_node=per_node)
     world = types.SimpleNamespace(device="cuda:0", topology=topology, world_size=8)
-    assert presets.suggested_sms(world, most) == want
+    assert suggested_sms(world, most) == want
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 by all of them in the same words: none is lost in silence.
 """
 
+import functools
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -122,6 +124,24 @@ def test_tangents_are_refused(make, requires_grad):
                 given[place] = forward_ad.make_dual(given[place], torch.ones_like(given[place]))
                 with pytest.raises(waybill.Unsupported, match=TANGENT):
                     call(*given)
+
+    wt.run_threads(1, body)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_torch_func_is_refused(make, transform):
+    """Torch said what an autograd.Function lacks."""
+
+    def body(world):
+        call, inputs = make(world)
+        for place in range(len(inputs)):
+            one = functools.partial(call, *inputs[:place])
+            rest = inputs[place + 1 :]
+            with pytest.raises(waybill.Unsupported, match=r"is a tensor of torch.func, as of grad"):
+                if transform == "grad":
+                    torch.func.grad(lambda v, f=one, r=rest: f(v, *r).sum())(inputs[place])
+                else:
+                    torch.func.vmap(lambda v, f=one, r=rest: f(v, *r))(inputs[place][None])
 
     wt.run_threads(1, body)
 

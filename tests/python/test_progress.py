@@ -7,7 +7,7 @@ import time
 import pytest
 
 import waybill
-from waybill import _progress
+from waybill import simulate
 
 
 class Terminal(io.StringIO):
@@ -17,12 +17,12 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def soon(monkeypatch):
-    monkeypatch.setattr(_progress, "_AFTER_S", 0.05)
+    monkeypatch.setattr(simulate, "_AFTER_S", 0.05)
 
 
 def test_a_long_call_says_what_it_does(soon, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with _progress.progress("plan of 4096 ranks"):
+    with simulate.progress("plan of 4096 ranks"):
         time.sleep(0.3)
     text = sys.stderr.getvalue()
     assert text.startswith("\rwaybill: plan of 4096 ranks, 0 s ...")
@@ -38,14 +38,14 @@ def test_a_short_call_says_nothing(monkeypatch):
 
 def test_no_terminal_no_line(soon, monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with _progress.progress("plan"):
+    with simulate.progress("plan"):
         time.sleep(0.2)
     assert sys.stderr.getvalue() == ""
 
 
 def test_an_error_ends_it(soon, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with pytest.raises(waybill.InvalidArgument), _progress.progress("plan"):
+    with pytest.raises(waybill.InvalidArgument), simulate.progress("plan"):
         time.sleep(0.2)
         waybill.gen_seq_lens(0, 1, 1)
     assert sys.stderr.getvalue().endswith("\r\033[K")

@@ -12,7 +12,6 @@ from records import records
 
 import waybill
 from waybill import _selftest
-from waybill._selftest import checks
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -63,19 +62,24 @@ def damaged(monkeypatch, module, name, change):
     ("check", "module", "name", "change"),
     [
         ("recorded cases", waybill, "mask_by_neg", lambda f, tensor, mask: tensor),
-        ("planner", checks, "validate", lambda f, *tables: ["a finding"]),
-        ("validator", checks, "validate", lambda f, *tables: []),
-        ("validator", checks, "orchestrate_simulate", lambda f, *given: None),
-        ("ranks that are threads", checks, "expected_rows", lambda f, *g: [r + 1 for r in f(*g)]),
-        ("ranks that are threads", checks, "expected_gradients", lambda f, *g: f(*g)[::-1]),
-        ("experts", checks, "simulate_dispatch", lambda f, c, t, ids: f(c, t, ids[::-1])),
+        ("planner", _selftest, "validate", lambda f, *tables: ["a finding"]),
+        ("validator", _selftest, "validate", lambda f, *tables: []),
+        ("validator", _selftest, "orchestrate_simulate", lambda f, *given: None),
+        (
+            "ranks that are threads",
+            _selftest,
+            "expected_rows",
+            lambda f, *g: [r + 1 for r in f(*g)],
+        ),
+        ("ranks that are threads", _selftest, "expected_gradients", lambda f, *g: f(*g)[::-1]),
+        ("experts", _selftest, "simulate_dispatch", lambda f, c, t, ids: f(c, t, ids[::-1])),
     ],
 )
 @pytest.mark.parametrize("with_traceback", [False, True])
 def test_damage_is_found(monkeypatch, capsys, check, module, name, change, with_traceback):
     """The others still run, and a verdict ends the report."""
     damaged(monkeypatch, module, name, change)
-    found = [("recorded cases", checks.run_golden), *checks.CHECKS]
+    found = [("recorded cases", _selftest.run_golden), *_selftest.CHECKS]
     found = [one for one in found if one[0] in (check, "simulation")]
     assert _selftest._run(found, with_traceback) == 1
     shown = capsys.readouterr().out
@@ -95,28 +99,28 @@ def test_an_interrupt_ends_it(monkeypatch, capsys):
 
 def test_a_missing_program_is_no_failure(monkeypatch, capsys):
     missing = subprocess.CompletedProcess([], 1, "", "waybill: the program is not installed beside")
-    monkeypatch.setattr(checks.subprocess, "run", lambda *given, **options: missing)
-    assert _selftest._run([("the program", checks.check_program)], False) == 0
+    monkeypatch.setattr(_selftest.subprocess, "run", lambda *given, **options: missing)
+    assert _selftest._run([("the program", _selftest.check_program)], False) == 0
     assert "skipped the program: the program is not installed" in capsys.readouterr().out
 
 
 def test_an_older_program_is_one(monkeypatch):
     other = subprocess.CompletedProcess([], 0, "waybill 0.0.1\n", "")
-    monkeypatch.setattr(checks.subprocess, "run", lambda *given, **options: other)
+    monkeypatch.setattr(_selftest.subprocess, "run", lambda *given, **options: other)
     with pytest.raises(AssertionError, match=r"waybill 0\.0\.1, expected"):
-        checks.check_program()
+        _selftest.check_program()
 
 
 def test_the_recorded_cases_are_those_of_the_tests():
-    for record in checks.records():
+    for record in _selftest.records():
         assert record in records(record["fn"]), record["case"]
-    assert len(checks.records()) >= 20
+    assert len(_selftest.records()) >= 20
 
 
 def test_every_wrong_record_is_found():
     """Each output, changed, is noticed: the comparison looks at all of them."""
     count = 0
-    for record in checks.records():
+    for record in _selftest.records():
         for entry in arrays_of(record["outputs"]):
             changed = json.loads(json.dumps(record))
             place = next(e for e in arrays_of(changed["outputs"]) if e == entry)
@@ -142,9 +146,9 @@ def arrays_of(entry):
 
 
 def run_one(record):
-    before = checks.records
-    checks.records = lambda: [record]
+    before = _selftest.records
+    _selftest.records = lambda: [record]
     try:
-        checks.run_golden()
+        _selftest.run_golden()
     finally:
-        checks.records = before
+        _selftest.records = before

@@ -98,13 +98,13 @@ struct ExpertCallPrediction {
   std::vector<std::int64_t> puts;  ///< [W] that a rank makes to other nodes, to carry them
   std::int32_t rank = 0;
   double begin_seconds = 0;  ///< before rows: launches, signals of all ranks, ids, counts
-  /// What rows to other nodes do not wait for, where they are pipelined: counting, adding sums.
-  double beside_seconds = 0;
+  /// Counting and adding sums, for which pipelined rows to other nodes do not wait.
+  double overlapped_seconds = 0;
   double network_seconds = 0;  ///< rows between nodes
   double nvlink_seconds = 0;   ///< rows inside the node
   double block_seconds = 0;    ///< stores of multiprocessors: rows, and copies where they arrive
   double end_seconds = 0;      ///< forwarding and sums that the longest of them does not cover
-  /// begin + max(network, beside_seconds + max(nvlink, block)) + end
+  /// begin + max(network, overlapped_seconds + max(nvlink, block)) + end
   double seconds = 0;
 };
 

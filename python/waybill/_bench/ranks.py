@@ -18,7 +18,7 @@ from torch import distributed, multiprocessing
 from ..torch.world import run_threads
 from ..world import num_gpus
 
-_WAIT_S = 60.0  # of a rank for another
+_WAIT_S = 60.0  # a rank waits so long for another
 _MOST_CALLS, _LEAST_CALLS = 60, 3
 
 
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 
 def place_of(device: Optional[str], ranks: Optional[int], experts: int) -> Place:
-    """What this machine offers. Raises ValueError for what it does not."""
+    """Chooses device and ranks. Raises ValueError for what this machine does not have."""
     gpus = min(num_gpus(), torch.cuda.device_count())
     if device is None:
         device = "cuda" if gpus > 0 else "cpu"

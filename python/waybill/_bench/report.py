@@ -1,4 +1,4 @@
-"""What was measured: as text, Markdown, JSON and HTML."""
+"""Writes results as text, Markdown, JSON and HTML."""
 
 from __future__ import annotations
 

@@ -351,7 +351,7 @@ class WaybillTokenDispatcher(MoETokenDispatcher):
         return hidden_states, counts.to("cpu", torch.int64), probs
 
     def compute(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        """What the experts and copies on this rank make of rows."""
+        """Computes the outputs of the experts and copies on this rank."""
         assert self.copied is not None
         return self.copied.run(self._layer, self._layout, hidden_states, probs)
 

@@ -81,7 +81,7 @@ class Chunk(NamedTuple):
     tokens: int
 
 
-#: What a layer meets of a document: the last so many keys, those of its chunk, or all (None).
+#: Which keys of a document a query of a layer meets: the last n, those of its chunk, or all (None).
 Window = Union[int, Chunk, None]
 
 

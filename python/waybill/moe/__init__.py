@@ -9,7 +9,6 @@ import typing as _typing
 
 from .. import compat as _compat
 from .config import EPConfig
-from .copies import simulate_expert_copies, simulate_expert_copy_gradients
 from .even_experts import (
     EvenExperts,
     ExpertPlacement,
@@ -19,9 +18,23 @@ from .even_experts import (
 )
 from .layer import EPAll2AllLayer
 from .payloads import quantize_fp8, quantize_rows, tile_scales
-from .predict import ExpertCallPrediction, ExpertSummary, predict, summarize
-from .prices import ExpertCopyPrices, ExpertStepSeconds, break_even_rows, price_copies
-from .simulate import EPAllToAllLayoutDesc, ExpertDispatch, simulate_dispatch
+from .predict import (
+    ExpertCallPrediction,
+    ExpertCopyPrices,
+    ExpertStepSeconds,
+    ExpertSummary,
+    break_even_rows,
+    predict,
+    price_copies,
+    summarize,
+)
+from .simulate import (
+    EPAllToAllLayoutDesc,
+    ExpertDispatch,
+    simulate_dispatch,
+    simulate_expert_copies,
+    simulate_expert_copy_gradients,
+)
 
 __all__ = [
     "EPAll2AllLayer",

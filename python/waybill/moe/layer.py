@@ -585,7 +585,7 @@ class EPAll2AllLayer(ExpertLayer):
             return None if bits is None else shown_scales(self._payload, bits)
         if kind == "rows" and not self._payload.is_plain:
             return as_items(bits, self._payload.element_name)
-        if kind == "outputs":  # what is written there must be in the window
+        if kind == "outputs":  # experts write there, so it must not be a copy
             return as_float(bits, self.dtype, True)
         dtype = self.weight_dtype if kind == "weights" else self.dtype
         return as_float(bits, dtype, self._native["weights" if kind == "weights" else "rows"])

@@ -15,7 +15,7 @@ from ..errors import InvalidArgument
 
 @dataclass(frozen=True)
 class Payload:
-    """What a payload's rows and scales look like in a layer of some hidden size."""
+    """Shapes and dtypes of a payload's rows and scales, for a given hidden size."""
 
     name: str
     is_plain: bool

@@ -15,7 +15,7 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 import torch
 
-from .._selftest.checks import TIMEOUT_S, expected_gradients, expected_rows
+from .._selftest import TIMEOUT_S, expected_gradients, expected_rows
 from ..errors import InvalidArgument, Unsupported
 from ..moe import simulate_dispatch
 from ..planner import plan

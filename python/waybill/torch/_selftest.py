@@ -9,7 +9,7 @@ from typing import Any, Tuple
 import numpy as np
 import torch
 
-from .._selftest.checks import (
+from .._selftest import (
     HIDDEN,
     LENGTHS,
     TIMEOUT_S,

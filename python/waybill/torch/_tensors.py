@@ -20,7 +20,9 @@ from ..errors import InvalidArgument, Unsupported
 
 
 def refuse_tangent(value: torch.Tensor, name: str) -> None:
-    """A tensor of forward-mode AD, whose tangent would be lost where rows are read as bytes."""
+    """A tensor of forward-mode AD, whose tangent would be lost where rows are read as bytes, or of
+    torch.func, whose elements lie elsewhere.
+    """
     if torch.compiler.is_compiling():  # there are none in compiled programs
         return
     unpacked = torch.autograd.forward_ad.unpack_dual(value)  # type: ignore[no-untyped-call]
@@ -28,6 +30,12 @@ def refuse_tangent(value: torch.Tensor, name: str) -> None:
         raise Unsupported(
             f"{name} has a tangent, expected none: calls of Waybill have no derivatives in forward"
             " mode"
+        )
+    func = torch._C._functorch
+    if func.is_gradtrackingtensor(value) or func.is_batchedtensor(value):
+        raise Unsupported(
+            f"{name} is a tensor of torch.func, as of grad or vmap, expected one without: calls of"
+            " Waybill have derivatives by autograd alone"
         )
 
 
@@ -71,7 +79,7 @@ class _NoSecond(torch.autograd.Function):
 _NOTHING = nullcontext()
 
 
-def _autocast_dtype(kind: str) -> torch.dtype:
+def autocast_dtype(kind: str) -> torch.dtype:
     if hasattr(torch, "get_autocast_dtype"):
         return torch.get_autocast_dtype(kind)
     old: Any = torch  # before torch 2.4
@@ -83,14 +91,14 @@ def autocast_now(kind: str) -> Callable[[], AbstractContextManager[Any]]:
     cast where autograd does not look would go to the caller, too.
     """
     return functools.partial(
-        torch.autocast, kind, dtype=_autocast_dtype(kind), enabled=is_autocast(kind),
+        torch.autocast, kind, dtype=autocast_dtype(kind), enabled=is_autocast(kind),
         cache_enabled=False,
     )  # fmt: skip
 
 
 def casts_to(kind: str, dtype: torch.dtype) -> bool:
     """Whether autocast is on, to this dtype."""
-    return is_autocast(kind) and _autocast_dtype(kind) == dtype
+    return is_autocast(kind) and autocast_dtype(kind) == dtype
 
 
 def without_autocast(kind: str) -> AbstractContextManager[Any]:

@@ -11,8 +11,7 @@ from ..moe import EPAllToAllLayoutDesc, EPConfig
 from .experts.context import BarrierAllContext, DispatchCombineContext
 from .experts.expert_parallel import ExpertParallel
 from .experts.grouped import SwiGLUExperts, grouped_mm
-from .experts.layer import EPAll2AllLayer
-from .experts.payloads import tile_scales
+from .experts.layer import EPAll2AllLayer, tile_scales
 
 __all__ = [
     "BarrierAllContext",

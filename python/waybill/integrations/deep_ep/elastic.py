@@ -12,12 +12,11 @@ from ..._lifetime import OfThisProcess
 from ...errors import InvalidArgument, Unsupported
 from ...torch.world import world_of
 from ...world import World, agree_on
-from .arguments import Call, check_timeout, elastic_bytes
+from .arguments import Call, check_timeout, columns_first, elastic_bytes
 from .buffer import Buffer, _Rows
 from .elastic_rows import Compact, EPHandle, Expanded
 from .events import EventHandle, EventOverlap, handle_of
 from .handles import Layers, Received
-from .payloads import columns_first
 
 _NOT_EXPERTS = (
     "all_gather", "agrs_get_inplace_tensor", "agrs_new_session", "agrs_set_config",

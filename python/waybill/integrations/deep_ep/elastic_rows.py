@@ -8,11 +8,10 @@ import torch
 
 from ..._lifetime import OfThisProcess
 from ...errors import InvalidArgument, Unsupported
-from .arguments import Call, counts_of, occurrences
+from .arguments import Call, Rows, counts_of, occurrences
 from .events import Queue
 from .handles import LayerKey, Layers, Received, reads_handle
 from .intranode import Intranode, local_counts
-from .payloads import Rows
 
 
 class EPHandle(OfThisProcess):

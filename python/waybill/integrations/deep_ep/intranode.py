@@ -10,9 +10,8 @@ import torch
 from ..._errors import shown
 from ...errors import Disagreement, InvalidArgument
 from ...torch._tensors import require_known_ids
-from .arguments import COUNTS, WINDOWS, Call, counts_of, occurrences
+from .arguments import COUNTS, WINDOWS, Call, Rows, counts_of, occurrences
 from .handles import DispatchHandle, LayerKey, Layers, Received
-from .payloads import Rows
 
 
 class Intranode:

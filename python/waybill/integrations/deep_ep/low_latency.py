@@ -7,9 +7,8 @@ from typing import Any, NoReturn, Optional
 import torch
 
 from ...errors import InvalidArgument, Unsupported
-from .arguments import COUNTS, Call, ll_bytes
+from .arguments import COUNTS, Call, ll_bytes, packed, powers_of_two
 from .handles import LayerKey, Layers, LowLatencyHandle, Received
-from .payloads import packed, powers_of_two
 
 
 class LowLatency:

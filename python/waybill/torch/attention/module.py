@@ -126,7 +126,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             return self.planner.facts()
 
         agree_on(self.world, _WHO, check)
-        # Of schedules that a plan has; where calls are so short that it does not pay, straight.
+        # The dispatcher follows the schedule of a plan, but for calls too short to gain by it.
         self._relay_use = "automatic" if self.planner.relay == "auto" else self.planner.relay
         self._dispatcher = SequenceDispatcher(self.world, num_sms=num_sms, relay=self._relay_use)
         self._side = SideStream(self.device, bool(overlap))

@@ -1,4 +1,4 @@
-"""What a plan of the caller's own means for a module, and whether it fits the module's mask."""
+"""Reads a plan that the caller made, and checks that it fits the module's mask."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def own_tables(
 def _own_prefixes(
     plan: QkvPlan, mask: str, document: IntArray, after: IntArray, who: str
 ) -> IntArray:
-    """Of each document. Raises where queries of a shard meet keys after themselves that the mask
-    hides.
+    """Returns the prefix of each document. Raises where queries of a shard meet keys after
+    themselves that the mask hides.
 
     :param after: [shards] the position after the shard in its document
     """

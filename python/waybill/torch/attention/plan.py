@@ -205,7 +205,7 @@ class BatchPlanner(WrittenOnce, Unchanging):
 
     @property
     def attends_as(self) -> str:
-        """What a plan and the module that takes it have in common."""
+        """Names the settings that a plan and its module must have alike."""
         chunk = "" if self.chunk is None else f", chunk={self.chunk}"
         return f"{self.shape}, latent_dim={self.latent_dim}{chunk}"
 
@@ -427,7 +427,7 @@ def _unnumbered(rank: int, place: int) -> int:
 
 
 def _prefixes(pieces: IntArray) -> list[int]:
-    """Of each document, as they first appear."""
+    """Returns the prefix of each document, in the order in which documents first appear."""
     _, first, inverse = np.unique(pieces[:, 0], return_index=True, return_inverse=True)
     inverse = inverse.reshape(-1)
     for i in np.flatnonzero(pieces[:, 3] != pieces[first[inverse], 3])[:1].tolist():

@@ -43,13 +43,18 @@ class StackedExperts:
                     f" [{num_experts}, ...], all experts of this rank; or experts with the methods"
                     " expert_tensors and use_tensors"
                 )
+        for name, value in experts.named_buffers():
+            if value.ndim > 0 and value.shape[0] == num_experts:
+                raise InvalidArgument(
+                    f"{_WHO}: buffer {name} of experts has shape {list(value.shape)}, expected no"
+                    f" buffer of [{num_experts}, ...]: copies come without it, and would compute"
+                    " with that of home experts; or experts with the methods expert_tensors and"
+                    " use_tensors"
+                )
 
     def home(self) -> List[torch.Tensor]:
         """Differentiable tensors, whose gradients are those of home experts."""
-        return [
-            value.to_local() if hasattr(value, "to_local") else value  # of a DTensor
-            for _, value in self.module.named_parameters()
-        ]
+        return [local_part(value) for _, value in self.module.named_parameters()]
 
     def of_expert(self, tensors: Tensors, expert: int) -> List[torch.Tensor]:
         """Those of one expert, from ``home()`` or ``split()``, which are detached."""
@@ -63,7 +68,7 @@ class StackedExperts:
         self, home: Tensors, copies: Tensors, rows: torch.Tensor, ends: torch.Tensor,
         weights: Tensors,
     ) -> torch.Tensor:  # fmt: skip
-        """What the experts make of rows: those of home experts come first.
+        """Computes the experts' outputs. Rows of home experts come first.
 
         :param copies: none where no rank has any
         """
@@ -80,7 +85,7 @@ class StackedExperts:
     def _made(
         self, tensors: Tensors, ends: torch.Tensor, rows: torch.Tensor, *weights: torch.Tensor
     ) -> torch.Tensor:
-        """What the module makes of rows with these parameters."""
+        """Computes the module's outputs with these parameters."""
         replaced, given = dict(zip(self._names, tensors)), (rows, ends, *weights)
         outputs: torch.Tensor = torch.func.functional_call(self.module, replaced, given)
         return outputs
@@ -105,6 +110,12 @@ class StackedExperts:
         turned = self._made(copies, of_copies - split, *second).index_select(0, back)
         outputs: torch.Tensor = torch.where(of_home_rows[:, None], made, turned)
         return outputs
+
+
+def local_part(value: Any) -> torch.Tensor:
+    """Of a DTensor what this rank has."""
+    # The compiler knows no attributes of the value, but those of its type.
+    return value.to_local() if hasattr(type(value), "to_local") else value
 
 
 def _halves(split: int) -> Tuple[slice, slice]:
@@ -176,9 +187,8 @@ def adapted(experts: Any, num_experts: int) -> Any:
 
 
 def checked_copies(
-    spare_experts: Any, limit: Any, min_rows: Any, keep_copies: Any, world: Any, layer: Any,
-    operations: Any,
-) -> Dict[str, Any]:  # fmt: skip
+    spare_experts: Any, limit: Any, min_rows: Any, keep_copies: Any, layer: Any
+) -> Dict[str, Any]:
     """Checks the arguments of ExpertParallel for copies; returns the layer's options for them.
 
     :param layer: one that was given, or None
@@ -195,11 +205,6 @@ def checked_copies(
                 "ExpertParallel: keep_copies = True, expected spare_experts > 0 with it"
             )
         return {}
-    if operations:
-        raise Unsupported(
-            f"ExpertParallel: operations = True with spare_experts = {spare_experts}, expected"
-            " operations = None: no operation of torch.library brings weights of copies yet"
-        )
     return options
 
 
@@ -216,7 +221,7 @@ class Store:
 
 
 class Exchange:
-    """What modules of a world share: the way of weights and gradients, and a pool for copies."""
+    """Moves weights and gradients for all modules of a world, which share a pool for copies."""
 
     def __init__(self, world: Any) -> None:
         self.compiled = _core.CopyExchange(world._world)
@@ -314,9 +319,9 @@ class Copies:
         self._made_by = threading.get_ident()
         if keep:
             _steps.watch(self)
-        self._seen: Tuple[Any, ...] = ()  #: what the tensors were
+        self._seen: Tuple[Any, ...] = ()  #: the tensors and their versions in the last look
         self._version = 0
-        self._versions: Optional[List[int]] = None  #: of all ranks, for which ``_present`` holds
+        self._versions: Optional[List[int]] = None  #: by rank, for ``_present``
         self._present: Any = None
         self._last: Any = None
         self._stamps: Any = None
@@ -340,7 +345,7 @@ class Copies:
         return parts
 
     def _share(self) -> Any:
-        """What the modules of the world share."""
+        """Returns the exchange that modules of the world share."""
         return Exchange.of(self.world)
 
     def _make_store(self) -> Any:
@@ -463,7 +468,7 @@ class Copies:
     def run(
         self, call: Any, rows: torch.Tensor, ends: torch.Tensor, weights: Tensors
     ) -> torch.Tensor:
-        """What home experts and copies make of rows. Collective where there are copies."""
+        """Computes outputs of home experts and copies. Collective where there are copies."""
         home = self._experts.home()
         outputs: torch.Tensor
         if not call.has_copies:

@@ -33,10 +33,10 @@ from ..world import world_of
 from . import operations as ops
 from .autograd import tied_to_parameters
 from .copies import adapted, checked_copies
+from .copy_operations import check_recorded, compute_recorded
 from .device_copies import copies_for
 from .grouped import SwiGLUExperts, ends_within
-from .layer import EPAll2AllLayer
-from .presets import PRESETS, preset_options
+from .layer import PRESETS, EPAll2AllLayer, preset_options
 
 
 class Lane:
@@ -116,7 +116,7 @@ class LayerBox:
         self._make, self._forget = make, forget
         self.layer = layer if make is None else make()
         self.users = 0
-        self.number = ops.register_layer(self)
+        self.number = ops.register(self)
 
     def check_resize(self, fixed_rows: int) -> None:
         """Whether it can be made anew with so many rows."""
@@ -195,7 +195,9 @@ def check_operations(fixed_rows: Any, chunks: int, windows: str, options: Dict[s
         )
 
 
-def check_experts(experts: Any, num_experts: int, world: World, has_copies: bool) -> None:
+def check_experts(
+    experts: Any, num_experts: int, world: World, has_copies: bool, operations: Optional[bool]
+) -> None:
     """Checks the number of a rank's experts, where they say it."""
     wanted = num_experts // world.world_size
     if isinstance(experts, SwiGLUExperts) and len(experts.gate) != wanted:
@@ -205,6 +207,8 @@ def check_experts(experts: Any, num_experts: int, world: World, has_copies: bool
         )
     if has_copies:
         adapted(experts, wanted)
+    if has_copies and operations:
+        check_recorded(experts)
 
 
 def check_choices(
@@ -419,8 +423,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
 
         def check() -> Dict[str, Any]:
             nonlocal num_experts, topk, hidden, max_tokens, most, chunks, operations, dtype
-            spare = (spare_experts, limit, min_rows, keep_copies)
-            options.update(checked_copies(*spare, world, layer, operations))
+            options.update(checked_copies(spare_experts, limit, min_rows, keep_copies, layer))
             check_choices(experts, shared, gradients=gradients, weights=weights, windows=windows)
             num_experts = int64(num_experts, f"{who}: num_experts")
             topk, hidden = int64(topk, f"{who}: topk"), int64(hidden, f"{who}: hidden")
@@ -443,7 +446,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
                 }  # fmt: skip
                 check_layer(layer, num_experts, topk, hidden, max_tokens, given_more)
                 fixed_rows = layer.fixed_rows
-            check_experts(experts, num_experts, world, spare_experts != 0)
+            check_experts(experts, num_experts, world, spare_experts != 0, operations)
             if operations:
                 check_operations(fixed_rows, chunks, windows, layer_options)
             return {
@@ -465,6 +468,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         box.users += 1
         self._copies = copies_for(experts, box.layer, keep_copies)
         self._boxes, self._released = (box,), False  # no submodule: others may have it, too
+        self._number = torch.tensor([ops.register(self)]) if self._copies else None
         self.experts, self.shared = experts, shared
         self.gradients, self.weights, self.windows = gradients, weights, windows
         self.operations = operations
@@ -505,7 +509,9 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         """Whether a call now would be made of operations of torch.library."""
         if self.operations is not None:
             return self.operations
-        one = self.layer.fixed_rows is not None and self.chunks == 1 and not self._copies
+        one = self.layer.fixed_rows is not None and self.chunks == 1
+        if len(self._copies) > 0 and not isinstance(self.experts, torch.nn.Module):
+            one = False
         return one and has_operations() and torch.compiler.is_compiling()
 
     def take_overflow(self) -> int:
@@ -593,8 +599,14 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         recorded = torch.is_grad_enabled()
         x = as_autocast(x, self.layer.dtype, self.layer.device)
         needs = [recorded and one.requires_grad for one in (x, weights)]
-        rows, row_weights, ends, ticket, token = ops.dispatch(number, x, chosen, weights, *needs)
-        outputs = self._outputs(rows, ends, row_weights, tied_to_parameters)
+        rows, row_weights, ends, ticket, token = ops.dispatch(
+            number, x, chosen, weights, *needs, self._number
+        )
+        if self._copies:
+            of_rows = row_weights if inside else None
+            outputs = compute_recorded(self, ticket, rows, ends, of_rows, [recorded, *needs])
+        else:
+            outputs = self._outputs(rows, ends, row_weights, tied_to_parameters)
         will = any(needs) or (recorded and outputs.requires_grad)
         return ops.combine(
             number, ticket, token, outputs, None if inside else row_weights, x.shape[0], will

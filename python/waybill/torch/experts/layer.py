@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 
-from ..._arrays import flag, instance
+from ..._arrays import choice, flag, instance
 from ..._errors import on_rank
 from ..._graphs import outside_graphs
 from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc
 from ...moe.layer import ExpertLayer, RankLayout, checked_layout
-from ...moe.payloads import kept_scales
+from ...moe.payloads import Payload, in_tiles, kept_scales, tile_padding, two_scales
+from ...world import World
 from .._tensors import (
     as_autocast,
     given,
     require_moved,
+    shown_memory,
     stream_given,
     stream_of,
     torch_dtype,
@@ -25,8 +27,42 @@ from .._tensors import (
 )
 from ..world import group_of_layer, world_of
 from .autograd import Combine, Dispatch
-from .payloads import given_rows, given_scales, shown_scales, tile_scales, torch_name
-from .presets import suggested_sms
+
+PRESETS = ("training", "decoding")
+_HOST_SMS = 20  # ranks in host memory ignore it
+_FEW_TOKENS = 128  # tokens of a rank: a call is then bound by latency, not by links
+
+
+def suggested_sms(world: World, max_tokens: int) -> int:
+    """Multiprocessors for a call: of many tokens as many as fill the links, a quarter of the device
+    (three eighths where rows go on to other nodes); of few tokens half, which shortens the call.
+    """
+    if world.device == "cpu":
+        return _HOST_SMS
+    count = torch.cuda.get_device_properties(world.device).multi_processor_count
+    if max_tokens <= _FEW_TOKENS:
+        return max(1, min(64, count // 2))
+    one_node = world.topology.ranks_per_node == world.world_size
+    return max(1, min(32, count // 4) if one_node else min(48, 3 * count // 8))
+
+
+def preset_options(
+    name: Optional[str], world: World, *, max_tokens: int, num_experts: int, topk: int
+) -> Dict[str, Any]:
+    """Keyword arguments of ``EPAll2AllLayer``. On one node rows of a token are summed on each rank
+    before they travel. "decoding" has room for any routing in which a token chooses different
+    experts, so that no host waits, and results are views.
+    """
+    name = PRESETS[0] if name is None else choice(name, "ExpertParallel: preset", *PRESETS)
+    ranks = world.world_size
+    options: Dict[str, Any] = {
+        "num_sm": suggested_sms(world, max_tokens),
+        "enable_local_combine": world.topology.ranks_per_node == ranks,
+    }
+    if name == "decoding":
+        options["fixed_rows"] = 1.0
+        options["copy_out"] = False
+    return options
 
 
 class LayerLayout(RankLayout):
@@ -480,3 +516,79 @@ def _refuse_gradients(who: str, payload: str, *values: Any) -> None:
             f"{who}: got a tensor that requires gradients, and a layer of payload = {payload!r} has"
             ' none: use one of payload = "plain", or detach() it where none are meant'
         )
+
+
+def torch_name(name: str) -> torch.dtype:
+    """torch's dtype; uint8 where torch is too old to have it."""
+    return getattr(torch, name, torch.uint8)
+
+
+def given_rows(payload: Payload, value: Any, name: str) -> Optional[torch.Tensor]:
+    """Rows that are given in the format."""
+    return _as_given(payload, value, payload.element_name, payload.dtype, name)
+
+
+def given_scales(payload: Payload, value: Any, name: str) -> Optional[torch.Tensor]:
+    """Scales as they travel, from scales as a caller has them; None stays None."""
+    if value is None or not payload.has_row_scale:
+        return _as_given(payload, value, payload.scale_name, payload.scale_dtype, name)
+    of_groups, of_rows = two_scales(value, name)
+    groups = _as_given(payload, of_groups, payload.scale_name, "uint8", f"{name}[0]")
+    require_moved(of_rows, f"{name}[1]")
+    if groups is None or groups.shape[1:] != (payload.num_groups,):
+        shape = None if groups is None else list(groups.shape)
+        raise InvalidArgument(
+            f"{name}[0] has shape {shape}, expected [num_tokens, {payload.num_groups}]"
+        )
+    if of_rows.dtype != torch.float32 or of_rows.numel() not in (1, len(groups)):
+        raise InvalidArgument(
+            f"{name}[1] is {of_rows.dtype} and has {of_rows.numel()} numbers, expected float32,"
+            f" one for each of {len(groups)} tokens, or one for all"
+        )
+    packed = groups.new_zeros(len(groups), payload.scale_columns)
+    packed[:, : payload.num_groups] = groups
+    packed[:, -4:].view(torch.float32).copy_(of_rows.detach().reshape(-1, 1))
+    return packed
+
+
+def _as_given(
+    payload: Payload, value: Any, element: str, dtype: str, name: str
+) -> Optional[torch.Tensor]:
+    """A tensor of the dtype that the compiled part knows; codes may come as uint8, too."""
+    if value is None:
+        return None
+    tensor = require_moved(value, name)
+    if payload.is_bytes:
+        return tensor.detach().contiguous().view(torch.uint8)
+    named = torch_name(element)
+    if tensor.dtype != named and (tensor.dtype != torch.uint8 or named.itemsize > 1):
+        raise InvalidArgument(f"{name} is {tensor.dtype}, expected {named}")
+    return tensor.detach().view(torch_name(dtype))
+
+
+def shown_scales(payload: Payload, bits: Any) -> Any:
+    """Scales as a caller has them, views of scales as they travel; None stays None."""
+    if bits is None:
+        return None
+    if not payload.has_row_scale:
+        return shown_memory(bits, torch_name(payload.scale_name))
+    packed = shown_memory(bits, torch.uint8)
+    groups = packed[:, : payload.num_groups].view(torch_name(payload.scale_name))
+    return groups, packed[:, -4:].view(torch.float32)[:, 0]
+
+
+def tile_scales(scales: torch.Tensor) -> torch.Tensor:
+    """``waybill.moe.tile_scales`` of a tensor, on its device: one copy where the shape is one of
+    whole tiles, else two.
+
+    :param scales: [rows, groups] of one byte each
+    """
+    require_moved(scales, "tile_scales: scales")
+    more_rows, more_columns = tile_padding(scales, scales.itemsize, "tile_scales: scales")
+    codes = scales.detach().view(torch.uint8)
+    if more_rows or more_columns:
+        codes = torch.nn.functional.pad(codes, (0, more_columns, 0, more_rows))
+    wide = codes.shape[1] // 4
+    if codes.stride(0) % 4 == 0 and codes.stride(1) == 1 and codes.storage_offset() % 4 == 0:
+        codes = codes.view(torch.int32)  # four neighbours stay together
+    return in_tiles(codes, wide).view(scales.dtype)

@@ -22,74 +22,97 @@ from .autograd import weights_home
 from .grouped import ends_within
 from .layer import LayerLayout
 
-_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_dispatches: Dict[int, Tuple[Any, LayerLayout]] = {}  #: the layer that made them, and what
+_known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_held: Dict[int, Any] = {}  #: what tickets keep, such as the layer that dispatched, and the layout
 _numbers = itertools.count(1)
 
 
-def register_layer(box: Any) -> int:
-    """A number by which operations find the layer of a LayerBox."""
+def register(found: Any) -> int:
+    """A number by which operations find a LayerBox, or an ExpertParallel."""
     number = next(_numbers)
-    _layers[number] = box
+    _known[number] = found
     return number
 
 
-def _layer_of(number: int) -> Any:
-    box = _layers.get(number)
-    if box is None:
+def found_by(number: int) -> Any:
+    """What has that number."""
+    found = _known.get(number)
+    if found is None:
         raise InvalidArgument(f"experts: layer {number} is not there any more")
-    return box.layer
+    return found
 
 
-def _ticket_of(moving: Any, layout: LayerLayout) -> torch.Tensor:
+def _layer_of(number: int) -> Any:
+    return found_by(number).layer
+
+
+def _present(number: Optional[torch.Tensor]) -> Any:
+    """What ``dispatch`` gets so, for an ExpertParallel with copies. Collective if it keeps them."""
+    if number is None:
+        return None
+    module = found_by(int(number))
+    return module._copies[0].before_dispatch(module.experts, module.layer, module.training)
+
+
+def ticket_of(held: Any) -> torch.Tensor:
+    """What keeps it, as long as somebody has the ticket."""
     number = next(_numbers)
     memory = np.array([number])
-    _dispatches[number] = moving, layout
-    weakref.finalize(memory, _dispatches.pop, number, None)
+    _held[number] = held
+    weakref.finalize(memory, _held.pop, number, None)
     return torch.from_numpy(memory)  # its storage keeps the array
 
 
-def _dispatch_of(ticket: torch.Tensor) -> Tuple[Any, LayerLayout]:
+def held_by(ticket: torch.Tensor) -> Any:
+    """What a ticket keeps."""
+    number = int(ticket)
+    if number not in _held:
+        raise InvalidArgument(f"experts: ticket {number} is of no call, or was copied")
+    return _held[number]
+
+
+def dispatch_of(ticket: torch.Tensor) -> Tuple[Any, LayerLayout]:
     """The layer that made it, and its descriptor."""
-    found = _dispatches.get(int(ticket))
-    if found is None:
-        raise InvalidArgument(f"experts: ticket {int(ticket)} is of no dispatch, or was copied")
-    found[0]._check_not_replaced()
-    return found
+    moving, layout = held_by(ticket)
+    moving._check_not_replaced()
+    return moving, layout
 
 
 @operation(
     "experts_dispatch",
-    "(int layer, Tensor x, Tensor ids, Tensor weights, bool x_needs, bool weights_need)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(int layer, Tensor x, Tensor ids, Tensor weights, bool x_needs, bool weights_need,"
+    " Tensor? copies) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 @said_by("ExpertParallel: forward")
 def dispatch(
     layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
-    x_needs: bool, weights_need: bool,
+    x_needs: bool, weights_need: bool, copies: Optional[torch.Tensor],
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """(rows, their weights, ends of the experts, ticket, token). The token has no elements. It ties
     combine to this call, whose backward is to come also where experts make nothing of the rows.
+
+    :param copies: the number of a module that has copies. A tensor: alike modules are one graph
     """
     moving = _layer_of(layer)
     rows, row_weights, layout = moving._dispatch(
-        x, ids, weights, None, None, None, x_needs, weights_need, copy_out=True
-    )
+        x, ids, weights, None, None, None, x_needs, weights_need, present=_present(copies),
+        copy_out=True,
+    )  # fmt: skip
     if weights_need:
         moving._need_slot_layer()
     ends = ends_within(layout.recv_expert_offsets, moving.fixed_rows)
-    return rows, row_weights, ends, _ticket_of(moving, layout), row_weights.new_empty(0)
+    return rows, row_weights, ends, ticket_of((moving, layout)), row_weights.new_empty(0)
 
 
 @dispatch.register_fake
 def _(
-    layer: int, x: Any, ids: Any, weights: Any, x_needs: bool, weights_need: bool
+    layer: int, x: Any, ids: Any, weights: Any, x_needs: bool, weights_need: bool, copies: Any
 ) -> Tuple[torch.Tensor, ...]:
     moving = _layer_of(layer)
     return (
         x.new_empty(moving.fixed_rows, moving.hidden),
         weights.new_empty(moving.fixed_rows),
-        x.new_empty(moving.experts_per_rank, dtype=torch.int32),
+        x.new_empty(moving.experts_per_rank + moving.spare_experts, dtype=torch.int32),
         torch.empty(1, dtype=torch.int64),
         weights.new_empty(0),
     )
@@ -105,7 +128,7 @@ def dispatch_backward(
     weights: Optional[torch.Tensor],
 ) -> Tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of tokens and of their weights; of what needs none, a tensor without elements."""
-    moving, layout = _dispatch_of(ticket)
+    moving, layout = dispatch_of(ticket)
     nothing = torch.empty(0, device=ids.device)
     x = nothing
     if rows is not None:
@@ -128,7 +151,7 @@ def _(
 
 
 def _keep_dispatch(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.layer, _, ids, _, ctx.x_needs, ctx.weights_need = inputs
+    ctx.layer, _, ids, _, ctx.x_needs, ctx.weights_need, _ = inputs
     rows, row_weights, ends, ticket, token = output
     ctx.save_for_backward(ids, ticket)
     nothing = [ends, ticket]
@@ -145,7 +168,7 @@ def _dispatch_gradients(ctx: Any, rows: Any, weights: Any, *_: Any) -> Any:
         ctx.layer, ticket, ids, rows if ctx.x_needs else None, weights if ctx.weights_need else None
     )
     x, home = x if ctx.x_needs else None, home if ctx.weights_need else None
-    return None, x, None, home, None, None
+    return None, x, None, home, None, None, None
 
 
 dispatch.register_autograd(_dispatch_gradients, setup_context=_keep_dispatch)
@@ -162,7 +185,7 @@ def combine(
     weights: Optional[torch.Tensor], num_tokens: int, needs: bool,
 ) -> torch.Tensor:  # fmt: skip
     """Sums [num_tokens, hidden], with the dispatch's weights if some are given."""
-    moving, layout = _dispatch_of(ticket)
+    moving, layout = dispatch_of(ticket)
     return moving._combine(rows, layout, weights is not None, (), needs_gradients=needs)
 
 
@@ -184,7 +207,7 @@ def combine_backward(
     weights: Optional[torch.Tensor], needs_rows: bool,
 ) -> Tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of rows, and of weights if rows are given; else a tensor without elements."""
-    moving, layout = _dispatch_of(ticket)
+    moving, layout = dispatch_of(ticket)
     of_rows, of_weights = moving._rows_gradients(gradient, layout, weights, rows, needs_rows)
     nothing = torch.empty(0, device=gradient.device)
     of_rows = nothing if of_rows is None else of_rows
