@@ -214,7 +214,8 @@ struct PlanIndex {
   [[nodiscard]] std::int32_t shard(std::int64_t place) const { return plan->doc_shards[place]; }
   /// The entry of a shard in a forward table.
   [[nodiscard]] std::int64_t entry_of(std::int64_t shard, const SendTable& table) const {
-    return table.rank_offsets[home[shard]] + shard - plan->rank_shard_offsets[home[shard]];
+    const std::int32_t rank = home[shard];
+    return table.rank_offsets[rank] + shard - plan->rank_shard_offsets[rank];
   }
   [[nodiscard]] std::int64_t rows(std::int64_t first, std::int64_t last) const {
     return rows_before[last + 1] - rows_before[first];
