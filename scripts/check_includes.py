@@ -48,7 +48,7 @@ THIRD_PARTY = {
     "cuda.h": ("tests/cuda/",),  # the driver, which tests ask for a lost device
     "cuda_bf16.h": ("src/cuda/device/",),
     "cuda_fp16.h": ("src/cuda/device/",),
-    "cuda_fp8.h": ("src/cuda/device/",),
+    "cuda_fp8.h": ("src/cuda/experts/quantize.cuh",),
 }
 
 # The folders of a module with an order of its own: each may include those before it.

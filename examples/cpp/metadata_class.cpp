@@ -9,7 +9,6 @@
 
 #include "waybill/plan.h"
 #ifdef WAYBILL_EXAMPLE_CUDA
-#include "waybill/cuda/device_metadata.h"
 #include "waybill/cuda/gpu_world.h"
 #endif
 

@@ -13,6 +13,5 @@
 #include "waybill/version.h"
 
 #if __has_include("waybill/cuda/gpu_world.h")  // only where Waybill was built with CUDA
-#include "waybill/cuda/device_metadata.h"
 #include "waybill/cuda/gpu_world.h"
 #endif

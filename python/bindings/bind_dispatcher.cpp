@@ -34,13 +34,15 @@ using PartArg = std::tuple<const SparseMetadata*, std::vector<std::pair<std::str
 /// Rows in host or device memory: (address, dtype, rows, elements of a row, elements from row to
 /// row). The package has checked that the memory is there: exporting a tensor of a GPU through
 /// DLPack would queue events on other streams, which a captured graph forbids.
-using RowsArg = std::tuple<std::uintptr_t, std::string, std::int64_t, std::int64_t, std::int64_t>;
+using RowsArg =
+    std::tuple<std::uintptr_t, std::string_view, std::int64_t, std::int64_t, std::int64_t>;
 
 /// The figures of a plan as they were when its call ended.
 struct PlanFacts {
   explicit PlanFacts(const PlanHandle& plan)
       : own_rows(plan.own_rows().begin(), plan.own_rows().end()),
         window_rows(plan.window_rows().begin(), plan.window_rows().end()),
+        window_offsets(plan.window_offsets().begin(), plan.window_offsets().end()),
         wire_bytes(plan.wire_bytes().begin(), plan.wire_bytes().end()),
         window_bytes(plan.window_bytes()),
         num_slots(plan.num_slots()),
@@ -48,6 +50,7 @@ struct PlanFacts {
 
   std::vector<std::int64_t> own_rows;
   std::vector<std::int64_t> window_rows;
+  std::vector<std::int64_t> window_offsets;
   std::vector<std::int64_t> wire_bytes;
   std::int64_t window_bytes;
   std::int32_t num_slots;
@@ -69,6 +72,21 @@ struct RankPlan {
   PlanFacts facts;
 };
 
+/// A window and its owners as a call left them: another thread may close the dispatcher as soon as
+/// the call is over.
+struct WindowMemory {
+  std::byte* first = nullptr;
+  std::int64_t size_bytes = 0;
+  std::vector<std::shared_ptr<void>> owners;
+};
+
+/// A window as Python shows it.
+struct ShownWindow {
+  std::byte* first;
+  nb::object bytes;              ///< an array of 8-bit integers over all of it, which keeps it
+  nb::object made = nb::none();  ///< Python's own, from that
+};
+
 /// A dispatcher as Python holds it, with its figures after this rank's last call that is over.
 class RankDispatcher : public OnRank<SequenceDispatcher> {
  public:
@@ -77,12 +95,38 @@ class RankDispatcher : public OnRank<SequenceDispatcher> {
   std::atomic<std::int64_t> window_bytes = 0;
   std::atomic<std::uint64_t> last_dispatch = 0;
 
+  /// The window, made the first time that a call shows it.
+  nb::object shown(WindowMemory&& memory);
+
+  /// After calls in which windows may have grown: their memory waits for nobody who shows them.
+  void forget_outgrown() {
+    if (window_bytes != shown_bytes_) forget();
+  }
+
+  /// Before the windows are given back.
+  void forget() noexcept { windows_.clear(); }
+
  private:
   void call_ended(const SequenceDispatcher& dispatcher) noexcept override {
     window_bytes = dispatcher.window_bytes();
     last_dispatch = dispatcher.last_dispatch();
   }
+
+  std::int64_t shown_bytes_ = 0;  ///< the size of windows_; the interpreter's lock guards both
+  std::vector<nb::object> windows_;
 };
+
+nb::object RankDispatcher::shown(WindowMemory&& memory) {
+  for (const nb::object& window : windows_) {
+    if (nb::cast<const ShownWindow&>(window).first == memory.first) return window;
+  }
+  if (shown_bytes_ != memory.size_bytes) forget();
+  shown_bytes_ = memory.size_bytes;
+  const ConstTensorView all(memory.first, DType::uint8, Shape{memory.size_bytes});
+  const nb::capsule owner = owner_of(rank(), std::move(memory.owners));
+  windows_.push_back(nb::cast(ShownWindow{memory.first, array_over(all, *rank(), owner)}));
+  return windows_.back();
+}
 
 constexpr std::array<std::string_view, 3> relay_names{"automatic", "never", "always"};
 
@@ -112,17 +156,11 @@ std::vector<View> views_from(const std::vector<RowsArg>& given) {
   return views;
 }
 
-/// Views of a window and its owners, which are taken in the call: another thread may close the
-/// dispatcher as soon as the call is over.
-auto with_memory(SequenceDispatcher& dispatcher, std::vector<TensorView> views) {
-  return std::pair(std::move(views), dispatcher.window_memory());
-}
-
-nb::list arrays_of(const RankDispatcher& d, auto&& shown) {
-  const nb::capsule owner = owner_of(d.rank(), std::move(shown.second));
-  nb::list result;
-  for (const TensorView& view : shown.first) result.append(array_over(view, *d.rank(), owner));
-  return result;
+/// The window in which the tensors of a plan lie.
+WindowMemory memory_of(const SequenceDispatcher& dispatcher, const PlanHandle& plan,
+                       std::span<const TensorView> tensors) {
+  return {tensors[0].data - plan.window_offsets()[0], dispatcher.window_bytes(),
+          dispatcher.window_memory()};
 }
 
 RankPlan plan_py(RankDispatcher& d, bool gradient, const std::vector<PartArg>& given,
@@ -145,15 +183,16 @@ void replace_plan_py(RankDispatcher& d, RankPlan& plan, const std::vector<PartAr
   });
 }
 
-nb::list dispatch_rows_py(RankDispatcher& d, const RankPlan& plan,
-                          const std::vector<RowsArg>& tensors, std::uintptr_t stream,
-                          std::uint64_t of_dispatch) {
+nb::object dispatch_rows_py(RankDispatcher& d, const RankPlan& plan,
+                            const std::vector<RowsArg>& tensors, std::uintptr_t stream,
+                            std::uint64_t of_dispatch) {
   const auto inputs = views_from<ConstTensorView>(tensors);
   const Stream queue = stream_from(stream);
   const auto send = [&](SequenceDispatcher& dispatcher) {
-    return with_memory(dispatcher, dispatcher.dispatch(plan.plan, inputs, queue, of_dispatch));
+    return memory_of(dispatcher, plan.plan,
+                     dispatcher.dispatch(plan.plan, inputs, queue, of_dispatch));
   };
-  return arrays_of(d, d.call("dispatch", send, queue));
+  return d.shown(d.call("dispatch", send, queue));
 }
 
 void kv_gradient_py(RankDispatcher& d, const RankPlan& plan, const std::vector<RowsArg>& gradients,
@@ -166,11 +205,13 @@ void kv_gradient_py(RankDispatcher& d, const RankPlan& plan, const std::vector<R
     dispatcher.kv_gradient(plan.plan, inputs, outputs, queue, of_dispatch);
   };
   d.call("kv_gradient", sum, queue);
+  d.forget_outgrown();
 }
 
-nb::list gradient_inputs_py(RankDispatcher& d, const RankPlan& plan, std::uintptr_t stream) {
-  return arrays_of(d, d.call("gradient_inputs", [&](SequenceDispatcher& dispatcher) {
-    return with_memory(dispatcher, dispatcher.gradient_inputs(plan.plan, stream_from(stream)));
+nb::object gradient_inputs_py(RankDispatcher& d, const RankPlan& plan, std::uintptr_t stream) {
+  return d.shown(d.call("gradient_inputs", [&](SequenceDispatcher& dispatcher) {
+    return memory_of(dispatcher, plan.plan,
+                     dispatcher.gradient_inputs(plan.plan, stream_from(stream)));
   }));
 }
 
@@ -191,6 +232,7 @@ void bind_plan_handle(nb::module_& m) {
   nb::class_<RankPlan> plan(m, "PlanHandle");
   plan.def_prop_ro("own_rows", [](const RankPlan& p) { return p.facts.own_rows; });
   plan.def_prop_ro("window_rows", [](const RankPlan& p) { return p.facts.window_rows; });
+  plan.def_prop_ro("window_offsets", [](const RankPlan& p) { return p.facts.window_offsets; });
   plan.def_prop_ro("window_bytes", [](const RankPlan& p) { return p.facts.window_bytes; });
   plan.def_prop_ro("way", [](const RankPlan& p) { return to_string(p.facts.way); });
   plan.def_prop_ro("num_slots", [](const RankPlan& p) { return p.facts.num_slots; });
@@ -201,6 +243,9 @@ void bind_plan_handle(nb::module_& m) {
 
 void bind_dispatcher(nb::module_& m) {
   bind_plan_handle(m);
+  nb::class_<ShownWindow>(m, "ShownWindow")
+      .def_ro("bytes", &ShownWindow::bytes)
+      .def_rw("made", &ShownWindow::made, nb::arg().none());
   nb::class_<SequenceDispatcherOptions>(m, "SequenceOptions");
   m.def("sequence_options", sequence_options_py, "num_sms"_a, "chunk_bytes"_a,
         "local_by_copy_engine"_a, "max_window_bytes"_a, "relay"_a);
@@ -219,6 +264,7 @@ void bind_dispatcher(nb::module_& m) {
         d.call("reserve", [&](SequenceDispatcher& dispatcher) {
           dispatcher.reserve(bytes, stream_from(stream), num_slots);
         });
+        d.forget_outgrown();
       },
       "window_bytes"_a, "num_slots"_a, "stream"_a);
   type.def("dispatch", dispatch_rows_py, "plan"_a, "tensors"_a, "stream"_a, "of_dispatch"_a);
@@ -233,7 +279,10 @@ void bind_dispatcher(nb::module_& m) {
         });
       },
       "stream"_a);
-  type.def("close", [](RankDispatcher& d) { d.call_always("close", &SequenceDispatcher::close); });
+  type.def("close", [](RankDispatcher& d) {
+    d.forget();
+    d.call_always("close", &SequenceDispatcher::close);
+  });
   type.def_prop_ro("window_bytes", [](const RankDispatcher& d) { return d.window_bytes.load(); });
   type.def_prop_ro("last_dispatch", [](const RankDispatcher& d) { return d.last_dispatch.load(); });
 }

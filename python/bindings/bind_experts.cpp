@@ -23,7 +23,6 @@
 #include "experts/expert_memory.h"
 #include "rank_world.h"
 #include "runtime/executor.h"
-#include "waybill/experts/copy_exchange.h"
 #include "waybill/experts/copy_store.h"
 #include "waybill/experts/dispatch_combine_context.h"
 #include "waybill/experts/ep_all2all_layer.h"

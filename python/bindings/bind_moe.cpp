@@ -23,7 +23,6 @@
 #include "waybill/core/error.h"
 #include "waybill/cost_model/predict_experts.h"
 #include "waybill/moe/expert_routing.h"
-#include "waybill/moe/expert_transfers.h"
 #include "waybill/moe/payload_format.h"
 #include "waybill/moe/simulate.h"
 #include "waybill/planner/expert_balance.h"
@@ -169,7 +168,7 @@ std::span<std::uint8_t> bytes_of(HostTensor& tensor) {
   return {reinterpret_cast<std::uint8_t*>(tensor.bytes().data()), tensor.bytes().size()};
 }
 
-/// What Python has to know of a payload whose rows have `hidden` elements.
+/// The bytes and dtypes of a payload whose rows have `hidden` elements.
 nb::dict payload_py(std::string_view name, const std::string& argument, std::int64_t hidden) {
   const EPPayload payload = EPPayload::from_name(name, argument.c_str());
   const PayloadFormat& format = payload.format();

@@ -294,8 +294,8 @@ struct BatchTables {
   const QkvPlan& plan;
   const VarlenRouting& routing;
   PlannerOptions options;
-  RelaySchedule relay;  ///< of K and V
-  RelaySchedule sums;   ///< of their gradients
+  RelaySchedule relay;  ///< forwards K and V
+  RelaySchedule sums;   ///< adds up their gradients
 };
 
 template <class Plan>

@@ -136,7 +136,7 @@ class PlanHandle(OfThisProcess, Made):
     number of times.
     """
 
-    __slots__ = ("_dispatcher", "_plan", "formats", "operation")
+    __slots__ = ("_dispatcher", "_hidden", "_places", "_plan", "formats", "operation")
     _why_not_copied = (
         "tables where this rank does the work: make one with plan_dispatch, from a plan or a"
         " routing, which can be"
@@ -144,6 +144,8 @@ class PlanHandle(OfThisProcess, Made):
     _made_by = "SequenceDispatcher.plan_dispatch(...)"
     _dispatcher: Any
     _plan: Any
+    _hidden: list[int]  #: elements of a row of each tensor
+    _places: list[Any]  #: where each tensor lies in a window, as the face shows it
     operation: str  #: "dispatch" or "kv_gradient"
     formats: Tuple[TensorFormat, ...]  #: one per tensor of all parts, in order
 
@@ -238,6 +240,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         self._check_plan(who, plan, getattr(plan, "operation", ""))
         given, _ = self._parts(who, parts)
         self._dispatcher.replace_plan(plan._plan, given, self._stream())
+        self._place(plan)
 
     @outside_graphs
     def reserve(self, *plans: Union[PlanHandle, int]) -> None:
@@ -270,7 +273,8 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
             InvalidArgument before anything moves; Disagreement when ranks do not mean the same
             call; Timeout. On GPUs synchronize(), or a later call, raises the last two.
         """
-        return self._dispatch("dispatch", numbered("tensors"), plan, tensors, of_dispatch)
+        views = self._dispatch("dispatch", numbered("tensors"), plan, tensors, of_dispatch)
+        return self._apart(views)
 
     @outside_graphs
     def kv_gradient(
@@ -311,7 +315,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         if out is not None:
             refuse_overlap(sums, lambda t: named(who, out_names, t))
         try:
-            self._dispatcher.kv_gradient(plan._plan, rows, sums, self._stream(), of_dispatch)
+            self._sum(plan, rows, sums, of_dispatch)
         except InvalidArgument as error:
             _reword(error, who, plan, "gradients", names, gradients)
             _reword(error, who, plan, "out", out_names, results)
@@ -325,7 +329,8 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         these views, saves the copy. Valid for the next call. Collective when the windows must grow.
         """
         self._check_plan("gradient_inputs", plan, "kv_gradient")
-        return self._shown(plan, self._dispatcher.gradient_inputs(plan._plan, self._stream()))
+        window = self._dispatcher.gradient_inputs(plan._plan, self._stream())
+        return self._apart(self._shown(plan, window))
 
     @outside_graphs
     def synchronize(self) -> None:
@@ -383,9 +388,17 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         """Its memory, and what must live until the call is over."""
         raise NotImplementedError
 
-    def _show(self, bits: Any, format_: TensorFormat) -> _Array:
-        """A view [rows, ...] of integers [rows, hidden] in a window."""
+    def _placed(self, format_: TensorFormat, rows: int, offset: int) -> Any:
+        """Where [rows, ...] lie in a window, from ``offset`` bytes on, as _shown reads it."""
         raise NotImplementedError
+
+    def _shown(self, plan: PlanHandle, window: Any) -> Tuple[_Array, ...]:
+        """Views of the tensors of a plan in a window."""
+        raise NotImplementedError
+
+    def _apart(self, views: Tuple[_Array, ...]) -> Tuple[_Array, ...]:
+        """The views as callers get them."""
+        return views
 
     def _empty(self, shape: Tuple[int, ...], dtype: Any) -> _Array:
         raise NotImplementedError
@@ -400,28 +413,43 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         self, who: str, names: Names, plan: PlanHandle, tensors: Sequence[Any], of_dispatch: int
     ) -> Tuple[_Array, ...]:
         """dispatch, whose errors name the function that was called, and its arguments."""
-        return self._shown(plan, self._send(who, names, plan, tensors, of_dispatch))
-
-    def _send(
-        self, who: str, names: Names, plan: PlanHandle, tensors: Sequence[Any], of_dispatch: int
-    ) -> Sequence[Any]:
-        """dispatch without its views, which _shown makes: other work may be queued before that."""
         self._check_plan(who, plan, "dispatch")
         rows, kept = self._given(who, names, tensors)
+        views = self._shown(plan, self._send(who, names, plan, tensors, rows, of_dispatch))
+        del kept
+        return views
+
+    def _send(
+        self, who: str, names: Names, plan: PlanHandle, tensors: Sequence[Any], rows: list[Rows],
+        of_dispatch: int,
+    ) -> Any:  # fmt: skip
+        """dispatch of rows that were looked at. The window is for _shown: other work may be queued
+        before that.
+        """
         try:
-            views = self._dispatcher.dispatch(plan._plan, rows, self._stream(), of_dispatch)
+            return self._dispatcher.dispatch(plan._plan, rows, self._stream(), of_dispatch)
         except InvalidArgument as error:
             _reword(error, who, plan, "tensors", names, tensors)
             raise
-        del kept
-        return views
+
+    def _sum(self, plan: PlanHandle, rows: list[Rows], sums: list[Rows], of_dispatch: int) -> None:
+        """kv_gradient of rows that were looked at."""
+        self._dispatcher.kv_gradient(plan._plan, rows, sums, self._stream(), of_dispatch)
 
     def _plan(self, who: str, gradient: bool, parts: Sequence[Any]) -> PlanHandle:
         given, formats = self._parts(who, parts)
         plan = self._dispatcher.plan(gradient, given, self._stream())
-        operation = "kv_gradient" if gradient else "dispatch"
-        return PlanHandle._with(
-            _dispatcher=self, _plan=plan, operation=operation, formats=tuple(formats)
+        ready = PlanHandle.__new__(PlanHandle)
+        ready._dispatcher, ready._plan, ready.formats = self, plan, tuple(formats)
+        ready.operation = "kv_gradient" if gradient else "dispatch"
+        ready._hidden = [format_.hidden for format_ in formats]
+        self._place(ready)
+        return ready
+
+    def _place(self, plan: PlanHandle) -> None:
+        compiled = plan._plan
+        plan._places = list(
+            map(self._placed, plan.formats, compiled.window_rows, compiled.window_offsets)
         )
 
     def _parts(self, who: str, parts: Sequence[Any]) -> Tuple[list[Any], list[TensorFormat]]:
@@ -453,9 +481,6 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
     ) -> Tuple[list[Rows], list[Any]]:
         pairs = [self._rows(v, named(who, names, t), writable) for t, v in enumerate(values)]
         return [rows for rows, _ in pairs], [kept for _, kept in pairs]
-
-    def _shown(self, plan: PlanHandle, views: Sequence[Any]) -> Tuple[_Array, ...]:
-        return tuple(self._show(bits, format_) for bits, format_ in zip(views, plan.formats))
 
 
 def _reword(
@@ -524,8 +549,13 @@ class SequenceDispatcher(Dispatcher[AnyArray]):
         rows, hidden, stride = row_layout(array.shape, _strides(array, name), name)
         return (array.__array_interface__["data"][0], library_name, rows, hidden, stride), array
 
-    def _show(self, bits: Any, format_: TensorFormat) -> AnyArray:
-        return bits.view(format_.dtype).reshape(len(bits), *format_.row_shape)
+    def _placed(self, format_: TensorFormat, rows: int, offset: int) -> Any:
+        size = rows * format_.hidden * np.dtype(format_.dtype).itemsize
+        return slice(offset, offset + size), format_.dtype, (rows, *format_.row_shape)
+
+    def _shown(self, plan: PlanHandle, window: Any) -> Tuple[AnyArray, ...]:
+        whole = window.bytes
+        return tuple(whole[at].view(dtype).reshape(shape) for at, dtype, shape in plan._places)
 
     def _empty(self, shape: Tuple[int, ...], dtype: Any) -> AnyArray:
         return np.empty(shape, dtype)

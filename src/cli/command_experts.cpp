@@ -34,7 +34,7 @@ struct ExpertsOptions : Options {
   std::int32_t num_groups = 1;  ///< groups of consecutive experts, all of one size
   std::int32_t top_groups = 1;  ///< a token goes to experts of so many groups at most
   EPDispatchOptions dispatch;   ///< without spare experts no copies are planned
-  std::string min_rows = "0";   ///< of a copy: a number, or "pays"
+  std::string min_rows = "0";   ///< a copy has so many: a number, or "pays"
   ExpertCopyCosts copy_costs;
   ExpertCosts costs;
   std::string path{to_string(ExpertCosts{}.path)};

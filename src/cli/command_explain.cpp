@@ -75,7 +75,7 @@ std::vector<std::string> comparison_sentences(const std::vector<NamedStep>& step
 /// The column of the plans that ContextParallelAttention makes.
 constexpr std::string_view module_column = "planner";
 
-/// What to do where the plan of the module is slower.
+/// Advice where the plan of the module is slower.
 std::string advice(const std::string& by_hand) {
   return by_hand == "Ulysses" ? "split heads here" : "shard by hand here";
 }

@@ -36,7 +36,7 @@ struct Options {
 
   // How documents become a plan.
   std::int32_t world_size = 8;
-  std::string world_sizes = "8";  ///< of compare: numbers with commas between them
+  std::string world_sizes = "8";  ///< compare takes several, with commas between them
   std::string tokens_per_rank;    ///< a number, "auto", or empty: as many as fit the source
   bool cut = false;               ///< documents for which the ranks have no room are left out
   std::string kv_layout = "per_rank";

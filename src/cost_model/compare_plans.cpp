@@ -32,14 +32,14 @@ std::optional<NamedStep> best_ulysses(std::span<const std::int64_t> doc_lengths,
 }
 
 /// ContextParallelAttention attends to rows that stay where they are from here on (InPlaceRule).
-constexpr std::int64_t min_rows_in_place = 2048;  // of a rank, in the mean
-constexpr double min_share_in_place = 0.5;        // of the pairs
+constexpr std::int64_t min_rows_in_place = 2048;  // the mean of all ranks
+constexpr double min_share_in_place = 0.5;        // a share of the pairs
 
 /// The options with which ContextParallelAttention plans a batch.
 PlannerOptions batch_options(PlannerOptions options) {
   options.kv_layout = KvLayout::per_query;
   options.tails = true;
-  options.relay = false;  // of the routing, not of the plan
+  options.relay = false;  // the routing decides it, not the plan
   return options;
 }
 

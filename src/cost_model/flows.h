@@ -114,7 +114,7 @@ void run_kernel(PhasePrediction& phase);
 /// When the last rank has ended it.
 [[nodiscard]] double end_of(const PhasePrediction& phase);
 
-/// What the last rank waited for, phase by phase; without amounts and documents.
+/// The causes for which the last rank waited, phase by phase, without amounts and documents.
 [[nodiscard]] std::vector<StepCause> path_of(const StepPrediction& step);
 
 }  // namespace waybill::detail

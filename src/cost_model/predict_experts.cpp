@@ -478,7 +478,7 @@ class ExpertClock {
   int path_sms_;
   int row_sms_;
   double message_ = 0;
-  double planning_ = 0;  ///< of a plan of copies, 0: there are none
+  double planning_ = 0;  ///< for planning copies; 0: there are none
   double signals_ = 0;
   double counts_ = 0;
 };

@@ -376,14 +376,14 @@ StepOptions without_relay(StepOptions options, std::int32_t world_size) {
 
 RelaySchedule relay_that_pays(const QkvPlan& plan, const VarlenRouting& routing,
                               const PlannerOptions& options) {
-  constexpr double least_gain = 0.01;  // of the step
+  constexpr double min_gain = 0.01;  // a share of the step
   RelaySchedule relay = plan_varlen_relay(plan, routing, options);
   if (relay.empty()) return relay;
   const StepPredictor predictor(plan, routing, &relay);
   StepOptions step{.model = options.model, .mask = options.mask, .hardware = options.hardware};
   const double without = predictor.predict(without_relay(step, plan.world_size)).seconds;
   step.transfer = TransferMode::relay;
-  if (predictor.predict(step).seconds > (1 - least_gain) * without) return {};
+  if (predictor.predict(step).seconds > (1 - min_gain) * without) return {};
   return relay;
 }
 

@@ -16,7 +16,7 @@ constexpr const char* in_predict_ulysses = "predict_ulysses";
 /// The documents of one group of ranks.
 struct GroupLoad {
   std::int64_t tokens = 0;
-  std::int64_t work = 0;  ///< of all heads, in pairs
+  std::int64_t work = 0;  ///< pairs of all heads
   std::int64_t heaviest = -1;
   std::int64_t heaviest_work = 0;
 };
@@ -90,7 +90,7 @@ void check_bytes(std::span<const std::int64_t> doc_lengths, double row_bytes) {
 /// The exchanges of a step.
 struct Exchanges {
   FlowSet dispatch;  ///< Q, K, V
-  FlowSet q;         ///< of rows like Q
+  FlowSet q;         ///< rows like Q
   FlowSet kv;
 };
 

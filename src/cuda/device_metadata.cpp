@@ -1,5 +1,3 @@
-#include "waybill/cuda/device_metadata.h"
-
 #include <cuda_runtime_api.h>
 
 #include <cstddef>

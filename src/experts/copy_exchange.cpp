@@ -1,5 +1,3 @@
-#include "waybill/experts/copy_exchange.h"
-
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -12,13 +10,14 @@
 #include "runtime/fingerprint.h"
 #include "transport/transport.h"
 #include "waybill/core/error.h"
+#include "waybill/experts/copy_store.h"
 
 namespace waybill {
 namespace {
 
 /// Bytes of a piece: two of them, and what is copied in and out, stay in a core's cache.
 constexpr std::int64_t piece_bytes = std::int64_t{256} << 10;
-constexpr std::int64_t num_pieces = 2;  ///< of a rank, for which one other rank writes at a time
+constexpr std::int64_t num_pieces = 2;  ///< a rank has two, each for one writer at a time
 
 /// Signals: rank r raises slot kind * W + r.
 enum class CopySignal : std::uint8_t {

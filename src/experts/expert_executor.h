@@ -9,7 +9,7 @@
 #include "runtime/executor.h"
 #include "runtime/fingerprint.h"
 #include "waybill/experts/copy_store.h"
-#include "waybill/experts/expert_tensors.h"
+#include "waybill/experts/ep_all2all_layer.h"
 #include "waybill/moe/ep_config.h"
 
 namespace waybill {
@@ -159,7 +159,7 @@ void wait_for_ranks(Transport& transport, const SignalPad& signals, std::int64_t
                     std::string_view operation);
 
 inline constexpr std::int64_t max_copy_store_parts = 16;
-inline constexpr std::int64_t max_copy_store_tensors = 256;  ///< of a rank's home experts
+inline constexpr std::int64_t max_copy_store_tensors = 256;  ///< those of a rank's home experts
 
 /// The memory and the kernels of a CopyStore, whose calls are checked. A call enters as one of
 /// ExpertExecutor does: what a rank's store held may be overwritten once that rank has entered.

@@ -1,5 +1,3 @@
-#include "waybill/moe/expert_transfers.h"
-
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -8,6 +6,7 @@
 #include "core/number.h"
 #include "moe/gradient_sum.h"
 #include "waybill/core/error.h"
+#include "waybill/moe/expert_routing.h"
 
 namespace waybill {
 
@@ -98,7 +97,7 @@ std::vector<ExpertTransfer> plan_weight_transfers(const ExpertSlotTable& slots,
   std::vector<TimedTransfer> timed;
   for (std::int32_t expert = 0; expert < slots.num_experts; ++expert) {
     const Holder home = home_of(slots, expert);
-    std::vector<Holder> firsts{home};           // of each node that holds it, home's node first
+    std::vector<Holder> firsts{home};  // one for each node that holds it, home's node first
     std::vector<std::vector<Holder>> in_nodes;  // those of each such node
     in_nodes.push_back({home});
     for (const Holder& copy : copies[expert]) {

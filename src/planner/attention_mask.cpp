@@ -104,7 +104,7 @@ AttentionMask AttentionMask::as_in(const QkvPlan& plan, const char* who) const {
 
 namespace {
 
-/// Of queries [begin, end) that each meet the keys up to themselves.
+/// Work of queries [begin, end) that each meet the keys up to themselves.
 double work_of_ramp(double begin, double end, double row) {
   return (end - begin) * ((begin + end + 1) / 2 + row);
 }

@@ -352,10 +352,10 @@ std::int32_t check(std::span<const double> loads, std::int64_t num_layers, std::
           ": slots_per_rank is needed where ", o.num_ranks, " ranks do not divide ", num_experts,
           " experts");
   const std::int32_t slots = o.slots_per_rank > 0 ? o.slots_per_rank : num_experts / o.num_ranks;
-  require(o.slots_per_rank >= 0 && slots <= num_experts &&
-              std::int64_t{slots} * o.num_ranks >= num_experts,
-          in_placement, ": slots_per_rank = ", o.slots_per_rank, " on ", o.num_ranks,
-          " ranks, expected room for ", num_experts, " experts, none twice on a rank");
+  const std::int64_t least = (std::int64_t{num_experts} + o.num_ranks - 1) / o.num_ranks;
+  require(o.slots_per_rank >= 0 && least <= slots && slots <= num_experts, in_placement,
+          ": slots_per_rank = ", o.slots_per_rank, ", expected ", least, "..", num_experts, ": ",
+          num_experts, " experts on ", o.num_ranks, " ranks, none twice on one");
   require(o.num_nodes >= 1 && o.num_ranks % o.num_nodes == 0, in_placement,
           ": num_nodes = ", o.num_nodes, ", expected a divisor of the ", o.num_ranks, " ranks");
   require(o.num_groups >= 0 && (o.num_groups == 0 || (num_experts % o.num_groups == 0 &&

@@ -61,7 +61,7 @@ class FigureCounter {
   std::vector<std::int32_t> sent_near_;  // inside its node
   std::vector<std::int32_t> sent_far_;   // to other nodes
   std::int32_t home_rank_ = 0;
-  AttentionMask mask_;  ///< of the document at hand
+  AttentionMask mask_;  ///< the current document's
 };
 
 /// Decides who forwards which rows of KV. Keeps its memory.
@@ -121,7 +121,7 @@ class RelayPlanner {
   std::vector<std::int32_t> in_node_;    ///< [shards of the document + 1] receivers near home
   std::vector<std::int32_t> beyond_;     ///< the same in other nodes
   std::vector<std::uint8_t> reserved_;   ///< [N] 1: on NVLink, 2: on the network
-  std::vector<RankRange> needs_;         ///< needs of the document at hand, by rank
+  std::vector<RankRange> needs_;         ///< needs of the current document, by rank
   std::vector<RankRange> entries_;
   std::vector<RankRange> in_turn_;
 };

@@ -90,8 +90,8 @@ std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
   return work;
 }
 
-// Whether every range holds the keys that the mask shows, and none of another chunk, nor after the
-// prefix of a document for its queries; and all queries of a shard look ahead, or none.
+// Whether every range holds the keys that the mask shows, and none of another chunk or after the
+// prefix of a document. Either all queries of a shard meet later keys, or none does.
 bool has_ranges_of(const PlannerOptions& options, const QkvPlan& plan) {
   std::vector<std::int64_t> ends;
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {

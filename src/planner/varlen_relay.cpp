@@ -120,7 +120,7 @@ double limit_of(std::span<const LinkBytes> links, const HardwareFacts& hardware)
 }
 
 /// The least that any schedule leaves: what ranks must receive, over both links together.
-double least_limit(std::span<const LinkBytes> once, const HardwareFacts& hardware) {
+double min_limit(std::span<const LinkBytes> once, const HardwareFacts& hardware) {
   std::int64_t most = 0;
   for (const LinkBytes& link : once) most = std::max(most, link.in());
   return static_cast<double>(most) /
@@ -136,8 +136,7 @@ RelaySchedule plan_varlen_relay(const QkvPlan& plan, const VarlenRouting& routin
   if (found.crossing().documents.empty()) return {};
   const double direct = limit_of(found.copied(), options.hardware);
   const bool always = use == VarlenRelayUse::always;
-  if (!always && !detail::relay_pays(least_limit(found.once(), options.hardware), direct))
-    return {};
+  if (!always && !detail::relay_pays(min_limit(found.once(), options.hardware), direct)) return {};
   RelaySchedule relay;
   detail::RelayPlanner().plan(found.crossing(), found.num_rows(), found.once(), options, relay);
   if (!always && !detail::relay_pays(limit_of(relay.links, options.hardware), direct)) return {};

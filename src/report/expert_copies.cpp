@@ -13,7 +13,6 @@
 #include "report/plan_figures.h"
 #include "waybill/core/error.h"
 #include "waybill/moe/expert_routing.h"
-#include "waybill/moe/expert_transfers.h"
 
 namespace waybill {
 namespace {
@@ -229,7 +228,7 @@ std::int64_t break_even_rows(const EPConfig& config, const ExpertCopyCosts& cost
   }
   const double speed = detail::speed_of(costs.calls.links, trips.network);
   const double bytes = trips.weights * as_double(dtype_bytes(config.token_dtype)) +
-                       trips.gradients * 4;  // of an element
+                       trips.gradients * as_double(dtype_bytes(DType::float32));
   const double rows = bytes / speed * costs.gemm_flops_per_second / (flops_per_mac * trips.gemm);
   return static_cast<std::int64_t>(std::min(std::ceil(rows), 0x1p52));
 }

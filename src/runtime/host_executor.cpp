@@ -326,6 +326,10 @@ class HostExecutor final : public Executor {
       std::byte* const base = call.window->local + call.plan->window_offsets[t];
       const std::int64_t pitch = row_pitch(input);
       if (row_bytes == 0 || (input.data == base && pitch == row_bytes)) continue;
+      if (pitch == row_bytes) {
+        std::memcpy(base, input.data, call.plan->window_rows[t] * row_bytes);
+        continue;
+      }
       for (std::int64_t row = 0; row < call.plan->window_rows[t]; ++row) {
         std::memcpy(base + row * row_bytes, input.data + row * pitch, row_bytes);
       }
@@ -345,8 +349,12 @@ class HostExecutor final : public Executor {
     const SumAs add_up = sum_of(from, to);
     const std::int64_t in_bytes = dtype_bytes(from);
     const bool batches = !call.plan->batches.empty();
+    const std::int64_t num_elements = chunk.part_bytes / in_bytes;
     addends_.resize(chunk.num_addresses);
-    for (std::int64_t k = 0; k < chunk.rows; ++k) {
+    // Rows whose sums lie one after another, as their addends do, are summed as one.
+    const bool one_piece = pitch == num_elements * dtype_bytes(to);
+    const std::int64_t pieces = one_piece ? 1 : chunk.rows;
+    for (std::int64_t k = 0; k < pieces; ++k) {
       for (std::int32_t p = 0; p < chunk.num_addresses; ++p) {
         const std::uint64_t address = call.plan->addresses[chunk.first_address + p];
         const bool is_sum = batches && (address & address_sum_bit) != 0;
@@ -359,7 +367,7 @@ class HostExecutor final : public Executor {
             is_sum};
       }
       add_up(addends_, row + k * pitch + chunk.col_bytes / in_bytes * dtype_bytes(to),
-             chunk.part_bytes / in_bytes);
+             one_piece ? chunk.rows * num_elements : num_elements);
     }
   }
 

@@ -3,7 +3,6 @@
 
 #include <vector>
 
-#include "waybill/cuda/device_metadata.h"
 #include "waybill/cuda/gpu_world.h"
 #include "waybill/routing/compute_metadata.h"
 #include "waybill/routing/generators.h"

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "cuda/experts/executor/executor.h"
-#include "cuda/experts/launch.h"
+#include "cuda/experts/kernels.h"
 #include "cuda/gpu_expert_rounds.h"
 #include "cuda/gpu_step.h"
 #include "cuda/rank/device_limits.h"

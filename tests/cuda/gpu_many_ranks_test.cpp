@@ -9,7 +9,7 @@
 #include <limits>
 
 #include "core/to_size.h"
-#include "cuda/experts/launch.h"
+#include "cuda/experts/kernels.h"
 #include "cuda/one_of_many.h"
 #include "cuda/sequence/kernels.h"
 #include "schedule/sequence_plan.h"

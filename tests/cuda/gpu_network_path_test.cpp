@@ -9,7 +9,7 @@
 
 #include "core/to_size.h"
 #include "cuda/device/params.h"
-#include "cuda/experts/nodes/params.h"
+#include "cuda/experts/nodes/nodes.h"
 #include "cuda/network/path_launch.h"
 #include "cuda/one_of_many.h"
 #include "waybill/core/random.h"

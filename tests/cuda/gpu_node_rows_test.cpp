@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "cuda/experts/nodes/params.h"
+#include "cuda/experts/nodes/nodes.h"
 #include "cuda/one_of_many.h"
 #include "support/forwarded_ids.h"
 #include "waybill/core/random.h"

@@ -9,7 +9,7 @@
 #include <limits>
 #include <thread>
 
-#include "cuda/experts/launch.h"
+#include "cuda/experts/kernels.h"
 #include "cuda/gpu_expert_rounds.h"
 #include "cuda/one_of_many.h"
 #include "support/with_hooks.h"

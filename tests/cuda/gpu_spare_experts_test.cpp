@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "core/to_size.h"
-#include "cuda/experts/launch.h"
-#include "cuda/experts/spare/params.h"
+#include "cuda/experts/kernels.h"
+#include "cuda/experts/spare/spare.h"
 #include "cuda/gpu_expert_rounds.h"
 #include "cuda/one_of_many.h"
 #include "cuda/planner/even_experts.h"

@@ -1,5 +1,3 @@
-#include "waybill/experts/copy_exchange.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,6 +8,7 @@
 #include "moe/copied_experts.h"
 #include "support/expect_error.h"
 #include "support/run_ranks.h"
+#include "waybill/experts/copy_store.h"
 
 namespace waybill::test {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "moe/expert_case.h"
 #include "waybill/core/random.h"
-#include "waybill/moe/expert_transfers.h"
+#include "waybill/moe/expert_routing.h"
 
 namespace waybill::test {
 

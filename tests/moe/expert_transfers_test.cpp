@@ -1,5 +1,3 @@
-#include "waybill/moe/expert_transfers.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -11,6 +9,7 @@
 
 #include "moe/copied_experts.h"
 #include "support/expect_error.h"
+#include "waybill/moe/expert_routing.h"
 
 namespace waybill::test {
 namespace {

@@ -8,7 +8,7 @@
 #include <numeric>
 #include <thread>
 
-#include "cuda/planner/even_experts_phases.h"
+#include "cuda/planner/kernel.h"
 #include "support/even_experts_cases.h"
 
 namespace waybill {

@@ -195,6 +195,42 @@ def test_lazily_negated_rows(in_place):
         close(got, expected[:4])
 
 
+class Negated(wt.kernels.AttentionKernel):
+    """Gives lazily negated tensors, and log-sum-exps that it needs."""
+
+    needs_lse = True
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def forward(self, q, k, v, sequences, shape, want_lse):
+        found = self.kernel.forward(q, k, v, sequences, shape, True)
+        return tuple(torch._neg_view(-t) for t in found)
+
+    def backward(self, grad, q, k, v, out, lse, sequences, shape):
+        assert not any(t.is_neg() for t in (grad, q, k, v, out, lse))
+        found = self.kernel.backward(grad, q, k, v, out, lse, sequences, shape)
+        return tuple(torch._neg_view(-t) for t in found)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_lazily_negated_results_and_gradients(in_place):
+    pieces = pieces_in_order([150, 13], 2)
+    tensors = tensors_of(pieces, 2, 1, 8, 8)
+
+    def body(world):
+        attend = module(world, in_place=in_place)
+        attend = module(world, in_place=in_place, kernel=Negated(attend.kernel))
+        inputs = leaves_of(tensors[world.rank])
+        out, lse = attend(attend.plan(pieces), *inputs, return_lse=True)
+        assert not out.is_neg() and not lse.is_neg()
+        out.backward(torch._neg_view(-tensors[world.rank][3]))
+        return out.detach(), *(t.grad for t in inputs)
+
+    for got, expected in zip(wt.run_threads(2, body), whole(pieces, tensors)):
+        close(got, expected[:4])
+
+
 @pytest.mark.parametrize("way", ["plan", "ticket", "fixed"])
 def test_backward_under_autocast(way):
     """What is computed again there has the dtype that forward had."""

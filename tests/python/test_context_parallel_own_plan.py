@@ -86,6 +86,16 @@ def test_what_does_not_fit_is_named():
     assert wt.BatchPlanner(3, *SIZES, window=41).plan(begins).qkv_plan == begins
 
 
+@pytest.mark.parametrize("mask", ["causal", "full", "prefix"])
+def test_no_documents(mask):
+    """A plan of none does not say of which mask it is."""
+    planner = wt.BatchPlanner(2, *SIZES, mask=mask)
+    empty = planner.plan([[], []])
+    assert planner.plan(empty.qkv_plan).home_tokens == [0, 0]
+    prefix = 0 if mask == "prefix" else None
+    assert planner.plan(waybill.plan([], 2, mask=mask, prefix=prefix)).home_tokens == [0, 0]
+
+
 def test_windows_and_fixed_plans():
     plan = own_plan(kv_begin=[0, 0, 2, 0, 0])
     pieces = pieces_of(plan, window=30)

@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -170,6 +171,54 @@ def test_views_show_the_window_until_the_next_call(way):
     for seen, second, third, copy in way.run(2, body):
         assert seen == [{3.0}, {2.0}, {3.0}]  # the first view shows what came later
         assert np.array_equal(way.bits(second), copy) and len(third) == len(second)
+
+
+def test_views_are_tensors_of_their_own_for_autograd():
+    """Also where the window was first shown in inference mode, and where another view changes."""
+    torch = pytest.importorskip("torch")
+    wt = pytest.importorskip("waybill.torch")
+    plan = random_plan(1, 5, "per_rank")
+    routing, rows = plan.to_routing(), rows_of(plan)[0]
+
+    def body(world):
+        dispatcher = wt.SequenceDispatcher(world)
+        sent = torch.randn(rows, 4)
+        ready = dispatcher.plan_dispatch((routing.fwd_q, sent, sent))
+        with torch.inference_mode():
+            dispatcher.dispatch(ready, sent, sent)
+            dispatcher.dispatch(ready, sent, sent)
+        first, second = dispatcher.dispatch(ready, sent, sent)
+        weight = torch.ones(4, requires_grad=True)
+        loss = (first * weight).sum()
+        second.zero_()
+        loss.backward()
+        assert torch.equal(weight.grad, first.sum(0)) and not second.any()
+
+    wt.run_threads(1, body)
+
+
+def test_windows_that_are_outgrown_or_closed_are_held_by_views_alone():
+    torch = pytest.importorskip("torch")
+    wt = pytest.importorskip("waybill.torch")
+    plan = random_plan(1, 5, "per_rank")
+
+    def body(world):
+        dispatcher = wt.SequenceDispatcher(world)
+        sent = torch.randn(rows_of(plan)[0], 4)
+        ready = dispatcher.plan_dispatch((plan.to_routing().fwd_q, sent))
+        for end in (lambda: dispatcher.reserve(2 * dispatcher.window_bytes), dispatcher.close):
+            (view,) = dispatcher.dispatch(ready, sent)
+            (given,) = dispatcher._read(ready, (sent,))
+            window = dispatcher._send("", str, ready, (sent,), [given], 0)
+            dispatcher._shown(ready, window)
+            shown = weakref.ref(window.made)
+            del window
+            assert shown() is not None
+            copy = view.clone()
+            end()
+            assert shown() is None and torch.equal(view, copy)
+
+    wt.run_threads(1, body)
 
 
 def test_plans_can_be_replaced(way):

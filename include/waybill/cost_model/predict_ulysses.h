@@ -13,7 +13,7 @@ namespace waybill {
 /// Heads of a model, or of it on one rank.
 struct HeadCounts {
   std::int64_t q = 0;
-  std::int64_t kv = 0;  ///< of K, and of V
+  std::int64_t kv = 0;  ///< K has so many, and V too
 
   friend bool operator==(const HeadCounts&, const HeadCounts&) = default;
 };

@@ -86,8 +86,8 @@ class EPPayload {
  private:
   const PayloadFormat* format_ = nullptr;  ///< null: plain
   bool given_ = false;
-  std::int64_t row_bytes_ = 0;    ///< of "bytes" alone
-  std::int64_t scale_bytes_ = 0;  ///< of "bytes" alone
+  std::int64_t row_bytes_ = 0;    ///< only "bytes" has them
+  std::int64_t scale_bytes_ = 0;  ///< as row_bytes_
 };
 
 /// Quantises one row to a format, which says how.

@@ -40,8 +40,8 @@ struct AttentionMask {
   /// Tokens after which attention begins anew, counted from the document's beginning: a query meets
   /// keys of its own chunk alone, as kind and window say; 0: never.
   std::int64_t chunk = 0;
-  /// Of the kind prefix, without chunks: tokens at the document's beginning that all meet each
-  /// other; all of a document that has fewer. 0 and 1 are as causal.
+  /// Tokens at the document's beginning that all meet each other, where the kind is prefix and
+  /// there are no chunks. A document that has fewer is full. 0 and 1 are as causal.
   std::int64_t prefix = 0;
 
   /// The keys that the queries [begin, end) meet: from the first to the last.

@@ -91,7 +91,7 @@ class EvenExpertsPlanner {
 struct ExpertPlacementOptions {
   std::int32_t num_ranks = 1;
   std::int32_t slots_per_rank = 0;  ///< 0: num_experts / num_ranks, without copies
-  std::int32_t num_nodes = 1;       ///< of num_ranks / num_nodes ranks each, in order
+  std::int32_t num_nodes = 1;       ///< each has num_ranks / num_nodes ranks, in order
   /// Experts of a group (num_experts / num_groups, in order) lie on one node, and a node holds as
   /// many groups as any other; 0: experts lie anywhere.
   std::int32_t num_groups = 0;

@@ -19,7 +19,7 @@ struct ExpertCopyCosts {
   std::int64_t intermediate = 2048;
   /// A rank's grouped products, forward and backward. Nominal, as StepCosts has it.
   double gemm_flops_per_second = 600e12;
-  /// Links, and what a dispatch and a combine cost beside bytes.
+  /// Links, and the costs of a dispatch and a combine besides bytes.
   ExpertCostOptions calls = {};
 
   /// @throws InvalidArgument "who: field = got, expected ..."
@@ -30,9 +30,9 @@ struct ExpertCopyCosts {
 
 /// One layer of experts in a step, seconds of the slowest rank.
 struct ExpertStepSeconds {
-  double dispatch = 0;         ///< of tokens, with counting; with copies planning, too
-  double cached_dispatch = 0;  ///< of gradients, by the known routing
-  double combine = 0;          ///< of sums, and of the gradients of tokens
+  double dispatch = 0;         ///< tokens, with counting; with copies planning, too
+  double cached_dispatch = 0;  ///< gradients, by the known routing
+  double combine = 0;          ///< sums, and the gradients of tokens
   double gemm = 0;             ///< the experts' products forward; backward takes twice as long
   /// A dispatch takes so much longer with the weights of copies on its links. Rows of other links
   /// and stores of multiprocessors hide the rest. Backward fetches them again.

@@ -17,7 +17,7 @@ namespace waybill {
 /// step's path spends in each phase, forward, and the step. 80 columns wide for four predictions.
 [[nodiscard]] std::string step_table(std::span<const NamedStep> steps);
 
-/// What the name of a prediction of compare_plans or compare_transfers means, a sentence; "" for
+/// A sentence that explains the name of a prediction of compare_plans or compare_transfers; "" for
 /// another name.
 [[nodiscard]] std::string_view meaning_of_step(std::string_view name);
 

@@ -18,14 +18,22 @@ from .._arrays import AnyArray, as_numpy, library_dtype
 from .._errors import shown
 from ..errors import InvalidArgument, Unsupported
 
+_forward_ad: Any = torch.autograd.forward_ad
+
+
+def _is_transformed() -> bool:
+    """Whether tensors may be of forward-mode AD or of torch.func."""
+    return _forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
 
 def refuse_tangent(value: torch.Tensor, name: str) -> None:
     """A tensor of forward-mode AD, whose tangent would be lost where rows are read as bytes, or of
     torch.func, whose elements lie elsewhere.
     """
-    if torch.compiler.is_compiling():  # there are none in compiled programs
+    # There are none in compiled programs.
+    if torch.compiler.is_compiling() or not _is_transformed():
         return
-    unpacked = torch.autograd.forward_ad.unpack_dual(value)  # type: ignore[no-untyped-call]
+    unpacked = _forward_ad.unpack_dual(value)
     if unpacked.tangent is not None:
         raise Unsupported(
             f"{name} has a tangent, expected none: calls of Waybill have no derivatives in forward"
@@ -50,11 +58,10 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         for gradient in gradients:
             if isinstance(gradient, torch.Tensor):
                 refuse_tangent(gradient, "a gradient")
-        again = torch.is_grad_enabled()  # create_graph=True
+        if not torch.is_grad_enabled():  # without create_graph=True
+            return backward(ctx, *gradients)
         with torch.no_grad():
             found = backward(ctx, *gradients)
-        if not again:
-            return found
         given = [t for t in found if t is not None]
         with torch.enable_grad():
             marked = iter(_NoSecond.apply(torch.zeros(0, requires_grad=True), *given))
@@ -103,10 +110,7 @@ def casts_to(kind: str, dtype: torch.dtype) -> bool:
 
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
     """For tensors that are of the right dtype by then."""
-    known = hasattr(torch, "get_autocast_dtype")  # since torch 2.4
-    if known and not torch.is_autocast_enabled(kind):
-        return _NOTHING
-    return torch.autocast(kind, enabled=False)
+    return torch.autocast(kind, enabled=False) if is_autocast(kind) else _NOTHING
 
 
 def has_operations() -> bool:
@@ -114,10 +118,23 @@ def has_operations() -> bool:
 
 
 def operation(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator: waybill::name, which changes none of its arguments."""
+    """A decorator: waybill::name, which changes none of its arguments.
+
+    Compilers keep the order of all of them. By their tensors alone a rank without rows has none: a
+    tensor without elements depends on nothing.
+    """
     if not has_operations():
         return _no_operation
-    return torch.library.custom_op(f"waybill::{name}", mutates_args=(), schema=schema)
+
+    def in_order(function: Callable[..., Any]) -> Any:
+        made = torch.library.custom_op(f"waybill::{name}", function, mutates_args=(), schema=schema)
+        if hasattr(made, "register_effect"):  # not in older versions of torch
+            from torch._library.effects import EffectType
+
+            made.register_effect(EffectType.ORDERED)
+        return made
+
+    return in_order
 
 
 def _no_operation(function: Any) -> Any:
@@ -131,20 +148,24 @@ _profiling: Any = torch.autograd
 _nvtx: Any = torch.cuda.nvtx
 
 
-class profiled:
-    """``waybill:name`` on the timeline. Without a profiler it costs a microsecond."""
+def profiled(name: str, device: torch.device) -> AbstractContextManager[None]:
+    """``waybill:name`` on the timeline."""
+    on_gpu = device.type == "cuda"
+    return _Profiled(name, on_gpu) if on_gpu or _profiling._profiler_enabled() else _NOTHING
 
+
+class _Profiled:
     __slots__ = ("_name", "_on_gpu", "_record")
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self._name, self._on_gpu = name, device.type == "cuda"
+    def __init__(self, name: str, on_gpu: bool) -> None:
+        self._name, self._on_gpu = f"waybill:{name}", on_gpu
         self._record: Any = None
 
     def __enter__(self) -> None:
         if self._on_gpu:
-            _nvtx.range_push(f"waybill:{self._name}")
+            _nvtx.range_push(self._name)
         if _profiling._profiler_enabled():
-            self._record = torch.profiler.record_function(f"waybill:{self._name}")
+            self._record = torch.profiler.record_function(self._name)
             self._record.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -245,6 +266,20 @@ def require_rows(value: Any, name: str) -> torch.Tensor:
     return found
 
 
+def is_plain(value: Any) -> bool:
+    """Whether all is well with a tensor, as with most: its elements lie in memory one after
+    another, it is of no subclass, and no transform is at work.
+    """
+    return (
+        type(value) is torch.Tensor
+        and not value.is_nested
+        and value.layout is torch.strided
+        and value.is_contiguous()
+        and not (value.is_neg() or value.is_conj())
+        and not _is_transformed()
+    )
+
+
 def require_moved(value: Any, name: str) -> torch.Tensor:
     """A tensor that a call reads by itself, outside of torch: its derivatives in forward mode would
     be lost.
@@ -295,9 +330,11 @@ def stream_given(stream: Any, device: torch.device, name: str) -> int:
 
 def wants_gradients(*values: Any) -> bool:
     """Whether autograd records, and some of the values require gradients."""
-    return torch.is_grad_enabled() and any(
-        isinstance(value, torch.Tensor) and value.requires_grad for value in values
-    )
+    if torch.is_grad_enabled():
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                return True
+    return False
 
 
 def say_no_gradients(who: str, instead: str, *values: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Tuple
 
 import torch
@@ -14,6 +15,7 @@ from ..sequence_dispatcher import Dispatcher, PlanHandle, Rows, TensorFormat, ro
 from ..world import World
 from ._tensors import (
     dtype_name,
+    is_plain,
     require_moved,
     require_rows,
     say_no_gradients,
@@ -66,26 +68,44 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
         return format_, _library_name(format_.dtype, name)
 
     def _rows(self, value: Any, name: str, writable: bool) -> Tuple[Rows, Any]:
-        tensor = require_moved(value, name)
+        plain = is_plain(value)
+        tensor = value if plain else require_moved(value, name)
         if tensor.device != self._device:
             raise InvalidArgument(
                 f"{name} lies on {tensor.device}, expected {self._device}, that of the world"
             )
         library_name = _library_name(tensor.dtype, name)
-        if tensor.is_neg() or tensor.is_conj():
+        if not plain and (tensor.is_neg() or tensor.is_conj()):
             raise InvalidArgument(f"{name} is a lazy view, expected memory: resolve it first")
         rows = tensor.shape[0] if tensor.ndim > 0 else 0
-        if rows > 0 and tensor.is_contiguous():
+        if rows > 0 and (plain or tensor.is_contiguous()):
             layout = (rows, tensor.numel() // rows, tensor.stride(0))
         else:
             layout = row_layout(tensor.shape, tensor.stride(), name)
         return (tensor.data_ptr(), library_name, *layout), tensor
 
-    def _show(self, bits: Any, format_: TensorFormat) -> torch.Tensor:
-        tensor = shown_memory(bits, format_.dtype)
-        if len(format_.row_shape) == 1:
-            return tensor
-        return tensor.reshape(tensor.shape[0], *format_.row_shape)
+    def _placed(self, format_: TensorFormat, rows: int, offset: int) -> Any:
+        shape, strides = (rows, *format_.row_shape), [1]
+        for extent in reversed(format_.row_shape):
+            strides.insert(0, strides[0] * extent)
+        return format_.dtype, shape, tuple(strides), offset // format_.dtype.itemsize
+
+    def _shown(self, plan: PlanHandle, window: Any) -> Tuple[torch.Tensor, ...]:
+        made = window.made
+        if made is None:
+            made = window.made = _Window(window.bytes)
+        return tuple([made[dtype].as_strided(*place) for dtype, *place in plan._places])
+
+    def _apart(self, views: Tuple[torch.Tensor, ...]) -> Tuple[torch.Tensor, ...]:
+        """Each is for autograd a tensor of its own, which does not change with the others."""
+        return tuple(view.data for view in views)
+
+    def _read(self, plan: PlanHandle, tensors: Iterable[torch.Tensor]) -> list[Rows]:
+        """The memory of tensors that were looked at."""
+        return [
+            (t.data_ptr(), _library_name(t.dtype, "a tensor"), t.shape[0], hidden, t.stride(0))
+            for t, hidden in zip(tensors, plan._hidden)
+        ]
 
     def _empty(self, shape: Tuple[int, ...], dtype: Any) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
@@ -99,6 +119,21 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
                 f"{name} = {shown(value)}, expected a dtype of torch, or its name"
             )
         return found
+
+
+class _Window(dict[torch.dtype, torch.Tensor]):
+    """A window as one tensor of each dtype, made when it is first asked for."""
+
+    def __init__(self, memory: Any) -> None:
+        super().__init__()
+        with torch.inference_mode(False):
+            self._bytes = shown_memory(memory, torch.uint8)
+
+    def __missing__(self, dtype: torch.dtype) -> torch.Tensor:
+        whole = self._bytes[: len(self._bytes) // 8 * 8]
+        with torch.inference_mode(False):
+            made = self[dtype] = whole.view(dtype)
+        return made
 
 
 _NAMES: dict[torch.dtype, str] = {}

@@ -60,23 +60,6 @@ __device__ inline void barrier_wait(std::uint64_t* barrier, std::uint32_t phase)
 #endif
 }
 
-/// Whether that phase has ended. It may take a moment to say no.
-__device__ inline bool barrier_has_ended(std::uint64_t* barrier, std::uint32_t phase) {
-  std::uint32_t done = 1;
-#ifdef WAYBILL_HAS_BULK
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;\n"
-      "}"
-      : "=r"(done)
-      : "r"(shared_address(barrier)), "r"(phase)
-      : "memory");
-#endif
-  return done != 0;
-}
-
 /// Loads what only the copy engine reads again: bulk_store() takes it from there.
 __device__ inline void bulk_load_to_copy(void* shared, const void* global, std::uint32_t bytes,
                                          std::uint64_t* barrier) {

@@ -4,7 +4,7 @@
 
 #include "../device/arrive_and_wait.cuh"
 #include "../device/signal.cuh"
-#include "params.h"
+#include "kernels.h"
 
 namespace waybill::cuda {
 

@@ -8,7 +8,7 @@
 #include "../rank/gpu_rank.h"
 #include "core/memory_layout.h"
 #include "core/test_hooks.h"
-#include "launch.h"
+#include "kernels.h"
 #include "runtime/executor.h"
 #include "waybill/moe/expert_routing.h"
 

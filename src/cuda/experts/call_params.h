@@ -6,7 +6,7 @@
 
 #include "../rank/gpu_rank.h"
 #include "experts/expert_executor.h"
-#include "params.h"
+#include "kernels.h"
 #include "tables.h"
 #include "transport/transport.h"
 

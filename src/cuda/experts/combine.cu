@@ -2,7 +2,7 @@
 #include "../device/number.cuh"
 #include "../device/peers.cuh"
 #include "call.cuh"
-#include "launch.h"
+#include "kernels.h"
 
 namespace waybill::cuda {
 namespace {

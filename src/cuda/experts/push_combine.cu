@@ -2,7 +2,7 @@
 
 #include "../device/peers.cuh"
 #include "call.cuh"
-#include "launch.h"
+#include "kernels.h"
 #include "push_combine.cuh"
 
 namespace waybill::cuda {

@@ -6,7 +6,7 @@
 #include "../device/bulk.cuh"
 #include "../device/number.cuh"
 #include "call.cuh"
-#include "params.h"
+#include "kernels.h"
 
 // Sums of rows by one warp, which keeps loads of several rows and pieces in flight.
 

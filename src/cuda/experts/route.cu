@@ -1,7 +1,7 @@
 #include <algorithm>
 
-#include "launch.h"
-#include "route.cuh"
+#include "kernels.h"
+#include "placement.cuh"
 
 namespace waybill::cuda {
 namespace {

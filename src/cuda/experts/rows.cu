@@ -1,7 +1,7 @@
 #include <type_traits>
 
 #include "call.cuh"
-#include "launch.h"
+#include "kernels.h"
 #include "rows.cuh"
 
 namespace waybill::cuda {

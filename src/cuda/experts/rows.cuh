@@ -4,7 +4,7 @@
 #include "../device/peers.cuh"
 #include "../device/word_copy.cuh"
 #include "call.cuh"
-#include "params.h"
+#include "kernels.h"
 
 namespace waybill::cuda {
 

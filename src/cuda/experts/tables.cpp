@@ -7,7 +7,7 @@
 
 #include "../rank/gpu_rank.h"
 #include "core/memory_layout.h"
-#include "params.h"
+#include "kernels.h"
 #include "runtime/executor.h"
 #include "waybill/core/error.h"
 

@@ -15,7 +15,7 @@
 
 #include "../rank/gpu_rank.h"
 #include "experts/expert_executor.h"
-#include "params.h"
+#include "kernels.h"
 #include "schedule/workspace_phase.h"
 #include "waybill/core/host_tensor.h"
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "even_experts_rule.h"
+#include "rule.h"
 #include "waybill/planner/expert_balance.h"
 
 namespace waybill::cuda {

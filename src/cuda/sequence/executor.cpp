@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "../device/arrive_kernels.h"
-#include "../experts/copies/copy_store.h"
+#include "../experts/copies/copies.h"
 #include "../experts/executor/executor.h"
 #include "../rank/gpu_rank.h"
 #include "waybill/core/error.h"

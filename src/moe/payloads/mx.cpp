@@ -24,7 +24,7 @@ namespace waybill::detail {
 namespace {
 
 constexpr std::uint8_t nan_scale = 0xFF;
-constexpr std::uint8_t nan_element = 0x7F;  // of e4m3 and of e5m2
+constexpr std::uint8_t nan_element = 0x7F;  // e4m3 and e5m2 have the same
 
 float scale_value(std::uint8_t code) {
   if (code == nan_scale) return std::bit_cast<float>(0x7FC00000U);

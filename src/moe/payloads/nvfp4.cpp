@@ -14,9 +14,10 @@
 // appendix on quantisation), with the row in place of the whole tensor, and in float32 throughout:
 //   row scale   = max |x| of the row / 2688, where 2688 = 6 * 448 is the largest that a group holds
 //   group scale = (max |x| of the group / 6) / row scale, rounded to e4m3
-//   element     = x / (group scale * row scale), rounded to nearest, ties to even, 6 at most
-// A group or row whose scale is 0, or whose product is, has elements 0. An infinity or a NaN in a
-// group makes its scale NaN (0x7F) and its elements 0; the row's scale is that of the other groups.
+//   element     = x / (group scale * row scale), rounded to nearest, ties to even, max 6.
+// Elements are 0 where the scale of the group or row is 0, or their product is. An infinity or a
+// NaN in a group makes its scale NaN (0x7F) and its elements 0; the row's scale is that of the
+// other groups.
 
 namespace waybill::detail {
 namespace {

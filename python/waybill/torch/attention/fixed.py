@@ -200,13 +200,8 @@ class FixedMoves(Moves):
         for name, plan in self._plans.items():
             self._dispatcher.replace_plan(plan, *self._parts(name))
 
-    def sums(self, number: int, *gradients: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-        dtype = gradients[0].dtype
-        dtype = torch.float32 if dtype.itemsize == 2 else dtype
-        out = [g.new_empty((self._capacities.max_rows, *g.shape[1:]), dtype=dtype)
-               for g in gradients]  # fmt: skip
-        plan = self._plan("sums")
-        return self._dispatcher.kv_gradient(plan, *gradients, out=out, of_dispatch=number)
+    def _empty(self, like: torch.Tensor, rows: int) -> torch.Tensor:
+        return super()._empty(like, self._capacities.max_rows)
 
     def _room(self, name: str) -> int:
         fits = self._capacities

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -323,27 +324,39 @@ class Moves:
 
     def there(
         self, name: str, *tensors: torch.Tensor, number: int = 0
-    ) -> Tuple[Callable[[], Tuple[torch.Tensor, ...]], int]:
-        """(what makes views of what came of q, k and v, or of q and the latent rows ("qkv"), or of
-        the output's gradient ("grad"): after other work is queued; the number of the dispatch).
+    ) -> Callable[[], Tuple[torch.Tensor, ...]]:
+        """A function that makes views of what came of q, k and v, or of q and the latent rows
+        ("qkv"), or of the output's gradient ("grad"): after other work is queued.
         """
         plan = self._plan(name)
-        views = self._dispatcher._send(WHO, _name, plan, tensors, number)
-        return lambda: self._dispatcher._shown(plan, views), self._dispatcher.last_dispatch
+        window = self._send(plan, tensors, number)
+        return functools.partial(self._dispatcher._shown, plan, window)
 
     def home(self, name: str, *tensors: torch.Tensor, number: int = 0) -> Tuple[torch.Tensor, ...]:
         """Views of the output ("out", "out and lse"), or of the gradient of Q ("dq"), at home."""
-        return self._dispatcher._dispatch(WHO, _name, self._plan(name), tensors, number)
+        plan = self._plan(name)
+        return self._dispatcher._shown(plan, self._send(plan, tensors, number))
 
-    def sums(self, number: int, *gradients: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-        """Sums of the copies of own rows of K and V. Those of 16-bit rows are in float32, to be
-        rounded once with what stayed.
+    def _send(self, plan: PlanHandle, tensors: Tuple[torch.Tensor, ...], number: int) -> Any:
+        dispatcher = self._dispatcher
+        rows = dispatcher._read(plan, tensors)
+        return dispatcher._send(WHO, _name, plan, tensors, rows, number)
+
+    def sums(
+        self, number: int, gradients: Sequence[torch.Tensor], out: Sequence[torch.Tensor] = ()
+    ) -> Sequence[torch.Tensor]:
+        """Sums of the copies of own rows of K and V, in ``out``; without it those of 16-bit rows
+        are in float32, to be rounded once with what stayed.
         """
-        dtype = gradients[0].dtype
-        dtype = torch.float32 if dtype.itemsize == 2 else dtype
-        return self._dispatcher.kv_gradient(
-            self._plan("sums"), *gradients, dtype=dtype, of_dispatch=number
-        )
+        plan, dispatcher = self._plan("sums"), self._dispatcher
+        sums = out or [self._empty(g, rows) for g, rows in zip(gradients, plan.own_rows)]
+        given, made = (dispatcher._read(plan, tensors) for tensors in (gradients, sums))
+        dispatcher._sum(plan, given, made, number)
+        return sums
+
+    def _empty(self, like: torch.Tensor, rows: int) -> torch.Tensor:
+        dtype = torch.float32 if like.dtype.itemsize == 2 else like.dtype
+        return like.new_empty((rows, *like.shape[1:]), dtype=dtype)
 
     @property
     def is_ready(self) -> bool:

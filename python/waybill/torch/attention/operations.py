@@ -127,6 +127,8 @@ def _kept(step: RankStep, saved: Saved) -> Tuple[torch.Tensor, ...]:
     shape, needs_lse = step.shape, step.kernel.needs_lse
     q_rows, kv_rows = step.arrived_rows
     kept = [saved.home_lse if needs_lse else saved.lse.new_empty(0)]
+    if needs_lse and not saved.home_lse.numel():  # all rows travel
+        kept = [saved.lse.new_empty(shape.heads, step.rows)]
     for tensor, rows, heads, size in (
         (saved.q, q_rows, shape.heads, shape.head_dim),
         (saved.k, kv_rows, shape.kv_heads, shape.head_dim),

@@ -169,7 +169,8 @@ class BatchPlanner(WrittenOnce, Unchanging):
     def _own(self, given: Union[QkvPlan, AttentionPlan], who: str) -> BatchPlan:
         plan = given.to_qkv_plan() if isinstance(given, AttentionPlan) else given
         mask = plan.mask
-        if self.shape.mask == "prefix" or (self.chunk is not None and len(plan.kv_end)):
+        of_any = plan.num_shards == 0 or self.shape.mask == "prefix"
+        if of_any or (self.chunk is not None and len(plan.kv_end)):
             mask = self.shape.mask
         for name, got, expected in (
             ("world_size", plan.world_size, self.world_size),

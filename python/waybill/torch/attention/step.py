@@ -9,13 +9,14 @@ from typing import Any, NamedTuple, Optional, Tuple, TypeVar, cast
 
 import torch
 
-from ..._errors import said_by, shown
+from ..._errors import reworded, said_by, shown
 from ..._graphs import outside_graphs
-from ...errors import Disagreement, InvalidArgument, TransportError
+from ...errors import Disagreement, Error, InvalidArgument, TransportError
 from .._tensors import (
     adjacent_rows,
     autocast_now,
     first_order,
+    is_plain,
     profiled,
     require_moved,
     wants_gradients,
@@ -124,20 +125,21 @@ def _call_of_all(what: str, common: str) -> Callable[[_F], _F]:
     """
 
     def decorate(call: _F) -> _F:
-        @said_by(f"{WHO}: {what}", common)
         @functools.wraps(call)
-        def call_and_name(self: Any, *args: Any, **options: Any) -> Any:
+        def call_and_name(self: Any, *args: Any) -> Any:
             try:
                 with without_autocast(self.device.type):
-                    return call(self, *args, **options)
-            except Disagreement as error:
-                if self.device.type == "cpu" and "ranks disagree in call " in str(error):
+                    return call(self, *args)
+            except Error as error:
+                on_host = isinstance(error, Disagreement) and self.device.type == "cpu"
+                if on_host and "ranks disagree in call " in str(error):
                     found = first_difference(
                         self.dispatcher.world, self.pieces, self.planner.facts()
                     )
                     if found:
                         hint = f"{WHO}.gather tells all ranks what each holds"
                         error.args = (f"{error}: {found} ({hint})", *error.args[1:])
+                reworded(error, f"{WHO}: {what}", None, common)
                 raise
 
         return cast(_F, call_and_name)
@@ -202,6 +204,8 @@ class RankStep:
     #: How many plans were there before: only tables of one size get others.
     generation = 0
     owner = 0  #: the number of the module to which it belongs
+    #: Whether all rows of Q, K and V travel, in their order: nothing is made where they lie.
+    _all_travel = False
 
     uploads_ahead = True  #: on a stream of their own
 
@@ -216,6 +220,13 @@ class RankStep:
         self.at = f"on rank {dispatcher.world.rank}"  #: as errors say it
         self.uploads = Uploads(self.device, side.uploads if self.uploads_ahead else None)
         self._make_tables(plan)
+        self._nothing = _nothing(self.shape.dtype, self.device)
+        shape, kv_rows = self.shape, 0 if self.latent_dim and not self.home else self.rows
+        self._shapes = (
+            (self.rows, shape.heads, shape.head_dim),
+            (kv_rows, shape.kv_heads, shape.head_dim),
+            (kv_rows, shape.kv_heads, shape.v_head_dim),
+        )
 
     def _make_tables(self, plan: BatchPlan) -> None:
         rank, routing = self.dispatcher.world.rank, plan.routing()
@@ -229,6 +240,10 @@ class RankStep:
         self.uploads.keep((*uploaded, *self.q_rows.tables, *self.kv_rows.tables))
         #: Whether any rank dispatches anything: else there is nothing collective.
         self.moves = bool(len(routing.fwd_q.dst_rank))
+        whole = [(0, self.rows)]
+        self._all_travel = (
+            not self.home and self.moves and (self.q_rows.ranges == whole == self.kv_rows.ranges)
+        )
         tables = plan.tables() if self.moves else None
         self._moves = Moves(routing, self.dispatcher, self.shape, self.latent_dim, tables)
 
@@ -277,12 +292,11 @@ class RankStep:
                 f"{WHO}: got k and v, expected latent(...): latent_dim = {self.latent_dim}"
             )
         self.check_open()
-        shape, kv_rows = self.shape, self.rows if self.home or not latent else 0
-        kv = (kv_rows, shape.kv_heads)
+        shapes = self._shapes
         return [
-            self._checked("q", q, (self.rows, shape.heads, shape.head_dim), casts),
-            self._checked("k", k, (*kv, shape.head_dim), casts),
-            self._checked("v", v, (*kv, shape.v_head_dim), casts),
+            self._checked("q", q, shapes[0], casts),
+            self._checked("k", k, shapes[1], casts),
+            self._checked("v", v, shapes[2], casts),
         ]
 
     def _projected(
@@ -305,6 +319,9 @@ class RankStep:
     def _checked(
         self, name: str, tensor: torch.Tensor, expected: Tuple[int, ...], casts: Callable[[], bool]
     ) -> torch.Tensor:
+        fits = is_plain(tensor) and tensor.dtype == self.shape.dtype
+        if fits and tensor.shape == expected and tensor.device == self.device:
+            return tensor
         at = self.at
         require_moved(tensor, f"{WHO}: {name}")
         if type(tensor) is not torch.Tensor and hasattr(tensor, "to_local"):
@@ -339,7 +356,8 @@ class RankStep:
         came = q_rows * (size * (q_row + out_row) + lse) + kv_rows * size * (kv_row + v_row)
         gradients = size * (q_rows * q_row + kv_rows * (kv_row + v_row))
         sums = self.kv_rows.count * max(4, size) * (kv_row + v_row)
-        return StepMemory(came + self.rows * lse, gradients + (sums if self.moves else 0), 0)
+        here = 0 if self._all_travel else self.rows * lse
+        return StepMemory(came + here, gradients + (sums if self.moves else 0), 0)
 
     @_call_of_all("forward", ORDER)
     def forward(
@@ -351,50 +369,62 @@ class RankStep:
         are those that stay, and the latent ones travel.
         """
         sent = (q, k, v) if project is None else (q, latent[0])
-        number, there = 0, None
+        number = 0
+        there: Tuple[torch.Tensor, ...] = ()
         back: Tuple[torch.Tensor, ...] = ()
-        lse: Optional[torch.Tensor]
         views: Callable[[], Tuple[torch.Tensor, ...]] = tuple
-        self.side.fork(self.uploads)
+        side, moves, device = self.side, self._moves, self.device
+        side.fork(self.uploads)
         # Others wait for what is sent; but the first time its tables are made while the device is
         # busy with what stays.
-        at_once = self.moves and (self._moves.is_ready or not self.side.overlaps)
+        at_once = self.moves and (moves.is_ready or not side.overlaps)
         if at_once:
-            with self.side.run(), profiled("dispatch", self.device):
-                views, number = self._moves.there("qkv", *sent)
-        with profiled("forward in place", self.device):
-            out, home_lse = self._attend(self.home, q, k, v, want_lse)
+            with side.run(), profiled("dispatch", device):
+                views = moves.there("qkv", *sent)
+        home: Tuple[torch.Tensor, ...] = ()
+        if not self._all_travel:
+            with profiled("forward in place", device):
+                home = self._attend(self.home, q, k, v, want_lse)
         if self.moves:
-            with self.side.run(), profiled("forward of rows that travel", self.device):
+            with side.run(), profiled("forward of rows that travel", device):
                 if not at_once:
-                    views, number = self._moves.there("qkv", *sent)
+                    views = moves.there("qkv", *sent)
+                number = self.dispatcher.last_dispatch
                 there, lse = self._attend_there(views(), keep, want_lse, project, latent)
                 if want_lse:
-                    back = self._moves.home("out and lse", there.out, lse.t().contiguous())
+                    back = moves.home("out and lse", there[3], lse.t().contiguous())
                 else:
-                    back = self._moves.home("out", there.out)
+                    back = moves.home("out", there[3])
                 if keep:
-                    self._moves.prepare_backward()
-            self.side.join()
-            self.q_rows.write(out, back[0])
-        lse = None
+                    moves.prepare_backward()
+            side.join()
+        results = self._at_home(home, back, want_lse)
+        none, no_lse = self._nothing
+        kept = home[1] if home and self.kernel.needs_lse else no_lse
+        saved = Saved(kept, *(there or (none, none, none, none, no_lse)))
+        return results[0], results[1] if want_lse else None, saved, number
+
+    def _at_home(
+        self, home: Sequence[torch.Tensor], back: Sequence[torch.Tensor], want_lse: bool
+    ) -> Sequence[torch.Tensor]:
+        """The output, and the log-sum-exp [rows, heads] where it is wanted."""
+        if not home:
+            return [view.clone() for view in back]
+        results = [home[0]]
         if want_lse:
-            lse = home_lse.t().clone(memory_format=torch.contiguous_format)
-            if self.moves:
-                self.q_rows.write(lse, back[1])
-        kept = home_lse if self.kernel.needs_lse else home_lse.new_empty(0)
-        if there is None:
-            none = q.new_empty(0)
-            return out, lse, Saved(kept, none, none, none, none, kept.new_empty(0)), number
-        return out, lse, there._replace(home_lse=kept), number
+            results.append(home[1].t().clone(memory_format=torch.contiguous_format))
+        for result, view in zip(results, back):
+            self.q_rows.write(result, view)
+        return results
 
     def _attend_there(
         self, views: Sequence[torch.Tensor], keep: bool, want_lse: bool,
         project: Optional[Projector], latent: Sequence[torch.Tensor],
-    ) -> Tuple[Saved, torch.Tensor]:  # fmt: skip
+    ) -> Tuple[Tuple[torch.Tensor, ...], torch.Tensor]:  # fmt: skip
+        """(q, k, v, output and log-sum-exp of rows that came, as Saved has them; the last)."""
         shape = self.shape
-        q, *kv = (view.clone() for view in views) if keep else views
-        k, v = kv if project is None else (kv[0], q.new_empty(0))
+        q, *kv = [view.clone() for view in views] if keep else views
+        k, v = kv if project is None else (kv[0], self._nothing[0])
         if project is not None and self.arrived:
             kv = [adjacent_rows(t) for t in project(kv[0], *latent[1:])]
         if not self.arrived:
@@ -402,17 +432,7 @@ class RankStep:
             lse = q.new_empty(shape.heads, 0, dtype=torch.float32)
         else:
             out, lse = self._attend(self.arrived, q, kv[0], kv[1], want_lse)
-        kept = lse if self.kernel.needs_lse else lse.new_empty(0)
-        return Saved(kept, q, k, v, out, kept), lse  # that of rows at home comes later
-
-    @property
-    def _all_travel(self) -> bool:
-        """Whether gradients of K and V are sums of copies alone, of all rows in their order."""
-        return not self.home and self.moves and self.kv_rows.ranges == [(0, self.rows)]
-
-    def _begun(self, like: torch.Tensor) -> torch.Tensor:
-        """A gradient to which sums are added."""
-        return torch.empty_like(like) if self._all_travel else torch.zeros_like(like)
+        return (q, k, v, out, lse if self.kernel.needs_lse else self._nothing[1]), lse
 
     def _attend(
         self, calls: Sequence[Call], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
@@ -424,8 +444,7 @@ class RankStep:
             out, lse = attention(
                 self.kernel, q, k, v, call.sequences, call.shape, want_lse, self.at
             )
-            out = out.contiguous()
-            return out, out.new_empty(0, dtype=torch.float32) if lse is None else lse
+            return out.contiguous(), self._nothing[1] if lse is None else lse
         shape, rows = self.shape, q.shape[0]
         out = q.new_empty(rows, shape.heads, shape.v_head_dim)
         lses = q.new_empty(shape.heads, rows, dtype=torch.float32)
@@ -449,34 +468,41 @@ class RankStep:
         the same on all ranks.
         """
         self.check_open()
-        grad = grad.contiguous()
-        sums: Tuple[torch.Tensor, ...] = ()
+        grad = grad.contiguous().resolve_neg()
+        made: Sequence[torch.Tensor] = ()
+        sums: Sequence[torch.Tensor] = ()
         of_weights: Tuple[Optional[torch.Tensor], ...] = ()
-        self.side.fork(self.uploads)
+        travels = (k, v) if project is None else latent[:1]
+        if self._all_travel and needs[1]:  # before the fork: the second stream writes there
+            made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in travels]
+        side, moves, device = self.side, self._moves, self.device
+        side.fork(self.uploads)
         if self.moves:
-            with self.side.run(), profiled("dispatch of gradients", self.device):
-                there, _ = self._moves.there("grad", grad, number=number)
-        with profiled("backward in place", self.device):
-            dq, dk, dv = self._gradients(self.home, grad, q, k, v, out, saved.home_lse)
+            with side.run(), profiled("dispatch of gradients", device):
+                there = moves.there("grad", grad, number=number)
+        dq, dk, dv = None, k, v  # latent rows leave none
+        if not self._all_travel:
+            with profiled("backward in place", device):
+                dq, dk, dv = self._gradients(self.home, grad, q, k, v, out, saved.home_lse)
         if self.moves:
-            with self.side.run(), profiled("backward of rows that travel", self.device):
+            with side.run(), profiled("backward of rows that travel", device):
                 found, of_weights = self._gradients_there(there()[0], saved, project, latent[1:])
                 if needs[1]:
-                    sums = self._moves.sums(number, *found[1:])
+                    sums = moves.sums(number, found[1:], made)
                 # Last: its view holds until the dispatcher's next call.
-                back = grad
                 if needs[0]:
-                    (back,) = self._moves.home("dq", found[0], number=number)
-            self.side.join()
+                    (back,) = moves.home("dq", found[0], number=number)
+            side.join()
             if needs[0]:
-                self.q_rows.write(dq, back)
-        targets = [dk, dv] if project is None else [self._begun(latent[0])]
-        for target, sum_ in zip(targets, sums):
-            if self._all_travel:
-                target.copy_(sum_)
-            else:
+                if dq is None:
+                    dq = back.clone()
+                else:
+                    self.q_rows.write(dq, back)
+        if not made:
+            made = (dk, dv) if project is None else (torch.zeros_like(latent[0]),)
+            for target, sum_ in zip(made, sums):
                 self.kv_rows.add(target, sum_)
-        of_kv = (dk, dv) if project is None else (dk, dv, *targets, *of_weights)
+        of_kv = made if project is None else (dk, dv, *made, *of_weights)
         return dq if needs[0] else None, *(t if needs[1] else None for t in of_kv)
 
     def _gradients_there(
@@ -508,8 +534,7 @@ class RankStep:
         if _is_whole(calls, q, k):
             sequences, shape = calls[0].sequences, calls[0].shape
             return gradients(self.kernel, grad, q, k, v, out, kept, sequences, shape, self.at)
-        begun = torch.zeros_like if calls else self._begun
-        dq, dk, dv = torch.empty_like(q), begun(k), begun(v)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for call in calls:
             lse_ = None if kept is None else kept[:, call.q].contiguous()
             found = gradients(
@@ -523,6 +548,14 @@ class RankStep:
             else:
                 dk[call.kv], dv[call.kv] = found[1:]
         return dq, dk, dv
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Tensors without elements: of rows, of log-sum-exps."""
+    with torch.inference_mode(False):
+        none = torch.empty(0, dtype=dtype, device=device)
+        return none, none.new_empty(0, dtype=torch.float32)
 
 
 def _is_whole(calls: Sequence[Call], q: torch.Tensor, k: torch.Tensor) -> bool:

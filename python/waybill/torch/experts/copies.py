@@ -113,7 +113,7 @@ class StackedExperts:
 
 
 def local_part(value: Any) -> torch.Tensor:
-    """Of a DTensor what this rank has."""
+    """Returns this rank's part of a DTensor, and any other tensor as it is."""
     # The compiler knows no attributes of the value, but those of its type.
     return value.to_local() if hasattr(type(value), "to_local") else value
 

@@ -73,7 +73,7 @@ class _End(torch.autograd.Function):
 
 
 class _Record:
-    """What autograd has recorded of a forward.
+    """The graph that autograd recorded in a forward, for its backward.
 
     :param leaves: rows and weights, None where they need no gradient, and parameters that do
     """
@@ -245,7 +245,7 @@ def compute_recorded(
     owner: Any, ticket: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor,
     weights: Optional[torch.Tensor], needs: List[bool],
 ) -> torch.Tensor:  # fmt: skip
-    """What an ExpertParallel's experts make of rows. Traced."""
+    """Computes the outputs of an ExpertParallel's experts. Traced."""
     check_recorded(owner.experts)
     casts = autocast_dtype(rows.device.type) if is_autocast(rows.device.type) else None
     parameters = [local_part(one) for one in owner.experts.parameters()]

@@ -23,7 +23,7 @@ from .grouped import ends_within
 from .layer import LayerLayout
 
 _known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_held: Dict[int, Any] = {}  #: what tickets keep, such as the layer that dispatched, and the layout
+_held: Dict[int, Any] = {}  #: objects that tickets keep alive, such as a layer and a layout
 _numbers = itertools.count(1)
 
 
@@ -35,7 +35,7 @@ def register(found: Any) -> int:
 
 
 def found_by(number: int) -> Any:
-    """What has that number."""
+    """Returns the object that was registered under that number."""
     found = _known.get(number)
     if found is None:
         raise InvalidArgument(f"experts: layer {number} is not there any more")
@@ -47,7 +47,7 @@ def _layer_of(number: int) -> Any:
 
 
 def _present(number: Optional[torch.Tensor]) -> Any:
-    """What ``dispatch`` gets so, for an ExpertParallel with copies. Collective if it keeps them."""
+    """Returns ``present`` of a dispatch with copies. Collective if the module keeps them."""
     if number is None:
         return None
     module = found_by(int(number))
@@ -55,7 +55,7 @@ def _present(number: Optional[torch.Tensor]) -> Any:
 
 
 def ticket_of(held: Any) -> torch.Tensor:
-    """What keeps it, as long as somebody has the ticket."""
+    """Makes a ticket, which keeps the object as long as somebody has the ticket."""
     number = next(_numbers)
     memory = np.array([number])
     _held[number] = held
@@ -64,7 +64,7 @@ def ticket_of(held: Any) -> torch.Tensor:
 
 
 def held_by(ticket: torch.Tensor) -> Any:
-    """What a ticket keeps."""
+    """Returns the object that a ticket keeps."""
     number = int(ticket)
     if number not in _held:
         raise InvalidArgument(f"experts: ticket {number} is of no call, or was copied")

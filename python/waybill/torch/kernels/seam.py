@@ -255,7 +255,7 @@ def attention(
     wrong = mismatch(lse, (shape.heads, rows), q.device, None)
     if wrong is not None:
         raise InvalidArgument(f"{_who(kernel, at)}: its log-sum-exp {wrong}")
-    return out, lse if lse.dtype == torch.float32 else lse.float()
+    return out, (lse if lse.dtype == torch.float32 else lse.float()).resolve_neg()
 
 
 def gradients(
@@ -298,12 +298,17 @@ def mismatch(
 
 
 def _own(given: list[torch.Tensor], results: Any) -> list[torch.Tensor]:
-    """Results are written to: not into what the kernel was given, nor into another of them."""
+    """Results are read as memory, and written to: not into what the kernel was given, nor into
+    another of them.
+    """
     taken = {tensor.data_ptr() for tensor in given}
     own = []
     for tensor in results:
-        if tensor.numel() and (tensor.data_ptr() in taken or 0 in tensor.stride()):
+        place = tensor.data_ptr()
+        shared = place in taken or 0 in tensor.stride()
+        if (shared and tensor.numel()) or tensor.is_neg():
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        taken.add(tensor.data_ptr())
+            place = tensor.data_ptr()
+        taken.add(place)
         own.append(tensor)
     return own

@@ -4,8 +4,9 @@
 #include "../../device/arrive_and_wait.cuh"
 #include "../../device/number.cuh"
 #include "../../device/word_copy.cuh"
-#include "../launch.h"
-#include "params.h"
+#include "../kernels.h"
+#include "copies.h"
+#include "rule.h"
 
 namespace waybill::cuda {
 namespace {
@@ -14,7 +15,7 @@ constexpr int copy_threads = 512;
 constexpr int words_together = 8;  ///< words of a thread that are on their way at once
 constexpr int packs_together = 4;  ///< the same of a sum
 
-/// What a block knows of the call, in shared memory.
+/// The call as a block sees it, in shared memory.
 struct CopyWork {
   std::uint64_t* keys;    ///< [copies]
   std::int32_t* experts;  ///< [copies]: CopyTable::experts

@@ -2,9 +2,9 @@
 
 #include <cstdint>
 
-// Who sends which copy of an expert to whom, and which gradients a home adds in which order: what
-// plan_weight_transfers() and plan_gradient_transfers() say, asked slot by slot, so that each
-// thread of a block finds the answer for one. tests/experts runs it on the CPU.
+// The rule by which copies of experts travel: which rank sends which copy, and in which order a
+// home adds gradients. plan_weight_transfers() and plan_gradient_transfers() say the same as lists;
+// here each thread of a block asks for one slot. tests/experts runs it on the CPU.
 
 #ifdef __CUDACC__
 #define WAYBILL_COPY_RULE __host__ __device__ inline

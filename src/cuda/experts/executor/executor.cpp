@@ -6,9 +6,10 @@
 #include <memory>
 #include <utility>
 
+#include "../../device/arrive_kernels.h"
 #include "../../rank/gpu_rank.h"
 #include "../call_params.h"
-#include "../launch.h"
+#include "../kernels.h"
 #include "../nodes/nodes.h"
 #include "../spare/spare.h"
 #include "../tables.h"
@@ -292,7 +293,6 @@ class GpuExpertExecutor final : public ExpertExecutor {
     for (const PushWay way : {PushWay::elements, PushWay::words}) {
       if (has_slabs) check_load(prepare_push_combine(tokens, way));
     }
-    check_load(prepare_barrier());
     check_load(prepare_route(nodes));
     if (params_.is_low_latency()) check_load(prepare_low_latency_route());
     check_load(prepare_stage(tokens, weights));

@@ -3,8 +3,7 @@
 #include "../../device/number.cuh"
 #include "../../device/word_copy.cuh"
 #include "../call.cuh"
-#include "../launch.h"
-#include "params.h"
+#include "nodes.h"
 
 namespace waybill::cuda {
 

@@ -4,10 +4,8 @@
 #include <span>
 #include <utility>
 
-#include "../../rank/gpu_rank.h"
-#include "../launch.h"
+#include "../kernels.h"
 #include "core/memory_layout.h"
-#include "params.h"
 #include "runtime/executor.h"
 #include "schedule/workspace_phase.h"
 #include "waybill/core/error.h"

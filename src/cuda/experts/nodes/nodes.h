@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -7,16 +9,182 @@
 #include <vector>
 
 #include "../../network/network_path.h"
+#include "../../network/path_params.h"
 #include "../../rank/gpu_rank.h"
 #include "../call_params.h"
+#include "../kernels.h"
 #include "../tables.h"
 #include "experts/expert_executor.h"
-#include "params.h"
+#include "schedule/work.h"
 #include "schedule/workspace_phase.h"
 #include "transport/transport.h"
+#include "waybill/core/dtype.h"
 #include "waybill/moe/ep_config.h"
 
 namespace waybill::cuda {
+
+/// Rows for another node are signalled in chunks of 1 << shift tokens. A chunk has at most 32
+/// tokens and, unless one token is larger, at most 128 KiB. With few tokens chunks are smaller, so
+/// that all blocks of a network path have work.
+[[nodiscard]] constexpr std::int32_t chunk_shift(std::int64_t row_bytes, std::int64_t max_tokens) {
+  constexpr std::int32_t max_shift = 5;
+  constexpr std::int64_t max_bytes = max_put_bytes / 2;
+  constexpr std::int64_t min_chunks = 32;
+  std::int32_t shift = 0;
+  while (shift < max_shift && (row_bytes << (shift + 1)) <= max_bytes &&
+         (min_chunks << (shift + 1)) <= max_tokens) {
+    ++shift;
+  }
+  return shift;
+}
+
+[[nodiscard]] constexpr std::int64_t num_chunks(std::int64_t max_tokens, std::int32_t shift) {
+  return (max_tokens + (std::int64_t{1} << shift) - 1) >> shift;
+}
+
+/// One part of the workspace, which goes to the ranks with this rank's local index on the other
+/// nodes.
+struct NodePart {
+  std::int64_t from;  ///< first byte for node 0, in this rank's workspace. If the network path can
+                      ///< read all memory of the rank, it may also lie outside
+  std::int64_t from_node_bytes;  ///< distance to the bytes for the next node; 0: all nodes get the
+                                 ///< same
+  std::int64_t to;               ///< first byte in the receiver's workspace
+  std::int64_t row_bytes;
+  std::int64_t total_bytes;  ///< bytes for each node, if the part goes whole
+};
+inline constexpr int max_node_parts = 2;
+
+/// Which rows go to a node.
+enum class NodeFilter : std::uint8_t {
+  none,
+  tokens,        ///< row t goes if token t of `ids` [M, K] has a topk slot there
+  partial_sums,  ///< row t goes if token t of that node's `ids` [nodes, M, K] has a topk slot here
+};
+
+/// Parameters of the kernel that writes the program: everything that this rank sends to other nodes
+/// in one network path of a call.
+struct ListPutsParams {
+  MoeArrive m;
+  MoeShape shape;
+  std::int32_t begins;  ///< the call that begins with this network path (0: a dispatch, 1: a
+                        ///< combine); -1: it has begun before, and its epoch is counted
+  // If a dispatch counts, the kernel makes the ids of this rank's tokens from the caller's ids.
+  const void* given_ids;  ///< [T, K], read only if made_ids is set; null if T is 0
+  bool wide_ids;
+  std::int32_t dropped_id;
+  std::int32_t* made_ids;  ///< [M, K]: num_experts if dropped, -1 if there is no token. Null: the
+                           ///< call does not count
+
+  NodeFilter filter;
+  const std::int32_t* ids;  ///< like made_ids; read if made_ids is null
+  std::int32_t num_whole;
+  NodePart whole[max_node_parts];
+  std::int32_t num_parts;  ///< parts whose rows are filtered
+  NodePart parts[max_node_parts];
+  std::int32_t chunk_shift;  ///< a chunk has 1 << chunk_shift tokens
+  std::int32_t num_chunks;   ///< chunks per node
+  /// Slots at each receiver: whole parts raise slot whole_slot + own node, and chunk c raises slot
+  /// chunk_slot + own node * num_chunks + c.
+  std::int32_t whole_slot;
+  std::int32_t chunk_slot;
+  /// Partial sums are made in so many pieces per node, each of piece_tokens tokens. Each piece
+  /// raises a counter of the path. 0: there are two pieces, one for the nodes after this one and
+  /// one for those before it.
+  std::int32_t ready_pieces;
+  std::int32_t piece_tokens;
+  // Memory for the program. For each other node, in the order of a ring after this one, it has a
+  // step with the whole parts, if there are any. Then it has a step per node and chunk of tokens.
+  PathState* state;
+  NetworkStep* steps;
+  NetworkPut* puts;
+  BatchSlot* waits;
+  BatchSlot* signals;
+};
+
+/// Parameters of a kernel that waits for other ranks, between other kernels.
+struct WaitNodesParams {
+  MoeArrive m;
+  MoeShape shape;
+  std::int32_t begins;  ///< as in ListPutsParams; unless it is -1, all ranks must have entered the
+                        ///< call
+  bool of_node;         ///< only ranks of this node must have entered
+  bool counts;          ///< the kernel then counts the call
+  const std::uint64_t* slots;  ///< the slot of node 0, which its rank raises; null: none
+  std::int32_t node_stride;    ///< slots from one node to the next
+};
+
+/// Parameters of the kernel that adds the sums of all nodes.
+struct AddPartialSumsParams {
+  MoeArrive m;
+  MoeShape shape;
+  ChunkSlots arrived;
+  std::int64_t row_bytes;
+  const std::int32_t* ids;        ///< [M, K], ids of this rank's tokens
+  const std::byte* partial_sums;  ///< [nodes, M] rows from the other nodes
+  const std::byte* own_sums;      ///< [M] rows of this node
+  const std::byte* biases[2];
+  std::byte* output;
+};
+
+// Rows between nodes if the host must know their number (NCCL): rows that a node needs are packed
+// at the front of a slice. See schedule/workspace_phase.h.
+
+/// Lists which tokens of this rank go to each node ([0, n]), and which tokens of node n come here
+/// ([1, n]).
+struct NodeRowsParams {
+  MoeShape shape;
+  const std::int32_t* ids;  ///< [nodes, M, K]
+  std::int32_t* tokens;     ///< [2, nodes, M], in ascending order
+  std::int32_t* counts;     ///< [2, nodes]
+  HostCount* host;          ///< the counts again, with the ticket
+  std::uint64_t ticket;
+};
+
+/// Parameters of the kernel that packs or unpacks rows.
+struct MoveNodeRowsParams {
+  MoeShape shape;
+  const std::int32_t* tokens;  ///< [nodes, M]: row i of a packed slice is row tokens[i]
+  const std::int32_t* counts;  ///< [nodes]
+  bool packs;
+  const std::byte* from;         ///< rows of node 0
+  std::int64_t from_node_bytes;  ///< distance to the rows of the next node
+  std::byte* to;
+  std::int64_t to_node_bytes;
+  std::int64_t row_bytes;
+};
+
+cudaError_t launch_node_rows(const NodeRowsParams& params, cudaStream_t stream);
+/// @param word_bytes common_word() of all that it reads and writes
+cudaError_t launch_move_node_rows(const MoveNodeRowsParams& params, int word_bytes, int blocks,
+                                  cudaStream_t stream);
+
+// Launches of the kernels that a layer over several nodes adds to those of kernels.h.
+
+/// Loads these kernels.
+cudaError_t prepare_nodes(DType tokens);
+
+/// Writes the program of a network path, and the ids as other nodes read them. If the call begins
+/// here, it also signals that to the ranks of the node.
+cudaError_t launch_list_puts(const ListPutsParams& params, cudaStream_t stream);
+
+/// Raises a counter of the current call's network path. Everything that was queued before is then
+/// complete.
+cudaError_t launch_raise_ready(const MoeArrive& arrive, std::uint64_t* ready, cudaStream_t stream);
+
+cudaError_t launch_wait_nodes(const WaitNodesParams& params, cudaStream_t stream);
+
+/// Finds runs of tokens which other nodes sent here, see node_send_requests.
+/// @param ids [nodes, M, K]
+/// @param runs [nodes, 2, M]
+cudaError_t launch_node_runs(const MoeShape& shape, const std::int32_t* ids, std::int32_t* runs,
+                             cudaStream_t stream);
+
+/// Sums the biases and then the sums of all nodes, in float32, in the order of nodes, rounded once.
+/// It waits for the sums of other nodes as it needs them.
+/// @param wide words of 16 bytes
+cudaError_t launch_add_partial_sums(const AddPartialSumsParams& params, DType dtype, bool wide,
+                                    int blocks, cudaStream_t stream);
 
 /// A range of the tokens whose sums a rank makes for other nodes. The network path waits for each.
 struct SumPiece {

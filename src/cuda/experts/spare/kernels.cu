@@ -3,9 +3,8 @@
 
 #include <algorithm>
 
-#include "../launch.h"
-#include "../route.cuh"
-#include "params.h"
+#include "../placement.cuh"
+#include "spare.h"
 
 namespace waybill::cuda {
 namespace {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "even_experts_rule.h"
+#include "rule.h"
 
 namespace waybill::cuda {
 

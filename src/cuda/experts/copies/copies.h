@@ -4,9 +4,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <string_view>
 
 #include "../../device/params.h"
-#include "rule.h"
+#include "../../rank/gpu_rank.h"
+#include "experts/expert_executor.h"
+#include "transport/transport.h"
 #include "waybill/core/dtype.h"
 
 namespace waybill::cuda {
@@ -19,14 +23,14 @@ inline constexpr std::int32_t max_copies = 2048;       ///< spare slots of all r
 struct CopyPart {
   std::int64_t elements;
   std::int64_t copies_at;    ///< bytes from the store's first to [spare, elements]
-  std::int32_t first_chunk;  ///< of the expert's chunks, of weights
+  std::int32_t first_chunk;  ///< among the expert's chunks of weights
   DType dtype;
 };
 
 /// A copy that lies in a store, on any rank.
 struct HeldCopy {
   std::int64_t expert;  ///< owner << 32 | expert; -1: nothing that is known
-  std::int64_t stamp;   ///< of its home's weights
+  std::int64_t stamp;   ///< its home's weights have it
 };
 
 /// Parameters of both kernels. R ranks, P home experts and S slots each.
@@ -44,10 +48,10 @@ struct CopyParams {
   std::int32_t node_ranks;   ///< ranks per node: an expert comes once to each
   HeldCopy* held;            ///< [R, store_spare]: what lies in the store, the same on all ranks
   std::int64_t owner;        ///< number of the module that calls
-  std::int64_t stamp;        ///< of this rank's weights
+  std::int64_t stamp;        ///< this rank's weights have it
   std::int32_t fresh;        ///< 1: copies that lie there come again
   std::int32_t num_parts;
-  std::int32_t num_chunks;  ///< of an expert's weights
+  std::int32_t num_chunks;  ///< the weights of an expert have so many
   std::byte* own_store;
   NearPeers<std::byte> stores;
   CopyPart parts[max_copy_parts];
@@ -55,7 +59,7 @@ struct CopyParams {
 };
 static_assert(sizeof(CopyParams) <= 4096);
 
-/// Loads both kernels, see launch.h.
+/// Loads both kernels, see kernels.h.
 cudaError_t prepare_copies();
 
 /// Weights from their homes into the stores. It ends on a rank when that rank's copies are there
@@ -65,5 +69,13 @@ cudaError_t launch_fetch_weights(const CopyParams& params, int blocks, cudaStrea
 /// Adds the gradients that lie in the stores to those of home. It takes two epochs, and ends when
 /// all ranks have read what they need. @param blocks as above
 cudaError_t launch_add_gradients(const CopyParams& params, int blocks, cudaStream_t stream);
+
+/// Makes the store of copies of a rank of a GPU world. Collective.
+/// @param share ranks on this device
+/// @param maps_nodes the memory of ranks on other nodes is mapped
+/// @throws Unsupported if a rank is not reached by load and store, or for too many copies
+[[nodiscard]] std::unique_ptr<CopyStoreExecutor> make_gpu_copy_store(
+    Transport& transport, std::shared_ptr<GpuRank> gpu, int share, bool maps_nodes,
+    std::int64_t size_bytes, std::int32_t spare_experts, std::string_view name);
 
 }  // namespace waybill::cuda

@@ -5,9 +5,9 @@
 #include <cstdint>
 
 // The rule of even_experts (python/waybill/moe/even_experts_rule.py) for a block of threads: here
-// its tables in shared memory, in even_experts_pass.h a try, which a warp does, in
-// even_experts_phases.h what the block does before and after. `Warp` says what a warp can do: a
-// GPU's warp in even_experts.cu, loops over 32 lanes in tests/planner.
+// its tables in shared memory, in pass.h a try, which a warp does, in kernel.h what the block does
+// before and after. `Warp` says what a warp can do: a GPU's warp in kernel.cu, loops over 32 lanes
+// in tests/planner.
 
 #ifdef __CUDACC__
 #define WAYBILL_HOST_DEVICE __host__ __device__ __forceinline__

@@ -1,10 +1,10 @@
-#include "copy_store.h"
+#include "copies.h"
 
 #include <algorithm>
 #include <string>
 #include <utility>
 
-#include "params.h"
+#include "rule.h"
 #include "runtime/fingerprint.h"
 #include "waybill/core/error.h"
 

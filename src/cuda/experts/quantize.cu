@@ -3,12 +3,10 @@
 #include <cstring>
 #include <string_view>
 
-#include "../../device/number.cuh"
-#include "../call.cuh"
-#include "../launch.h"
-#include "float8.cuh"
-#include "mx.cuh"
-#include "nvfp4.cuh"
+#include "../device/number.cuh"
+#include "call.cuh"
+#include "kernels.h"
+#include "quantize.cuh"
 
 namespace waybill::cuda {
 namespace {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "even_experts_pass.h"
+#include "pass.h"
 
 namespace waybill::cuda {
 
@@ -57,8 +57,8 @@ class EvenExpertsPhases {
     if (status_ != EvenExpertsStatus::good) fail(status_);
   }
 
-  /// Warps: sums of experts, then of ranks, and the largest expert of each rank. As many lanes have
-  /// a rank as it has homes, rounded up to a power of two.
+  /// Warps: sums of experts, then of ranks, and the largest expert of each rank. A rank has a lane
+  /// for each home, rounded up to a power of two.
   WAYBILL_HOST_DEVICE void sum_ranks(int warp, int warps) {
     const int bits = home_bits(), width = 1 << bits, ranks = warp_lanes >> bits;
     const Int home_of_lane = Warp::lane() & Int(width - 1);

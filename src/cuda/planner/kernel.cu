@@ -1,8 +1,8 @@
 // Copies of hot experts, planned by one block: threads sum the counts, warps try limits and ways
-// side by side, the lowest that succeeds wins. The phases are in even_experts_phases.h.
+// side by side, the lowest that succeeds wins. The phases are in kernel.h.
 
 #include "even_experts.h"
-#include "even_experts_phases.h"
+#include "kernel.h"
 
 namespace waybill::cuda {
 namespace {
