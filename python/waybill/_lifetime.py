@@ -53,6 +53,11 @@ class WrittenOnce:
             raise AttributeError(f"{type(self).__name__}: {name} is read-only: make another one")
         super().__setattr__(name, value)
 
+    def _write(self, **fields: Any) -> None:
+        """Sets fields of an object that is new."""
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
     def __delattr__(self, name: str) -> None:
         raise AttributeError(f"{type(self).__name__}: {name} is read-only: make another one")
 

@@ -69,6 +69,8 @@ def row_shape(value: Any, name: str) -> Tuple[int, ...]:
     """The extents of a row, as a TensorFormat has them."""
     if not isinstance(value, (tuple, list)):  # torch.Size is one
         raise InvalidArgument(f"{name} has row_shape {shown(value)}, expected a tuple of integers")
+    if all(type(extent) is int and 0 <= extent < 2**63 for extent in value):
+        return tuple(value)
     extents = tuple(int64(extent, f"{name}: row_shape[{i}]") for i, extent in enumerate(value))
     if min(extents, default=0) < 0:
         raise InvalidArgument(f"{name} has row_shape {extents}, expected extents >= 0")

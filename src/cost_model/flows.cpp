@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <tuple>
 
-#include "planner/node_routes.h"
 #include "waybill/routing/qkv_plan.h"
 
 namespace waybill::detail {

@@ -4,6 +4,7 @@
 #include <functional>
 #include <vector>
 
+#include "planner/node_routes.h"
 #include "waybill/core/topology.h"
 #include "waybill/cost_model/predict_step.h"
 #include "waybill/planner/planner.h"
@@ -11,6 +12,12 @@
 #include "waybill/routing/qkv_routing.h"
 
 namespace waybill::detail {
+
+/// The link that a resource is; null: it is none.
+[[nodiscard]] inline const LinkField* link_of(StepResource resource) {
+  const int idx = static_cast<int>(resource) - static_cast<int>(StepResource::nvlink_in);
+  return idx < 0 ? nullptr : &link_fields[idx];
+}
 
 /// Rows of a KV shard that cross from one rank to another, forward.
 struct KvMove {

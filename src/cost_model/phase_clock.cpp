@@ -3,6 +3,7 @@
 
 #include "core/batch_bytes.h"
 #include "flows.h"
+#include "planner/node_routes.h"
 
 namespace waybill::detail {
 namespace {
@@ -16,10 +17,6 @@ using Ready = std::pair<double, std::int32_t>;
 
 void wait_for(Ready& ready, const Ready& other) {
   if (other.first > ready.first) ready = other;
-}
-
-LinkBytes reversed(const LinkBytes& links) {
-  return {links.nvlink_out, links.nvlink_in, links.network_out, links.network_in};
 }
 
 double forward_pairs_per_second(const StepOptions& options) {

@@ -8,6 +8,7 @@
 #include "core/batch_bytes.h"
 #include "moe/input_checks.h"
 #include "moe/token_routes.h"
+#include "planner/node_routes.h"
 #include "waybill/core/error.h"
 #include "waybill/cost_model/predict_step.h"
 #include "waybill/moe/expert_routing.h"
@@ -201,13 +202,10 @@ constexpr std::int64_t sum_piece_tokens = 2048;
 double as_double(std::int64_t value) { return static_cast<double>(value); }
 
 LinkBytes bytes_of(const LinkBytes& rows, std::int64_t row_bytes, bool back) {
-  LinkBytes bytes{rows.nvlink_in * row_bytes, rows.nvlink_out * row_bytes,
-                  rows.network_in * row_bytes, rows.network_out * row_bytes};
-  if (back) {
-    std::swap(bytes.nvlink_in, bytes.nvlink_out);
-    std::swap(bytes.network_in, bytes.network_out);
-  }
-  return bytes;
+  LinkBytes bytes;
+  for (const detail::LinkField& link : detail::link_fields)
+    bytes.*link.bytes = rows.*link.bytes * row_bytes;
+  return back ? detail::reversed(bytes) : bytes;
 }
 
 /// The time of a call on one rank.

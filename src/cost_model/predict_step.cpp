@@ -7,7 +7,6 @@
 
 #include "core/checks.h"
 #include "flows.h"
-#include "planner/node_routes.h"
 #include "routing/homes.h"
 #include "waybill/core/error.h"
 #include "waybill/planner/varlen_relay.h"
@@ -124,14 +123,6 @@ void try_forwarded_gradient(const StepFlows& flows, const Topology& nodes, bool 
   step.gradient_transfer = step.options.transfer;
 }
 
-bool goes_out(StepResource resource) {
-  return resource == StepResource::nvlink_out || resource == StepResource::network_out;
-}
-
-bool over_network(StepResource resource) {
-  return resource == StepResource::network_in || resource == StepResource::network_out;
-}
-
 bool is_reverse(StepPhase phase) {
   return phase == StepPhase::output || phase == StepPhase::q_gradient ||
          phase == StepPhase::kv_gradient;
@@ -144,8 +135,9 @@ struct Tally {
 
   /// Whether a row from `src` to `dst`, forward, crosses the link that the cause names.
   [[nodiscard]] bool crosses(std::int32_t src, std::int32_t dst, bool same_node) const {
-    if (over_network(cause->resource) == same_node) return false;
-    const bool from_src = goes_out(cause->resource) != is_reverse(cause->phase);
+    const detail::LinkField& link = *detail::link_of(cause->resource);
+    if (link.network == same_node) return false;
+    const bool from_src = link.out != is_reverse(cause->phase);
     return (from_src ? src : dst) == cause->rank;
   }
 

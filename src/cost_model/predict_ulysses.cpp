@@ -63,29 +63,12 @@ FlowSet exchange(const std::vector<GroupLoad>& loads, std::int32_t degree, std::
   return set;
 }
 
-std::int64_t bytes_over(const LinkBytes& links, StepResource resource) {
-  switch (resource) {
-    case StepResource::nvlink_in:
-      return links.nvlink_in;
-    case StepResource::nvlink_out:
-      return links.nvlink_out;
-    case StepResource::network_in:
-      return links.network_in;
-    case StepResource::network_out:
-      return links.network_out;
-    case StepResource::nothing:
-    case StepResource::compute:
-      break;
-  }
-  return 0;
-}
-
 /// Amounts of the causes. No one document causes an exchange of all rows.
 void find_amounts(const std::vector<GroupLoad>& loads, std::int32_t degree, StepPrediction& step) {
   const auto fill = [&](StepCause& cause) {
     if (cause.resource != StepResource::compute) {
-      if (!moves_rows(cause.phase)) return;
-      cause.amount = bytes_over(step.phase(cause.phase).links[cause.rank], cause.resource);
+      if (const detail::LinkField* const link = detail::link_of(cause.resource))
+        cause.amount = step.phase(cause.phase).links[cause.rank].*link->bytes;
       return;
     }
     const GroupLoad& load = loads[cause.rank / degree];

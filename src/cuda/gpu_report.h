@@ -32,9 +32,8 @@ struct GpuReport {
   std::string nvshmem_trouble;
 };
 
-/// @return that the driver is too old for this build, with both versions; empty: it is not, or
-/// there
-///   is none
+/// Says that the driver is too old for this build, with both versions; empty: it is not, or there
+/// is none.
 [[nodiscard]] std::string driver_trouble();
 
 /// Asks; throws nothing but std::bad_alloc. Makes a context on each device.

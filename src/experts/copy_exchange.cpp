@@ -27,23 +27,19 @@ enum class CopySignal : std::uint8_t {
 };
 constexpr std::int64_t num_copy_signals = 3;
 
-/// The kind of a call: what it moves.
-enum class Moves : std::uint8_t { weights, gradients };
-
-/// Bytes of a part of an expert on its way.
-std::int64_t bytes_of(const ExpertPart& part, Moves moves) {
-  const DType dtype = moves == Moves::weights ? part.dtype : detail::gradient_sum_dtype(part.dtype);
-  return part.elements * dtype_bytes(dtype);
+/// Bytes of a part of an expert on its way: of its weights, or of gradients that are summed.
+std::int64_t bytes_of(const ExpertPart& part, bool sums) {
+  return part.elements * dtype_bytes(sums ? detail::gradient_sum_dtype(part.dtype) : part.dtype);
 }
 
-void check_call(const char* who, const World& world, const ExpertCopyCall& call, Moves moves) {
+void check_call(const char* who, const World& world, const ExpertCopyCall& call, bool sums) {
   call.slots.check(who);
   require(call.slots.num_ranks == world.world_size(), who, ": slots are of ", call.slots.num_ranks,
           " ranks, expected ", world.world_size(), ", as the world has");
   for (const ExpertPart& part : call.parts) {
     require(part.elements >= 0, who, ": a part has ", part.elements, " elements, expected >= 0");
-    require(moves == Moves::weights || detail::is_summed(part.dtype), who, ": a part is ",
-            part.dtype, ", expected float32, float16, bfloat16 or float64");
+    require(!sums || detail::is_summed(part.dtype), who, ": a part is ", part.dtype,
+            ", expected float32, float16, bfloat16 or float64");
   }
   const std::int64_t parts = std::ssize(call.parts);
   const auto check = [&](const char* name, std::span<std::byte* const> tensors,
@@ -81,7 +77,7 @@ struct CopyExchange::State {
   void send(const char* operation, std::int32_t peer, const std::byte* data, std::int64_t bytes);
   template <class Take>
   void receive(const char* operation, std::int32_t peer, std::int64_t bytes, Take&& take);
-  void run(const char* who, const ExpertCopyCall& call, Moves moves);
+  void run(const char* who, const ExpertCopyCall& call, bool sums);
   void fetch_weights(const char* who, const ExpertCopyCall& call);
   void add_gradients(const char* who, const ExpertCopyCall& call);
 
@@ -160,7 +156,7 @@ void CopyExchange::State::fetch_weights(const char* who, const ExpertCopyCall& c
   for (const ExpertTransfer& one :
        plan_weight_transfers(call.slots, world.topology().ranks_per_node)) {
     for (std::int64_t part = 0; part < std::ssize(call.parts); ++part) {
-      const std::int64_t bytes = bytes_of(call.parts[part], Moves::weights);
+      const std::int64_t bytes = bytes_of(call.parts[part], false);
       if (one.source == me) {
         send(who, one.target, tensor_of(call, one.source_slot, part), bytes);
       } else if (one.target == me) {
@@ -184,7 +180,7 @@ void CopyExchange::State::add_gradients(const char* who, const ExpertCopyCall& c
     const bool is_last = i + 1 == transfers.size() || transfers[i + 1].expert != one.expert;
     for (std::int64_t part = 0; part < std::ssize(call.parts); ++part) {
       const auto [elements, dtype] = call.parts[part];
-      const std::int64_t bytes = bytes_of(call.parts[part], Moves::gradients);
+      const std::int64_t bytes = bytes_of(call.parts[part], true);
       if (one.source == me) {
         send(who, one.target, tensor_of(call, one.source_slot, part), bytes);
         continue;
@@ -227,13 +223,12 @@ void check_tensors(const char* who, const ExpertCopyCall& call, std::int32_t me)
   }
 }
 
-CallFingerprint fingerprint_of(const ExpertCopyCall& call, Moves moves) {
+CallFingerprint fingerprint_of(const ExpertCopyCall& call, bool sums) {
   Hash formats;
   for (const ExpertPart& part : call.parts) {
     formats.add(part.elements).add(static_cast<std::int32_t>(part.dtype));
   }
-  return {.call = moves == Moves::weights ? CollectiveCall::expert_weights
-                                          : CollectiveCall::expert_gradients,
+  return {.call = sums ? CollectiveCall::expert_gradients : CollectiveCall::expert_weights,
           .plan = Hash().add(call.slots.num_experts).add(call.slots.experts).value(),
           .formats = formats.value(),
           .options = Hash().add(call.owner).value()};
@@ -246,22 +241,22 @@ CopyExchange::CopyExchange(CopyExchange&& other) noexcept = default;
 CopyExchange& CopyExchange::operator=(CopyExchange&& other) noexcept = default;
 CopyExchange::~CopyExchange() = default;
 
-void CopyExchange::State::run(const char* who, const ExpertCopyCall& call, Moves moves) {
+void CopyExchange::State::run(const char* who, const ExpertCopyCall& call, bool sums) {
   abort_state.check(who);
-  check_call(who, world, call, moves);
+  check_call(who, world, call, sums);
   check_tensors(who, call, me);
   abort_state.guard([&] {
-    enter(who, fingerprint_of(call, moves));
-    moves == Moves::weights ? fetch_weights(who, call) : add_gradients(who, call);
+    enter(who, fingerprint_of(call, sums));
+    sums ? add_gradients(who, call) : fetch_weights(who, call);
   });
 }
 
 void CopyExchange::fetch_weights(const ExpertCopyCall& call) {
-  state_->run("fetch_weights", call, Moves::weights);
+  state_->run("fetch_weights", call, false);
 }
 
 void CopyExchange::add_gradients(const ExpertCopyCall& call) {
-  state_->run("add_gradients", call, Moves::gradients);
+  state_->run("add_gradients", call, true);
 }
 
 std::vector<std::int64_t> CopyExchange::exchange_versions(std::int64_t mine, std::uint64_t owner) {

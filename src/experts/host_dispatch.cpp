@@ -114,7 +114,7 @@ std::vector<std::int32_t> slots_of(const HostExpertCall& at, const std::vector<s
   routing.slot_quotas.assign(plan.quotas.begin(), plan.quotas.end());
   auto slots = slot_ids(plan, rows, ids, at.config.rank);
   put_counts(at, workspace.slot_counts, count_topk_slots(at.config, slots));
-  at.share_plan();
+  at.raise_and_wait(ExpertSignal::planned, at.config.world_size);
   return slots;
 }
 
@@ -463,7 +463,7 @@ void host_dispatch(const HostExpertCall& at, const ExpertDispatchInput& input,
     at.wait_for(ExpertSignal::forwarded, routing.peer(node));
     take_from_node(at, node, tables);
   }
-  at.arrive_and_wait();
+  at.raise_and_wait(ExpertSignal::arrived, at.config.local_world_size);
   if (checks_positions) check_positions(at, routing);
   finish_rows(at, tables);
   tables.finish();

@@ -133,18 +133,11 @@ void HostExpertCall::wait_for(ExpertSignal kind, std::int32_t peer) const {
   exchange_of(*this).wait_for(slot(kind, peer).idx, Rank{peer});
 }
 
-void HostExpertCall::arrive_and_wait() const {
-  const std::int32_t count = config.local_world_size;
+void HostExpertCall::raise_and_wait(ExpertSignal kind, std::int32_t count) const {
   const std::int32_t first = config.rank / count * count;
   const auto other = [&](std::int32_t k) { return first + (config.rank - first + k) % count; };
-  for (std::int32_t k = 1; k < count; ++k) raise(ExpertSignal::arrived, other(k));
-  for (std::int32_t k = 1; k < count; ++k) wait_for(ExpertSignal::arrived, other(k));
-}
-
-void HostExpertCall::share_plan() const {
-  const auto other = [&](std::int32_t k) { return (config.rank + k) % config.world_size; };
-  for (std::int32_t k = 1; k < config.world_size; ++k) raise(ExpertSignal::planned, other(k));
-  for (std::int32_t k = 1; k < config.world_size; ++k) wait_for(ExpertSignal::planned, other(k));
+  for (std::int32_t k = 1; k < count; ++k) raise(kind, other(k));
+  for (std::int32_t k = 1; k < count; ++k) wait_for(kind, other(k));
 }
 
 void HostExpertCall::enter() const { exchange_of(*this).enter(slot(ExpertSignal::entered, 0).idx); }

@@ -128,11 +128,9 @@ struct HostExpertCall {
   /// @throws Timeout; Disagreement instead when a rank has said that it means another call
   void wait_for(ExpertSignal kind, std::int32_t peer) const;
 
-  /// Raises `planned` at all other ranks and waits for them.
-  void share_plan() const;
-
-  /// Raises `arrived` at the other ranks of the node and waits for all of them.
-  void arrive_and_wait() const;
+  /// Raises a signal at the other ranks of the `count` that are numbered together, this one among
+  /// them, and waits for all of them.
+  void raise_and_wait(ExpertSignal kind, std::int32_t count) const;
 
   /// Enters the call: waits until all ranks have, and mean the same. @throws as wait_for
   void enter() const;

@@ -3,12 +3,10 @@
 #include <cstdint>
 #include <iterator>
 #include <set>
-#include <span>
 #include <vector>
 
 #include "home_layout.h"
 #include "waybill/planner/planner.h"
-#include "waybill/routing/qkv_plan.h"
 
 namespace waybill::detail {
 

@@ -35,10 +35,44 @@ class Placement {
     update();
   }
   /// Chooses copies of `experts` and places them all.
-  void fill(std::span<const std::int32_t> experts);
+  void fill(std::span<const std::int32_t> experts) {
+    const std::vector<std::int32_t> extra = choose_copies(experts);
+    // Fewer copies may pack better: 4 of each of two experts lie on 8 ranks, 5 do not.
+    std::vector<std::pair<double, std::int64_t>> tried;
+    for (std::int64_t count = std::ssize(extra); count >= 0; --count) {
+      pack(experts, std::span(extra).first(count));
+      tried.emplace_back(fullest(), -count);
+    }
+    std::ranges::sort(tried);
+    constexpr std::int64_t num_improved = 2;
+    if (std::ssize(tried) > num_improved) tried.resize(num_improved);
+    tried.emplace_back(0, -std::ssize(extra));
+    std::vector<std::int32_t> best;
+    double least = std::numeric_limits<double>::infinity();
+    for (const auto& [load, count] : tried) {
+      pack(experts, std::span(extra).first(-count));
+      improve(-1);
+      if (fullest() >= least) continue;
+      least = fullest();
+      best = slots_;
+    }
+    set(std::move(best));
+  }
+
   /// Exchanges that lower the fullest rank's load, while experts that come to a rank are at most
   /// `max_moves`; -1: any number. Returns how many came.
-  std::int64_t improve(std::int64_t max_moves);
+  std::int64_t improve(std::int64_t max_moves) {
+    std::int64_t moves = 0;
+    while (max_moves < 0 || moves < max_moves) {
+      const Change best = best_change(max_moves < 0 ? -1 : max_moves - moves);
+      if (best.slot < 0) break;
+      slots_[best.slot] = best.expert;
+      if (best.other >= 0) slots_[best.other] = best.other_expert;
+      moves += best.moves;
+      update();
+    }
+    return moves;
+  }
 
  private:
   /// A change of at most two slots: each gets another expert, or none.
@@ -65,14 +99,155 @@ class Placement {
     slots_[slot] = expert;
     held_[std::int64_t{rank_of(slot)} * std::ssize(loads_) + expert] = 1;
   }
-  void update();
-  [[nodiscard]] std::vector<std::int32_t> choose_copies(std::span<const std::int32_t> experts);
-  void pack(std::span<const std::int32_t> experts, std::span<const std::int32_t> extra);
-  [[nodiscard]] std::int64_t free_slot(std::int32_t expert) const;
-  [[nodiscard]] Change best_swap(std::int32_t from) const;
-  [[nodiscard]] Change best_copy(std::int32_t from) const;
-  [[nodiscard]] Change best_change(std::int64_t max_moves) const;
-  [[nodiscard]] double fullest_with(std::int32_t expert, std::int64_t slot, double limit) const;
+  void update() {
+    std::ranges::fill(copies_, 0);
+    for (const std::int32_t expert : slots_) {
+      if (expert >= 0) ++copies_[expert];
+    }
+    std::ranges::fill(rank_loads_, 0.0);
+    std::ranges::fill(held_, std::uint8_t{0});
+    for (std::int64_t s = 0; s < std::ssize(slots_); ++s) {
+      if (slots_[s] < 0) continue;
+      put(s, slots_[s]);
+      rank_loads_[rank_of(s)] += share(slots_[s]);
+    }
+  }
+
+  /// Which experts get another copy, in order: always the one with the largest load per copy, while
+  /// there are slots, and at most one per rank.
+  [[nodiscard]] std::vector<std::int32_t> choose_copies(std::span<const std::int32_t> experts) {
+    std::vector<std::int32_t> extra;
+    for (const std::int32_t e : experts) copies_[e] = 1;
+    while (std::ssize(experts) + std::ssize(extra) < std::ssize(slots_)) {
+      std::int32_t most = -1;
+      for (const std::int32_t e : experts) {
+        if (copies_[e] < num_ranks_ && (most < 0 || share(e) > share(most))) most = e;
+      }
+      if (most < 0 || loads_[most] == 0) break;
+      ++copies_[most];
+      extra.push_back(most);
+    }
+    return extra;
+  }
+
+  /// Packs the experts, with copies of `extra`: largest load per copy first, to the emptiest rank.
+  void pack(std::span<const std::int32_t> experts, std::span<const std::int32_t> extra) {
+    std::vector<std::int32_t> items(experts.begin(), experts.end());
+    items.insert(items.end(), extra.begin(), extra.end());
+    for (const std::int32_t e : experts) copies_[e] = 0;
+    for (const std::int32_t e : items) ++copies_[e];
+    std::ranges::sort(items, {}, [&](std::int32_t e) { return std::tuple(-share(e), e); });
+    std::ranges::fill(slots_, -1);
+    std::ranges::fill(rank_loads_, 0.0);
+    std::ranges::fill(held_, std::uint8_t{0});
+    for (const std::int32_t expert : items) {
+      const std::int64_t slot = free_slot(expert);
+      if (slot < 0) continue;  // only ranks that hold it have room: the slot stays empty
+      put(slot, expert);
+      rank_loads_[rank_of(slot)] += share(expert);
+    }
+    update();
+  }
+
+  /// A free slot of the emptiest rank that has one and does not hold the expert; -1: none.
+  [[nodiscard]] std::int64_t free_slot(std::int32_t expert) const {
+    std::int64_t best = -1;
+    for (std::int32_t r = 0; r < num_ranks_; ++r) {
+      if (best >= 0 && rank_loads_[r] >= rank_loads_[rank_of(best)]) continue;
+      if (holds(r, expert)) continue;
+      const auto first = slots_.begin() + std::int64_t{r} * slots_per_rank_;
+      const auto free = std::find(first, first + slots_per_rank_, -1);
+      if (free != first + slots_per_rank_) best = free - slots_.begin();
+    }
+    return best;
+  }
+
+  /// The exchange of an expert of `from` for one of another rank, or for an empty slot, after which
+  /// the fuller of the two has least.
+  [[nodiscard]] Change best_swap(std::int32_t from) const {
+    Change best{.fullest = rank_loads_[from]};
+    const std::int64_t first = std::int64_t{from} * slots_per_rank_;
+    for (std::int64_t s = first; s < first + slots_per_rank_; ++s) {
+      if (slots_[s] < 0) continue;
+      for (std::int64_t o = 0; o < std::ssize(slots_); ++o) {
+        const std::int32_t rank = rank_of(o);
+        const double moved = share(slots_[s]) - share(slots_[o]);
+        if (rank == from || moved <= 0) continue;
+        const double fuller = std::max(rank_loads_[from] - moved, rank_loads_[rank] + moved);
+        if (fuller >= best.fullest || holds(rank, slots_[s])) continue;
+        if (slots_[o] >= 0 && holds(from, slots_[o])) continue;
+        best = {s, o, slots_[o], slots_[s], slots_[o] < 0 ? 1 : 2, fuller};
+      }
+    }
+    return best;
+  }
+
+  /// The other copy of an expert of `from`, in place of a copy of which there are several or in an
+  /// empty slot, that lowers the fullest rank's load most.
+  [[nodiscard]] Change best_copy(std::int32_t from) const {
+    Change best{.fullest = rank_loads_[from]};
+    const std::int64_t first = std::int64_t{from} * slots_per_rank_;
+    for (std::int64_t s = first; s < first + slots_per_rank_; ++s) {
+      const std::int32_t expert = slots_[s];
+      if (expert < 0 || copies_[expert] >= num_ranks_) continue;
+      for (std::int64_t o = 0; o < std::ssize(slots_); ++o) {
+        const std::int32_t gone = slots_[o];
+        if (gone == expert || (gone >= 0 && copies_[gone] < 2)) continue;
+        if (holds(rank_of(o), expert)) continue;
+        const double fullest = fullest_with(expert, o, best.fullest);
+        if (fullest < best.fullest) best = {o, -1, expert, -1, 1, fullest};
+      }
+    }
+    return best;
+  }
+
+  /// A swap that lowers the fullest rank's load, else another copy that does, else a swap that
+  /// lowers the load of the next rank that can be lowered; of at most `max_moves`, -1: any.
+  [[nodiscard]] Change best_change(std::int64_t max_moves) const {
+    std::vector<std::int32_t> order(num_ranks_);
+    std::iota(order.begin(), order.end(), 0);
+    std::ranges::stable_sort(order, {}, [&](std::int32_t r) { return -rank_loads_[r]; });
+    // A difference below this is noise of the sums.
+    const double noise = 1e-12 * rank_loads_[order.front()];
+    const auto helps = [&](const Change& change, std::int32_t from) {
+      return change.slot >= 0 && change.fullest < rank_loads_[from] - noise &&
+             (max_moves < 0 || change.moves <= max_moves);
+    };
+    for (const std::int32_t from : order) {
+      const Change swap = best_swap(from);
+      const bool swap_helps = helps(swap, from);
+      if (from == order.front()) {
+        const double others = num_ranks_ > 1 ? rank_loads_[order[1]] : 0.0;
+        if (swap_helps && std::max(swap.fullest, others) < rank_loads_[from] - noise) return swap;
+        const Change copy = best_copy(from);
+        if (helps(copy, from)) return copy;
+      }
+      if (swap_helps) return swap;
+      if (max_moves >= 0) break;  // moves are for the fullest rank
+    }
+    return {};
+  }
+
+  /// The fullest rank's load if `slot` held another copy of `expert` in place of its own; `limit`
+  /// if that is not below it.
+  [[nodiscard]] double fullest_with(std::int32_t expert, std::int64_t slot, double limit) const {
+    const std::int32_t gone = slots_[slot];
+    const double less = share(expert) - share(expert, copies_[expert] + 1);
+    const double more = gone < 0 ? 0.0 : share(gone, copies_[gone] - 1) - share(gone);
+    double fullest = 0;
+    for (std::int32_t r = 0; r < num_ranks_; ++r) {
+      double load = rank_loads_[r];
+      if (holds(r, expert)) load -= less;
+      if (r == rank_of(slot)) {
+        load += share(expert, copies_[expert] + 1) - share(gone);
+      } else if (gone >= 0 && holds(r, gone)) {
+        load += more;
+      }
+      fullest = std::max(fullest, load);
+      if (fullest >= limit) return limit;
+    }
+    return fullest;
+  }
 
   std::span<const double> loads_;
   std::int32_t num_ranks_, slots_per_rank_;
@@ -81,193 +256,6 @@ class Placement {
   std::vector<double> rank_loads_;
   std::vector<std::uint8_t> held_;  // [ranks, experts]
 };
-
-void Placement::update() {
-  std::ranges::fill(copies_, 0);
-  for (const std::int32_t expert : slots_) {
-    if (expert >= 0) ++copies_[expert];
-  }
-  std::ranges::fill(rank_loads_, 0.0);
-  std::ranges::fill(held_, std::uint8_t{0});
-  for (std::int64_t s = 0; s < std::ssize(slots_); ++s) {
-    if (slots_[s] < 0) continue;
-    put(s, slots_[s]);
-    rank_loads_[rank_of(s)] += share(slots_[s]);
-  }
-}
-
-/// Which experts get another copy, in order: always the one with the largest load per copy, while
-/// there are slots, and at most one per rank.
-std::vector<std::int32_t> Placement::choose_copies(std::span<const std::int32_t> experts) {
-  std::vector<std::int32_t> extra;
-  for (const std::int32_t e : experts) copies_[e] = 1;
-  while (std::ssize(experts) + std::ssize(extra) < std::ssize(slots_)) {
-    std::int32_t most = -1;
-    for (const std::int32_t e : experts) {
-      if (copies_[e] < num_ranks_ && (most < 0 || share(e) > share(most))) most = e;
-    }
-    if (most < 0 || loads_[most] == 0) break;
-    ++copies_[most];
-    extra.push_back(most);
-  }
-  return extra;
-}
-
-/// A free slot of the emptiest rank that has one and does not hold the expert; -1: none.
-std::int64_t Placement::free_slot(std::int32_t expert) const {
-  std::int64_t best = -1;
-  for (std::int32_t r = 0; r < num_ranks_; ++r) {
-    if (best >= 0 && rank_loads_[r] >= rank_loads_[rank_of(best)]) continue;
-    if (holds(r, expert)) continue;
-    const auto first = slots_.begin() + std::int64_t{r} * slots_per_rank_;
-    const auto free = std::find(first, first + slots_per_rank_, -1);
-    if (free != first + slots_per_rank_) best = free - slots_.begin();
-  }
-  return best;
-}
-
-/// Packs the experts, with copies of `extra`: largest load per copy first, to the emptiest rank.
-void Placement::pack(std::span<const std::int32_t> experts, std::span<const std::int32_t> extra) {
-  std::vector<std::int32_t> items(experts.begin(), experts.end());
-  items.insert(items.end(), extra.begin(), extra.end());
-  for (const std::int32_t e : experts) copies_[e] = 0;
-  for (const std::int32_t e : items) ++copies_[e];
-  std::ranges::sort(items, {}, [&](std::int32_t e) { return std::tuple(-share(e), e); });
-  std::ranges::fill(slots_, -1);
-  std::ranges::fill(rank_loads_, 0.0);
-  std::ranges::fill(held_, std::uint8_t{0});
-  for (const std::int32_t expert : items) {
-    const std::int64_t slot = free_slot(expert);
-    if (slot < 0) continue;  // only ranks that hold it have room: the slot stays empty
-    put(slot, expert);
-    rank_loads_[rank_of(slot)] += share(expert);
-  }
-  update();
-}
-
-void Placement::fill(std::span<const std::int32_t> experts) {
-  const std::vector<std::int32_t> extra = choose_copies(experts);
-  // Fewer copies may pack better: 4 of each of two experts lie on 8 ranks, 5 do not.
-  std::vector<std::pair<double, std::int64_t>> tried;
-  for (std::int64_t count = std::ssize(extra); count >= 0; --count) {
-    pack(experts, std::span(extra).first(count));
-    tried.emplace_back(fullest(), -count);
-  }
-  std::ranges::sort(tried);
-  constexpr std::int64_t num_improved = 2;
-  if (std::ssize(tried) > num_improved) tried.resize(num_improved);
-  tried.emplace_back(0, -std::ssize(extra));
-  std::vector<std::int32_t> best;
-  double least = std::numeric_limits<double>::infinity();
-  for (const auto& [load, count] : tried) {
-    pack(experts, std::span(extra).first(-count));
-    improve(-1);
-    if (fullest() >= least) continue;
-    least = fullest();
-    best = slots_;
-  }
-  set(std::move(best));
-}
-
-/// The exchange of an expert of `from` for one of another rank, or for an empty slot, after which
-/// the fuller of the two has least.
-Placement::Change Placement::best_swap(std::int32_t from) const {
-  Change best{.fullest = rank_loads_[from]};
-  const std::int64_t first = std::int64_t{from} * slots_per_rank_;
-  for (std::int64_t s = first; s < first + slots_per_rank_; ++s) {
-    if (slots_[s] < 0) continue;
-    for (std::int64_t o = 0; o < std::ssize(slots_); ++o) {
-      const std::int32_t rank = rank_of(o);
-      const double moved = share(slots_[s]) - share(slots_[o]);
-      if (rank == from || moved <= 0) continue;
-      const double fuller = std::max(rank_loads_[from] - moved, rank_loads_[rank] + moved);
-      if (fuller >= best.fullest || holds(rank, slots_[s])) continue;
-      if (slots_[o] >= 0 && holds(from, slots_[o])) continue;
-      best = {s, o, slots_[o], slots_[s], slots_[o] < 0 ? 1 : 2, fuller};
-    }
-  }
-  return best;
-}
-
-/// The fullest rank's load if `slot` held another copy of `expert` in place of its own; `limit` if
-/// that is not below it.
-double Placement::fullest_with(std::int32_t expert, std::int64_t slot, double limit) const {
-  const std::int32_t gone = slots_[slot];
-  const double less = share(expert) - share(expert, copies_[expert] + 1);
-  const double more = gone < 0 ? 0.0 : share(gone, copies_[gone] - 1) - share(gone);
-  double fullest = 0;
-  for (std::int32_t r = 0; r < num_ranks_; ++r) {
-    double load = rank_loads_[r];
-    if (holds(r, expert)) load -= less;
-    if (r == rank_of(slot)) {
-      load += share(expert, copies_[expert] + 1) - share(gone);
-    } else if (gone >= 0 && holds(r, gone)) {
-      load += more;
-    }
-    fullest = std::max(fullest, load);
-    if (fullest >= limit) return limit;
-  }
-  return fullest;
-}
-
-/// The other copy of an expert of `from`, in place of a copy of which there are several or in an
-/// empty slot, that lowers the fullest rank's load most.
-Placement::Change Placement::best_copy(std::int32_t from) const {
-  Change best{.fullest = rank_loads_[from]};
-  const std::int64_t first = std::int64_t{from} * slots_per_rank_;
-  for (std::int64_t s = first; s < first + slots_per_rank_; ++s) {
-    const std::int32_t expert = slots_[s];
-    if (expert < 0 || copies_[expert] >= num_ranks_) continue;
-    for (std::int64_t o = 0; o < std::ssize(slots_); ++o) {
-      const std::int32_t gone = slots_[o];
-      if (gone == expert || (gone >= 0 && copies_[gone] < 2)) continue;
-      if (holds(rank_of(o), expert)) continue;
-      const double fullest = fullest_with(expert, o, best.fullest);
-      if (fullest < best.fullest) best = {o, -1, expert, -1, 1, fullest};
-    }
-  }
-  return best;
-}
-
-/// A swap that lowers the fullest rank's load, else another copy that does, else a swap that lowers
-/// the load of the next rank that can be lowered; of at most `max_moves`, -1: any.
-Placement::Change Placement::best_change(std::int64_t max_moves) const {
-  std::vector<std::int32_t> order(num_ranks_);
-  std::iota(order.begin(), order.end(), 0);
-  std::ranges::stable_sort(order, {}, [&](std::int32_t r) { return -rank_loads_[r]; });
-  // A difference below this is noise of the sums.
-  const double noise = 1e-12 * rank_loads_[order.front()];
-  const auto helps = [&](const Change& change, std::int32_t from) {
-    return change.slot >= 0 && change.fullest < rank_loads_[from] - noise &&
-           (max_moves < 0 || change.moves <= max_moves);
-  };
-  for (const std::int32_t from : order) {
-    const Change swap = best_swap(from);
-    const bool swap_helps = helps(swap, from);
-    if (from == order.front()) {
-      const double others = num_ranks_ > 1 ? rank_loads_[order[1]] : 0.0;
-      if (swap_helps && std::max(swap.fullest, others) < rank_loads_[from] - noise) return swap;
-      const Change copy = best_copy(from);
-      if (helps(copy, from)) return copy;
-    }
-    if (swap_helps) return swap;
-    if (max_moves >= 0) break;  // moves are for the fullest rank
-  }
-  return {};
-}
-
-std::int64_t Placement::improve(std::int64_t max_moves) {
-  std::int64_t moves = 0;
-  while (max_moves < 0 || moves < max_moves) {
-    const Change best = best_change(max_moves < 0 ? -1 : max_moves - moves);
-    if (best.slot < 0) break;
-    slots_[best.slot] = best.expert;
-    if (best.other >= 0) slots_[best.other] = best.other_expert;
-    moves += best.moves;
-    update();
-  }
-  return moves;
-}
 
 /// Groups to nodes: the largest first to the emptiest node that has room, then exchanges.
 std::vector<std::vector<std::int32_t>> experts_of_nodes(std::span<const double> loads,

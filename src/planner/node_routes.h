@@ -4,13 +4,24 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <vector>
 
 #include "waybill/core/topology.h"
 #include "waybill/planner/planner.h"
 #include "waybill/routing/metadata.h"
 
 namespace waybill::detail {
+
+/// One of the links of a rank.
+struct LinkField {
+  const char* name;
+  std::int64_t LinkBytes::*bytes;
+  bool network;
+  bool out;
+};
+inline constexpr LinkField link_fields[] = {{"nvlink_in", &LinkBytes::nvlink_in, false, false},
+                                            {"nvlink_out", &LinkBytes::nvlink_out, false, true},
+                                            {"network_in", &LinkBytes::network_in, true, false},
+                                            {"network_out", &LinkBytes::network_out, true, true}};
 
 /// The rank of `node` with the local index of `rank`; the last node may have fewer ranks.
 [[nodiscard]] inline std::int32_t rank_on_node(const Topology& nodes, std::int32_t rank,
@@ -76,13 +87,15 @@ inline void add_bytes(std::span<LinkBytes> links, bool is_in_node, std::int32_t 
   return relay_seconds <= 0.9 * direct_seconds;
 }
 
+/// The bytes of the same rows on their way back.
+[[nodiscard]] inline LinkBytes reversed(const LinkBytes& links) {
+  return {links.nvlink_out, links.nvlink_in, links.network_out, links.network_in};
+}
+
 /// Adds rank by rank.
 inline void add_links(std::span<LinkBytes> sums, std::span<const LinkBytes> links) {
   for (std::size_t r = 0; r < sums.size(); ++r) {
-    sums[r].nvlink_in += links[r].nvlink_in;
-    sums[r].nvlink_out += links[r].nvlink_out;
-    sums[r].network_in += links[r].network_in;
-    sums[r].network_out += links[r].network_out;
+    for (const LinkField& link : link_fields) sums[r].*link.bytes += links[r].*link.bytes;
   }
 }
 

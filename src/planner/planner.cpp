@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iomanip>
 #include <numeric>
 #include <ostream>
 #include <sstream>
@@ -256,26 +257,18 @@ double AttentionPlan::limit_seconds(TransferMode transfer) const {
 
 namespace {
 
-std::string mib(double num_bytes) {
+std::string fixed(double value, int digits) {
   std::ostringstream text;
-  text.setf(std::ios::fixed);
-  text.precision(1);
-  text << num_bytes / (1 << 20) << " MiB";
+  text << std::fixed << std::setprecision(digits) << value;
   return text.str();
 }
 
-std::string milliseconds(double seconds) {
-  std::ostringstream text;
-  text.setf(std::ios::fixed);
-  text.precision(3);
-  text << seconds * 1e3 << " ms";
-  return text.str();
-}
+std::string mib(double num_bytes) { return fixed(num_bytes / (1 << 20), 1) + " MiB"; }
 
 /// "unknown", and why, where a plan is so odd that its links cannot be computed.
 std::string limit_text(const AttentionPlan& plan, TransferMode transfer) {
   try {
-    return milliseconds(plan.limit_seconds(transfer));
+    return fixed(plan.limit_seconds(transfer) * 1e3, 3) + " ms";
   } catch (const Error& error) {
     return concat("unknown (", error.what(), ")");
   }
@@ -299,10 +292,7 @@ std::string to_string(const AttentionPlan& plan) {
       << std::accumulate(plan.home_tokens.begin(), plan.home_tokens.end(), std::int64_t{0})
       << " tokens, " << to_string(plan.options.mask);
   out << ", " << to_string(plan.plan.kv_layout) << '\n';
-  out << "work: largest / mean ";
-  out.setf(std::ios::fixed);
-  out.precision(4);
-  out << plan.imbalance();
+  out << "work: largest / mean " << fixed(plan.imbalance(), 4);
   if (most != plan.work.end() && *most > 0) out << " (rank " << most - plan.work.begin() << ')';
   out << (plan.balanced() ? "" : ", over the target") << '\n';
   write_bytes(out, "bytes in", plan.bytes_in());

@@ -24,17 +24,13 @@ void compare(const char* field, std::int64_t rank, std::int64_t got, std::int64_
     findings.add(FindingKind::count, table_name, field, {.rank = rank}, got, expected);
 }
 
-void compare_links(const std::string& field, const std::vector<LinkBytes>& got,
+void compare_links(const char* field, const std::vector<LinkBytes>& got,
                    const std::vector<LinkBytes>& expected, Findings& findings) {
   for (std::size_t r = 0; r < expected.size() && !findings.full(); ++r) {
-    const auto part = [&](const char* name, std::int64_t LinkBytes::*bytes) {
-      compare((field + name).c_str(), static_cast<std::int64_t>(r), got[r].*bytes,
-              expected[r].*bytes, findings);
-    };
-    part(".nvlink_in", &LinkBytes::nvlink_in);
-    part(".nvlink_out", &LinkBytes::nvlink_out);
-    part(".network_in", &LinkBytes::network_in);
-    part(".network_out", &LinkBytes::network_out);
+    for (const detail::LinkField& link : detail::link_fields) {
+      compare(concat(field, ".", link.name).c_str(), static_cast<std::int64_t>(r),
+              got[r].*link.bytes, expected[r].*link.bytes, findings);
+    }
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "core/checks.h"
 #include "html_parts.h"
+#include "planner/node_routes.h"
 #include "report/format.h"
 #include "report/plan_figures.h"
 #include "waybill/core/error.h"
@@ -102,25 +103,13 @@ double chain_seconds(const ExpertCopies& copies, const std::vector<ExpertTransfe
     const auto slot_of = [&](std::int32_t rank, std::int32_t slot) {
       return std::int64_t{rank} * copies.plan.slots_per_rank + slot;
     };
-    const double speed = is_other_node(copies.config, one) ? speeds.network_bytes_per_second
-                                                           : speeds.nvlink_bytes_per_second;
+    const double speed = detail::speed_of(speeds, is_other_node(copies.config, one));
     double& end = there[slot_of(one.target, one.target_slot)];
     end = there[slot_of(one.source, one.source_slot)] + as_double(copies.weight_bytes) / speed;
     longest = std::max(longest, end);
   }
   return longest;
 }
-
-/// A link of a rank, one way.
-struct LinkSide {
-  std::int64_t LinkBytes::*figure;
-  bool network;
-  bool out;
-};
-constexpr LinkSide link_sides[] = {{&LinkBytes::nvlink_in, false, false},
-                                   {&LinkBytes::nvlink_out, false, true},
-                                   {&LinkBytes::network_in, true, false},
-                                   {&LinkBytes::network_out, true, true}};
 
 /// @param dispatch with copies, whose links the weights share
 void price_links(ExpertCopies& copies, const ExpertCallPrediction& dispatch,
@@ -134,21 +123,20 @@ void price_links(ExpertCopies& copies, const ExpertCallPrediction& dispatch,
   double transfer = chain_seconds(copies, transfers, speeds);  // rows and weights together
   for (std::int32_t r = 0; r < config.world_size; ++r) {
     copies.weights_sent.push_back(static_cast<std::int32_t>(weights[r].out()));
-    for (const auto& [figure, network, out] : link_sides) {
-      const double speed =
-          network ? speeds.network_bytes_per_second : speeds.nvlink_bytes_per_second;
-      const std::int64_t count = weights[r].*figure;
+    for (const detail::LinkField& link : detail::link_fields) {
+      const double speed = detail::speed_of(speeds, link.network);
+      const std::int64_t count = weights[r].*link.bytes;
       const double seconds = as_double(count) * as_double(copies.weight_bytes) / speed;
       if (count > 0)
-        transfer = std::max(transfer, seconds + as_double(dispatch.links[r].*figure) / speed);
+        transfer = std::max(transfer, seconds + as_double(dispatch.links[r].*link.bytes) / speed);
       copies.after.gradients =
           std::max(copies.after.gradients,
-                   as_double(back[r].*figure) * as_double(copies.gradient_bytes) / speed);
+                   as_double(back[r].*link.bytes) * as_double(copies.gradient_bytes) / speed);
       if (seconds <= copies.weight_seconds) continue;
       copies.weight_seconds = seconds;
       copies.busiest = r;
-      copies.busiest_sends = out;
-      copies.network = network;
+      copies.busiest_sends = link.out;
+      copies.network = link.network;
       copies.busiest_weights = static_cast<std::int32_t>(count);
     }
   }
@@ -238,9 +226,7 @@ std::int64_t break_even_rows(const EPConfig& config, const ExpertCopyCosts& cost
     require(std::isfinite(got) && (zero_too ? got >= 0 : got > 0) && got <= 1e3, who, ": trips.",
             field, " = ", got, ", expected a number ", zero_too ? ">= 0" : "> 0");
   }
-  const LinkSpeeds& links = costs.calls.links;
-  const double speed =
-      trips.network ? links.network_bytes_per_second : links.nvlink_bytes_per_second;
+  const double speed = detail::speed_of(costs.calls.links, trips.network);
   const double bytes = trips.weights * as_double(dtype_bytes(config.token_dtype)) +
                        trips.gradients * as_double(dtype_bytes(DType::float32));
   const double rows = bytes / speed * costs.gemm_flops_per_second / (flops_per_mac * trips.gemm);
@@ -334,18 +320,17 @@ std::string gemm_sentence(const ExpertCopies& copies, const ExpertCopyCosts& cos
                 format_si(costs.gemm_flops_per_second), " operations per second.");
 }
 
-double speed_of(const ExpertCopies& copies, const ExpertCopyCosts& costs) {
-  return copies.network ? costs.calls.links.network_bytes_per_second
-                        : costs.calls.links.nvlink_bytes_per_second;
+std::string speed_text(const ExpertCopies& copies, const ExpertCopyCosts& costs) {
+  return detail::rate(detail::speed_of(costs.calls.links, copies.network));
 }
 
 std::string weight_sentence(const ExpertCopies& copies, const ExpertCopyCosts& costs) {
-  return concat(
-      "A copy is ", format_bytes(copies.weight_bytes), " of weights. Rank ", copies.busiest,
-      copies.busiest_sends ? " sends " : " receives ", copies.busiest_weights, " of ",
-      copies.num_copies(), copies.num_copies() == 1 ? " copy" : " copies", " over ",
-      copies.network ? "the network" : "NVLink", ": ", format_seconds(copies.weight_seconds),
-      " at ", format_si(speed_of(copies, costs)), "B/s.");
+  return concat("A copy is ", format_bytes(copies.weight_bytes), " of weights. Rank ",
+                copies.busiest, copies.busiest_sends ? " sends " : " receives ",
+                copies.busiest_weights, " of ", copies.num_copies(),
+                copies.num_copies() == 1 ? " copy" : " copies", " over ",
+                copies.network ? "the network" : "NVLink", ": ",
+                format_seconds(copies.weight_seconds), " at ", speed_text(copies, costs), ".");
 }
 
 /// Calls move other rows, and plan.
@@ -539,8 +524,8 @@ std::string header(const ExpertCopies& copies, const ExpertCopyCosts& costs,
       card("Copies", format_count(copies.num_copies()),
            format_bytes(copies.weight_bytes) + " each"),
       card("Weights", format_moment(copies.weight_seconds),
-           concat(copies.network ? "network" : "NVLink", " at ", format_si(speed_of(copies, costs)),
-                  "B/s, rank ", copies.busiest)),
+           concat(copies.network ? "network" : "NVLink", " at ", speed_text(copies, costs),
+                  ", rank ", copies.busiest)),
       card("Forward gains", signed_seconds(copies.forward_gain()), "products less exposed weights"),
       "</dl>\n</header>\n");
 }

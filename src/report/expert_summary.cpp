@@ -61,9 +61,7 @@ void count_tokens(std::int32_t source, std::span<const std::int32_t> ids, TokenR
 }  // namespace
 
 std::int64_t ExpertSummary::num_tokens() const {
-  std::int64_t tokens = 0;
-  for (const ExpertRankFigures& rank : ranks) tokens += rank.tokens;
-  return tokens;
+  return detail::sum_of(ranks, &ExpertRankFigures::tokens);
 }
 
 Spread ExpertSummary::computed() const { return spread_of(ranks, &ExpertRankFigures::computed); }
@@ -75,7 +73,7 @@ ExpertLimit ExpertSummary::limit(const LinkSpeeds& speeds) const {
         {&ExpertRankFigures::node_out, false, Direction::out},
         {&ExpertRankFigures::network_in, true, Direction::in},
         {&ExpertRankFigures::network_out, true, Direction::out}}) {
-    const double speed = network ? speeds.network_bytes_per_second : speeds.nvlink_bytes_per_second;
+    const double speed = detail::speed_of(speeds, network);
     require(std::isfinite(speed) && speed > 0, "ExpertSummary: a speed is ", speed,
             ", expected a number > 0");
     const Spread spread = spread_of(ranks, figure);
@@ -167,12 +165,6 @@ namespace {
 using detail::labelled;
 using detail::times;
 
-std::string rate(double bytes_per_second) { return format_si(bytes_per_second) + "B/s"; }
-
-double speed_of(const ExpertLimit& limit, const LinkSpeeds& speeds) {
-  return limit.network ? speeds.network_bytes_per_second : speeds.nvlink_bytes_per_second;
-}
-
 const char* link_of(const ExpertLimit& limit) { return limit.network ? "the network" : "NVLink"; }
 
 /// A combine returns rows of token_dtype, whatever came.
@@ -188,8 +180,8 @@ std::string limit_sentence(const ExpertSummary& s, const LinkSpeeds& speeds) {
                 limit.direction == Direction::in ? "receives " : "sends ",
                 format_bytes(limit.rows * s.row_bytes), " over ", link_of(limit), ", ",
                 times(static_cast<double>(limit.rows) / limit.mean_rows), " the mean; at ",
-                rate(speed_of(limit, speeds)), " each way, ", calls_of(s), " can be faster than ",
-                format_seconds(limit.seconds), ".");
+                detail::rate(detail::speed_of(speeds, limit.network)), " each way, ", calls_of(s),
+                " can be faster than ", format_seconds(limit.seconds), ".");
 }
 
 std::string work_sentence(const ExpertSummary& s) {
@@ -223,22 +215,18 @@ std::string placement_sentence(const ExpertSummary& s) {
 }
 
 std::string saving_sentence(const ExpertSummary& s) {
-  std::int64_t received = 0;
-  std::int64_t computed = 0;
-  std::int64_t network = 0;
-  for (const ExpertRankFigures& rank : s.ranks) {
-    received += rank.received;
-    computed += rank.computed;
-    network += rank.network_out;
-  }
-  const auto tokens = static_cast<double>(s.num_tokens());
-  std::string text =
-      concat("On average a token goes to ", format_fixed(static_cast<double>(computed) / tokens, 2),
-             " experts on ", format_fixed(static_cast<double>(received) / tokens, 2), " ranks");
+  const auto sum = [&](Figure figure) {
+    return static_cast<double>(detail::sum_of(s.ranks, figure));
+  };
+  const double received = sum(&ExpertRankFigures::received);
+  const double computed = sum(&ExpertRankFigures::computed);
+  const double tokens = sum(&ExpertRankFigures::tokens);
+  std::string text = concat("On average a token goes to ", format_fixed(computed / tokens, 2),
+                            " experts on ", format_fixed(received / tokens, 2), " ranks");
   if (s.config.num_nodes() > 1)
     text += concat(", and crosses the network ",
-                   format_fixed(static_cast<double>(network) / tokens, 2), " times");
-  const double saved = 1 - static_cast<double>(received) / static_cast<double>(computed);
+                   format_fixed(sum(&ExpertRankFigures::network_out) / tokens, 2), " times");
+  const double saved = 1 - received / computed;
   return concat(text, "; sending it only once to each rank saves ", format_fixed(100 * saved, 0),
                 "% of the rows.");
 }
@@ -273,8 +261,7 @@ std::string ways_sentence(const ExpertSummary& s, const LinkSpeeds& speeds) {
 
 std::string head_block(const ExpertSummary& s, const TextStyle& style) {
   const EPConfig& c = s.config;
-  std::int64_t dropped = 0;
-  for (const ExpertRankFigures& rank : s.ranks) dropped += rank.dropped;
+  const std::int64_t dropped = detail::sum_of(s.ranks, &ExpertRankFigures::dropped);
   std::string text = detail::heading("Dispatch (combine: the same rows, the other way)", style);
   text +=
       labelled("tokens", concat(format_count(s.num_tokens()), " of ", format_bytes(s.row_bytes),
@@ -329,6 +316,83 @@ std::string expert_text(const ExpertSummary& summary, const LinkSpeeds& speeds,
                         const TextStyle& style) {
   return concat(head_block(summary, style), "\n", rank_block(summary, speeds, style), "\n",
                 detail::meaning("What it means", explain_experts(summary, speeds), style));
+}
+
+namespace {
+
+/// Most tokens of a rank in a layer that sends rows without waiting for counts.
+constexpr std::int64_t few_tokens = 128;
+
+const char* label_of(ExpertCallKind kind) {
+  constexpr const char* labels[] = {"dispatch, grouped",     "dispatch, known routing",
+                                    "combine, compact rows", "combine with local sums",
+                                    "combine, grouped rows", "dispatch, low latency",
+                                    "combine, low latency"};
+  return labels[static_cast<std::size_t>(kind)];
+}
+
+bool is_low_latency(ExpertCallKind kind) {
+  return kind == ExpertCallKind::low_latency_dispatch ||
+         kind == ExpertCallKind::low_latency_combine;
+}
+
+bool is_combine(ExpertCallKind kind) {
+  return kind == ExpertCallKind::compact_combine || kind == ExpertCallKind::summed_combine ||
+         kind == ExpertCallKind::grouped_combine;
+}
+
+std::string line_of(const std::string& label, const ExpertCallPrediction& call) {
+  const auto cell = [](double seconds) {
+    return detail::pad_left(seconds > 0 ? format_seconds(seconds) : "-", 9);
+  };
+  return concat("  ", detail::pad_right(label, 24), cell(call.seconds), cell(call.begin_seconds),
+                cell(call.network_seconds), cell(call.nvlink_seconds), cell(call.block_seconds),
+                cell(call.end_seconds), "\n");
+}
+
+std::string basis(const EPConfig& config, const ExpertCostOptions& options, bool low_latency) {
+  std::string text =
+      concat("Predicted for ", format_plural(options.costs.num_sms, "multiprocessor"),
+             ", nothing was run. Rows on the network, on NVLink and through multiprocessors move "
+             "side by side: a call takes what is before them, the longest of the three, and what "
+             "is behind");
+  if (config.num_nodes() == 1) {
+    return text +
+           ". Combines pull, or push (combine=\"push\"): then rows move at the speed of "
+           "stores, and sums need no kernel before; derived from bytes, not measured over "
+           "links.";
+  }
+  text += concat(". Between nodes ", to_string(options.costs.path),
+                 options.costs.path == ExpertPath::waiting
+                     ? " puts: a block awaits each before the next"
+                     : " puts: many are in flight, rows are forwarded piece by piece, and rows to "
+                       "other nodes do not wait for counting and adding",
+                 "; a message takes ", format_seconds(options.step.network_message_seconds),
+                 " (nominal)");
+  if (low_latency)
+    text += ". Low latency goes straight to the final ranks, which is not done over network cards";
+  return text + ".";
+}
+
+}  // namespace
+
+std::string expert_calls_text(const EPConfig& config, const EPDispatchOptions& dispatch,
+                              std::span<const std::vector<std::int32_t>> ids,
+                              const ExpertCostOptions& options, const TextStyle& style) {
+  std::string text = detail::heading(
+      "  call                        total   before  network   NVLink      SMs   behind", style);
+  const bool low_latency = config.max_tokens <= few_tokens;
+  ExpertCostOptions push = options;
+  push.push_combine = true;
+  const auto calls = predict_experts(config, dispatch, ids, options);
+  const auto pushed = predict_experts(config, dispatch, ids, push);
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    const ExpertCallKind kind = calls[i].kind;
+    if (!low_latency && is_low_latency(kind)) continue;
+    text += line_of(label_of(kind), calls[i]);
+    if (is_combine(kind) && config.num_nodes() == 1) text += line_of("  pushed", pushed[i]);
+  }
+  return text + detail::wrapped(basis(config, options, low_latency), style);
 }
 
 }  // namespace waybill

@@ -102,6 +102,12 @@ std::string pad_right(const std::string& text, std::size_t width) {
 
 std::string times(double factor) { return format_fixed(factor, factor < 1.1 ? 3 : 2) + " times"; }
 
+std::string rate(double bytes_per_second) { return format_si(bytes_per_second) + "B/s"; }
+
+double speed_of(const LinkSpeeds& speeds, bool network) {
+  return network ? speeds.network_bytes_per_second : speeds.nvlink_bytes_per_second;
+}
+
 std::string heading(std::string_view text, const TextStyle& style) {
   return paint(text, "1", style) + "\n";
 }

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "waybill/core/link_speeds.h"
 #include "waybill/report/plan_summary.h"
 
 namespace waybill {
@@ -42,6 +43,12 @@ namespace waybill::detail {
 
 /// "1.25 times"; three digits below 1.1.
 [[nodiscard]] std::string times(double factor);
+
+/// "345 GB/s"
+[[nodiscard]] std::string rate(double bytes_per_second);
+
+/// The speed of a rank's network card, or of its links inside the node.
+[[nodiscard]] double speed_of(const LinkSpeeds& speeds, bool network);
 
 /// A line of its own.
 [[nodiscard]] std::string heading(std::string_view text, const TextStyle& style);

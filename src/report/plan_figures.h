@@ -2,8 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
-#include <string>
 #include <vector>
 
 #include "waybill/report/plan_summary.h"
@@ -52,6 +50,15 @@ namespace waybill::detail {
 /// Throws unless `routing` has the plan's world, shards and lengths.
 void check_belongs(const QkvPlan& plan, const QkvRouting& routing, const RowBytes& row_bytes,
                    const char* who);
+
+/// Over the ranks.
+template <class Figures>
+[[nodiscard]] std::int64_t sum_of(const std::vector<Figures>& ranks,
+                                  std::int64_t Figures::*figure) {
+  std::int64_t sum = 0;
+  for (const Figures& rank : ranks) sum += rank.*figure;
+  return sum;
+}
 
 /// Over the ranks; the first with the maximum.
 template <class Figures>

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <numeric>
 #include <utility>
 
@@ -27,10 +28,8 @@ double imbalance(const std::vector<std::int64_t>& work) {
 }
 
 std::int64_t max_bytes(const NamedStep& named, std::int64_t (LinkBytes::*side)() const) {
-  std::int64_t most = 0;
-  for (const LinkBytes& link : named.step.phase(StepPhase::dispatch).links)
-    most = std::max(most, (link.*side)());
-  return most;
+  const std::vector<LinkBytes>& links = named.step.phase(StepPhase::dispatch).links;
+  return std::invoke(side, std::ranges::max(links, {}, side));
 }
 
 std::int64_t mean_bytes(const NamedStep& named) {

@@ -94,13 +94,11 @@ std::vector<std::string> explain(const QkvPlan& plan, const QkvRouting& routing,
                                  const PlanSummary& summary, double gb_per_s) {
   detail::check_belongs(plan, routing, summary.row_bytes, "explain");
   detail::check_not_negative("explain", "gb_per_s", gb_per_s);
+  if (summary.num_tokens == 0) return {"The plan has no tokens: nothing moves."};
   std::vector<std::string> sentences;
-  if (summary.num_tokens == 0) {
-    sentences.push_back("The plan has no tokens: nothing moves.");
-    return sentences;
-  }
   if (summary.limit_bytes == 0) {
-    sentences.push_back("Nothing crosses the wire: every row stays on its rank or has no bytes.");
+    sentences.emplace_back(
+        "Nothing crosses the wire: every row stays on its rank or has no bytes.");
   } else {
     sentences.push_back(limit_sentence(summary, gb_per_s));
     if (summary.relay_limit) sentences.push_back(direct_sentence(summary));

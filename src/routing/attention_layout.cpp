@@ -42,9 +42,8 @@ std::vector<IndexArray> cu_seqlens(const Lists& lists, bool leading_zero, bool r
   std::vector<IndexArray> result;
   if (ragged) {
     for (const auto& list : lists) {
-      std::vector<std::int64_t> sums = cumulative(list, list.size(), leading_zero);
-      const auto size = std::ssize(sums);
-      result.emplace_back(Shape{size}, std::move(sums));
+      const std::vector<std::int64_t> sums = cumulative(list, list.size(), leading_zero);
+      result.emplace_back(Shape{std::ssize(sums)}, sums);
     }
     return result;
   }
@@ -60,20 +59,17 @@ std::vector<IndexArray> cu_seqlens(const Lists& lists, bool leading_zero, bool r
   return result;
 }
 
-IndexArray maxima(const Lists& lists) {
-  std::vector<std::int64_t> result;
-  for (const auto& list : lists) {
-    result.push_back(list.empty() ? 0 : *std::max_element(list.begin(), list.end()));
-  }
-  const auto size = std::ssize(result);
-  return {Shape{size}, result};
+/// A number of each list.
+template <class Number>
+IndexArray of_lists(const Lists& lists, const Number& number) {
+  IndexArray result({std::ssize(lists)});
+  std::ranges::transform(lists, result.i64().begin(), number);
+  return result;
 }
 
-IndexArray counts(const Lists& lists) {
-  std::vector<std::int64_t> result;
-  for (const auto& list : lists) result.push_back(std::ssize(list));
-  const auto size = std::ssize(result);
-  return {Shape{size}, result};
+IndexArray maxima(const Lists& lists) {
+  return of_lists(lists,
+                  [](const auto& list) { return list.empty() ? 0 : std::ranges::max(list); });
 }
 
 }  // namespace
@@ -101,7 +97,7 @@ AttnLayout compute_attn_layout_seqlens(const IndexArray& seq_shard_len,
   layout.cu_seqlens_kv = cu_seqlens(kv, leading_zero, shard_to_tuple);
   layout.max_seqlen_q = maxima(q);
   layout.max_seqlen_kv = maxima(kv);
-  layout.num_local_seqs_recv = counts(q);
+  layout.num_local_seqs_recv = of_lists(q, [](const auto& list) { return std::ssize(list); });
   return layout;
 }
 

@@ -59,12 +59,6 @@ inline void check_same_shape(const char* who, const char* name, const IndexArray
           ", expected ", to_string(expected));
 }
 
-/// A value per rank: [W], or [W, 1].
-inline void check_value_per_rank(const char* who, const char* name, const IndexArray& array,
-                                 std::int64_t world_size) {
-  if (array.shape() != Shape{world_size, 1}) check_same_shape(who, name, array, {world_size});
-}
-
 /// Every element within [low, high]; otherwise names the rank (row) and the place in it.
 inline void check_range(const char* who, const char* name, const IndexArray& array,
                         std::int64_t low, std::int64_t high, const char* expected) {

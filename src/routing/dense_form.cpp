@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <utility>
 
 #include "dense_checks.h"
 #include "homes.h"

@@ -224,6 +224,15 @@ void add_sequence(QkvPlan& plan, std::int64_t num_tokens,
   plan.doc_shard_offsets.push_back(plan.num_shards());
 }
 
+RawQkvDispatchWithLens with_raw_form(QkvPlan plan, std::int64_t max_cp_degree,
+                                     IndexArray seq_lens) {
+  RawQkvDispatchWithLens result;
+  result.plan = std::move(plan);
+  result.raw = to_raw_dispatch(result.plan, max_cp_degree);
+  result.seq_lens = std::move(seq_lens);
+  return result;
+}
+
 /// A random plan for the function `who`.
 RawQkvDispatchWithLens random_dispatch(const char* who, std::int64_t world_size,
                                        std::int64_t total_seq_len, std::int64_t num_seqs,
@@ -247,11 +256,7 @@ RawQkvDispatchWithLens random_dispatch(const char* who, std::int64_t world_size,
     }
     plan.rank_shard_offsets.push_back(plan.num_shards());
   }
-  RawQkvDispatchWithLens result;
-  result.plan = std::move(plan);
-  result.raw = to_raw_dispatch(result.plan, max_cp_degree);
-  result.seq_lens = std::move(seq_lens);
-  return result;
+  return with_raw_form(std::move(plan), max_cp_degree, std::move(seq_lens));
 }
 
 }  // namespace
@@ -293,11 +298,7 @@ RawQkvDispatchWithLens create_raw_qkv_dispatch(const IndexArray& seq_lens, const
     }
     plan.rank_shard_offsets.push_back(plan.num_shards());
   }
-  RawQkvDispatchWithLens result;
-  result.plan = std::move(plan);
-  result.raw = to_raw_dispatch(result.plan, std::max<std::int64_t>(slots, 1));
-  result.seq_lens = *lens;
-  return result;
+  return with_raw_form(std::move(plan), std::max<std::int64_t>(slots, 1), *lens);
 }
 
 QkvDispatch create_qkv_dispatch(std::int64_t world_size, std::int64_t total_seq_len,

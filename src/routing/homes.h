@@ -40,13 +40,13 @@ struct Homes {
   return homes;
 }
 
-/// Where the items of each key begin when they are sorted by it. [keys + 1]
+/// Where the items of each key begin when they are sorted by it.
+/// @param offsets [keys + 1]: keeps its memory
 template <class Keys>
-[[nodiscard]] std::vector<std::int64_t> offsets_by(const Keys& keys, std::int64_t num_keys) {
-  std::vector<std::int64_t> offsets(num_keys + 1);
+void offsets_by(const Keys& keys, std::int64_t num_keys, std::vector<std::int64_t>& offsets) {
+  offsets.assign(num_keys + 1, 0);
   for (const auto key : keys) ++offsets[key + 1];
   std::partial_sum(offsets.begin(), offsets.end(), offsets.begin());
-  return offsets;
 }
 
 /// The size of the largest part. @param offsets [parts + 1], ascending
@@ -136,7 +136,7 @@ class RecvCounter {
 /// The counts of the way back: [i][r] from [r][i].
 inline void transpose_counts(const RecvCounts& counts, RecvCounts& result) {
   const std::int64_t world_size = std::ssize(counts.total);
-  result.offsets = offsets_by(counts.src_rank, world_size);
+  offsets_by(counts.src_rank, world_size, result.offsets);
   result.total.assign(world_size, 0);
   result.src_rank.resize(counts.src_rank.size());
   result.tokens.resize(counts.tokens.size());

@@ -185,7 +185,7 @@ class GroupBuilder {
 /// Lays the groups into the KV buffers of their ranks, in the order in which `for_each` names them.
 template <class ForEach>
 void place_groups(std::int32_t world_size, ForEach for_each, KvGroups& result) {
-  result.rank_runs = offsets_by(std::views::transform(result.groups, &KvGroup::rank), world_size);
+  offsets_by(std::views::transform(result.groups, &KvGroup::rank), world_size, result.rank_runs);
   result.runs.resize(result.groups.size());
   result.rank_slots.assign(world_size, 0);
   std::vector<std::int64_t> next(result.rank_runs.begin(), result.rank_runs.end() - 1);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 #include <ostream>
-#include <utility>
 
 #include "waybill/core/error.h"
 
@@ -116,15 +115,11 @@ std::string entry_text(const IndexArray& dst_rank, const IndexArray& dst_offset,
 /// "receives 3, 4, 7 rows" of one rank; nothing where the counts are missing or do not fit.
 std::string counts_text(const Metadata& metadata, std::int64_t rank) {
   const IndexArray& counts = metadata.num_recv_tokens;
-  if (!metadata.has_counts()) return {};
-  if (metadata.is_slice()) {
-    if (counts.ndim() != 1) return {};
-    return concat("  receives ", to_string(counts), " rows",
-                  counts.size() > 1 ? " (the last is the sum)\n" : "\n");
-  }
-  if (counts.ndim() != 2 || rank >= counts.dim(0)) return {};
-  const bool has_sum = counts.dim(1) == metadata.seq_len.dim(0) + 1;
-  return concat("  receives ", to_string(counts.row(rank)), " rows",
+  const bool slice = metadata.is_slice();
+  if (!metadata.has_counts() || counts.ndim() != (slice ? 1 : 2)) return {};
+  if (!slice && rank >= counts.dim(0)) return {};
+  const bool has_sum = slice ? counts.size() > 1 : counts.dim(1) == metadata.seq_len.dim(0) + 1;
+  return concat("  receives ", to_string(slice ? counts : counts.row(rank)), " rows",
                 has_sum ? " (the last is the sum)\n" : "\n");
 }
 

@@ -1,6 +1,7 @@
 #include "waybill/routing/qkv_routing.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "homes.h"
@@ -45,7 +46,7 @@ void route_queries(const QkvPlan& plan, const Homes& homes, QkvRouting& routing)
   fwd.copy_offsets.clear();
   rev.copy_offsets.clear();
   fwd.rank_offsets = plan.rank_shard_offsets;
-  rev.rank_offsets = detail::offsets_by(plan.q_dst, plan.world_size);
+  detail::offsets_by(plan.q_dst, plan.world_size, rev.rank_offsets);
   attn.rank_offsets = rev.rank_offsets;
   attn.shard.resize(num_shards);
   attn.q_begin.resize(num_shards);
@@ -104,9 +105,9 @@ void route_keys_and_values(const QkvPlan& plan, const Homes& homes, const KvGrou
   fwd.copy_offsets = kv.copy_offsets;
   rev.copy_offsets.clear();
   std::copy(plan.shard_len.begin(), plan.shard_len.end(), fwd.seq_len.begin());
-  rev.rank_offsets.assign(1, 0);
-  for (const std::int64_t slots : kv.rank_slots)
-    rev.rank_offsets.push_back(rev.rank_offsets.back() + slots);
+  rev.rank_offsets.resize(kv.rank_slots.size() + 1);
+  rev.rank_offsets[0] = 0;
+  std::partial_sum(kv.rank_slots.begin(), kv.rank_slots.end(), rev.rank_offsets.begin() + 1);
   detail::write_kv_tables(plan, homes, kv, num_threads, rows, fwd, rev);
   detail::transpose_counts(fwd.recv, rev.recv);
 }

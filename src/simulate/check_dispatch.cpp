@@ -2,7 +2,6 @@
 #include <chrono>
 #include <cstring>
 #include <numeric>
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -278,6 +277,14 @@ class RowCheck {
   std::int64_t num_wrong_ = 0;
 };
 
+/// The rows of one thing, numbered from `row`, are those from `first` on.
+void expect_rows(Findings& findings, const RankBuffers& origin, Finding place, std::int64_t row,
+                 std::span<const std::int64_t> ids, std::int64_t first) {
+  RowCheck rows(findings, origin, std::move(place));
+  for (const std::int64_t id : ids) rows.expect(row++, id, first++);
+  rows.finish();
+}
+
 class DispatchChecker {
  public:
   DispatchChecker(const QkvPlan& plan, const QkvRouting& routing, const CheckOptions& options)
@@ -390,12 +397,11 @@ class DispatchChecker {
       std::int64_t row = 0;
       for (std::int64_t i = expected_.rank_offsets[r]; i < expected_.rank_offsets[r + 1]; ++i) {
         const std::int32_t shard = expected_.received[i];
-        RowCheck rows(findings, home, {{}, "fwd_q", "rows", r, shard, -1, "", ""});
-        const std::int64_t first = attention.first_row()[r];
-        for (std::int64_t k = 0; k < plan_.shard_len[shard]; ++k, ++row) {
-          rows.expect(row, ids[first + row], expected_.home_begin[shard] + k);
-        }
-        rows.finish();
+        const std::int64_t len = plan_.shard_len[shard];
+        expect_rows(findings, home, {{}, "fwd_q", "rows", r, shard, -1, "", ""}, row,
+                    std::span(ids).subspan(attention.first_row()[r] + row, len),
+                    expected_.home_begin[shard]);
+        row += len;
       }
     });
   }
@@ -404,12 +410,10 @@ class DispatchChecker {
     const RowIds ids = identify(back, home.num_rows());
     check_ranks([&](std::int64_t w, Findings& findings) {
       for (std::int64_t s = plan_.rank_shard_offsets[w]; s < plan_.rank_shard_offsets[w + 1]; ++s) {
-        RowCheck rows(findings, home, {{}, "rev_q", "rows", w, s, -1, "", ""});
         const std::int64_t begin = expected_.home_begin[s];
-        for (std::int64_t k = 0; k < plan_.shard_len[s]; ++k) {
-          rows.expect(begin + k - home.first_row()[w], ids[begin + k], begin + k);
-        }
-        rows.finish();
+        expect_rows(findings, home, {{}, "rev_q", "rows", w, s, -1, "", ""},
+                    begin - home.first_row()[w], std::span(ids).subspan(begin, plan_.shard_len[s]),
+                    begin);
       }
     });
   }

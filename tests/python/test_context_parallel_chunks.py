@@ -157,3 +157,14 @@ def test_edges():
     for wrong in (0, -1, "x"):
         with pytest.raises((waybill.InvalidArgument, waybill.WrongType), match="chunk"):
             wt.BatchPlanner(2, 2, chunk=wrong)
+
+
+def test_printing_says_what_is_attended_to():
+    planner = wt.BatchPlanner(1, heads=2, head_dim=8, chunk=4, latent_dim=6)
+    assert ", latent_dim=6, chunk=4)" in repr(planner)
+
+    def body(world):
+        chunked, whole = (wt.ContextParallelAttention(world, 2, chunk=c) for c in (4, None))
+        assert "chunk=4" in repr(chunked) and "chunk" not in repr(whole)
+
+    wt.run_threads(1, body)

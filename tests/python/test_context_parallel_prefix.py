@@ -114,6 +114,29 @@ def test_flex_attention_serves_both_kinds():
         close([got], expected[:1], 1e-4)
 
 
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_other_masks_refuse_a_prefix_by_name(mask):
+    """Not in tables that a module with prefixes gathered, which serve modules of all masks."""
+    says = f'pieces of rank 1: [0] has prefix 5, expected none with mask = "{mask}"'
+    held = [[30], [(40, 5)]]
+
+    def body(world):
+        attend = module(world, mask=mask)
+        with pytest.raises(waybill.InvalidArgument) as error:
+            attend.gather(held[world.rank])
+        text = str(error.value)
+        assert text.startswith("ContextParallelAttention.gather: ") and says in text
+        for pieces in (held, [[30], [(7, 0, 40, 5)]]):
+            with pytest.raises(waybill.InvalidArgument) as error:
+                attend.plan(pieces)
+            assert str(error.value) == f"ContextParallelAttention.plan: {says}"
+        shared = module(world, mask="prefix").gather(held[world.rank])
+        without = attend.gather([30] if world.rank == 0 else [(40, 0)])
+        assert attend.plan(shared).qkv_plan == attend.plan(without).qkv_plan
+
+    wt.run_threads(2, body, timeout_s=20)
+
+
 def test_plans_balance_prefixes():
     rng = np.random.default_rng(3)
     held = [[(n, n * rng.integers(0, 10) // 9) for n in rng.integers(100, 9000, 6).tolist()]
@@ -132,10 +155,10 @@ def test_plans_balance_prefixes():
 
 def test_without_prefixes_plans_are_causal():
     held = [[(900, 0), (30, 1)], [400]]
-    causal = wt.BatchPlanner(2, 4).plan(held)
+    causal = wt.BatchPlanner(2, 4).plan([[900, 30], [400]])
     assert wt.BatchPlanner(2, 4, mask="prefix").plan(held).qkv_plan == causal.qkv_plan
     whole = wt.BatchPlanner(2, 4, mask="prefix").plan([[(900, 900), (30, 99)], [(400, 400)]])
-    assert whole.qkv_plan == wt.BatchPlanner(2, 4, mask="full").plan(held).qkv_plan
+    assert whole.qkv_plan == wt.BatchPlanner(2, 4, mask="full").plan([[900, 30], [400]]).qkv_plan
 
 
 def test_a_plan_of_the_planner_is_taken():

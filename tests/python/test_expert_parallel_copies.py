@@ -265,8 +265,15 @@ def test_experts_that_are_put_in_place_of_others(keep):
         for got, wanted in zip(own.parameters(), other.parameters()):
             close(got.grad, wanted.grad)
         module.experts = SwiGLUExperts(LOCAL, HIDDEN, INNER + 1)
-        with pytest.raises(waybill.InvalidArgument, match="put in place of others"):
+        with pytest.raises(waybill.InvalidArgument, match="as when the module was made"):
             module(*inputs[:3])
+        module.experts = own.double()  # copies came as bytes of float32
+        with pytest.raises(
+            waybill.InvalidArgument, match=r"torch.float64.*torch.float32.*was made"
+        ):
+            module(*inputs[:3])
+        module.experts = own.float()
+        assert one_step(module, inputs)[0].isfinite().all()
 
     waybill.run_threads(2, body)
 

@@ -187,19 +187,14 @@ Quantizer quantizer_to(DType dtype, bool wide) {
           Format::has_row_scale};
 }
 
-/// @return that of the format with this name; one without a kernel if there is none
-template <class... Formats>
-Quantizer find_quantizer(std::string_view format, DType dtype, bool wide) {
-  Quantizer found;
-  ((Formats::name == format ? static_cast<void>(found = quantizer_to<Formats>(dtype, wide))
-                            : static_cast<void>(0)),
-   ...);
-  return found;
-}
-
-/// Formats that GPUs quantise to are named here.
+/// Formats that GPUs quantise to are named here. Others have no kernel.
 Quantizer quantizer_of(std::string_view format, DType dtype, bool wide) {
-  return find_quantizer<Float8, Float8Ue8m0, Mxfp8, Mxfp8E5m2, Nvfp4>(format, dtype, wide);
+  if (format == "float8") return quantizer_to<Float8>(dtype, wide);
+  if (format == "float8_ue8m0") return quantizer_to<Float8Ue8m0>(dtype, wide);
+  if (format == "mxfp8") return quantizer_to<Mxfp8>(dtype, wide);
+  if (format == "mxfp8_e5m2") return quantizer_to<Mxfp8E5m2>(dtype, wide);
+  if (format == "nvfp4") return quantizer_to<Nvfp4>(dtype, wide);
+  return {};
 }
 
 }  // namespace

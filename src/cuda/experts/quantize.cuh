@@ -5,7 +5,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <string_view>
 
 namespace waybill::cuda {
 
@@ -120,7 +119,6 @@ struct NoRow {
 /// float8 of src/moe/payloads/float8.cpp.
 class Float8 {
  public:
-  static constexpr std::string_view name = "float8";
   static constexpr int group = 128;
   static constexpr bool has_row_scale = false;
   using Row = NoRow;
@@ -183,25 +181,13 @@ class PowerScaled {
   std::uint32_t scale_;
 };
 
-struct Float8Ue8m0 : PowerScaled<__NV_E4M3, 8, 128, true> {
-  static constexpr std::string_view name = "float8_ue8m0";
-  using PowerScaled::PowerScaled;
-};
-
-struct Mxfp8 : PowerScaled<__NV_E4M3, 8, 32, false> {
-  static constexpr std::string_view name = "mxfp8";
-  using PowerScaled::PowerScaled;
-};
-
-struct Mxfp8E5m2 : PowerScaled<__NV_E5M2, 15, 32, false> {
-  static constexpr std::string_view name = "mxfp8_e5m2";
-  using PowerScaled::PowerScaled;
-};
+using Float8Ue8m0 = PowerScaled<__NV_E4M3, 8, 128, true>;
+using Mxfp8 = PowerScaled<__NV_E4M3, 8, 32, false>;
+using Mxfp8E5m2 = PowerScaled<__NV_E5M2, 15, 32, false>;
 
 /// nvfp4 of src/moe/payloads/nvfp4.cpp.
 class Nvfp4 {
  public:
-  static constexpr std::string_view name = "nvfp4";
   static constexpr int group = 16;
   static constexpr bool has_row_scale = true;
   using Scale = std::uint8_t;

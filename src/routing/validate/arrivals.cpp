@@ -39,14 +39,14 @@ void radix_sort(std::span<Arrival> list, const Key& key, std::vector<Arrival>& s
 Arrivals sort_arrivals(const SendTable& table) {
   const std::int64_t world = table.world_size;
   Arrivals result;
-  result.offsets = detail::offsets_by(table.dst_rank, world);
+  detail::offsets_by(table.dst_rank, world, result.offsets);
   result.rows.assign(world, 0);
   result.list.resize(table.num_destinations());
   result.tiled.assign(world, 1);
   std::vector<std::int64_t> next(result.offsets.begin(), result.offsets.end() - 1);
   for (std::int64_t entry = 0; entry < table.num_entries(); ++entry) {
     const std::int64_t first = table.destination_begin(entry);
-    const std::int64_t last = table.destination_begin(entry + 1);
+    const std::int64_t last = table.destination_end(entry);
     const std::int64_t len = table.entries[entry].len;
     for (std::int64_t c = first; c < last; ++c) {
       const std::size_t r = table.dst_rank[c];
@@ -197,7 +197,7 @@ class ReverseOfRank {
  private:
   /// Moves line_ on to the entry of a copy.
   void seek(std::int64_t copy) {
-    while (reverse_.destination_begin(entry_ + 1) <= copy) ++entry_;
+    while (reverse_.destination_end(entry_) <= copy) ++entry_;
   }
 
   [[nodiscard]] std::int64_t reverse_len(std::int64_t t) {

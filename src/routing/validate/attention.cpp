@@ -71,16 +71,10 @@ void compare_ranks(const char* field, Values got, Values expected, Findings& fin
   }
 }
 
-bool check_size(const char* field, std::int64_t got, std::int64_t expected, Findings& findings) {
-  if (got == expected) return true;
-  findings.add(FindingKind::shape, attention_table, field, {}, concat(got, " values"), expected);
-  return false;
-}
-
 bool check_sizes(const SparseAttnLayout& attention, std::int64_t world, std::int64_t num_shards,
                  Findings& findings) {
   const auto check = [&](const char* field, const auto& values, std::int64_t expected) {
-    return check_size(field, std::ssize(values), expected, findings);
+    return check_size(attention_table, field, std::ssize(values), expected, findings);
   };
   bool ok = check("rank_offsets", attention.rank_offsets, world + 1);
   ok &= check("shard", attention.shard, num_shards);
@@ -105,7 +99,9 @@ void check_arrays(const char* field, const std::vector<IndexArray>& arrays, bool
                   Findings& findings) {
   const auto world = static_cast<std::int32_t>(expected.max_seqlen_q.size());
   if (!wanted && arrays.empty()) return;
-  if (!check_size(field, std::ssize(arrays), wanted ? world : 0, findings) || !wanted) return;
+  const std::int64_t num_arrays = wanted ? world : 0;
+  if (!check_size(attention_table, field, std::ssize(arrays), num_arrays, findings) || !wanted)
+    return;
   std::vector<std::int64_t> list;
   for (std::int32_t r = 0; r < world && !findings.full(); ++r) {
     list.assign(sums ? 1 : 0, 0);

@@ -63,9 +63,7 @@ class KvBuffer {
   }
 
   [[nodiscard]] std::int64_t entry_of(std::int64_t place) const {
-    const std::int32_t shard = index_.shard(place);
-    const std::int32_t home = index_.home[shard];
-    return table_.rank_offsets[home] + shard - index_.plan->rank_shard_offsets[home];
+    return index_.entry_of(index_.shard(place), table_);
   }
 
   void order_empty(std::vector<Held>& list) const {
@@ -173,12 +171,9 @@ void check_copy_order(const SendTable& table, const PlanIndex& index, Findings& 
     const std::int64_t end = plan.doc_shard_offsets[d + 1];
     for (std::int64_t p = first; p < end; ++p) last[plan.q_dst[index.shard(p)]] = p;
     for (std::int64_t p = first; p < end; ++p) {
-      const std::int32_t shard = index.shard(p);
-      const std::int32_t home = index.home[shard];
-      const std::int64_t entry = table.rank_offsets[home] + shard - plan.rank_shard_offsets[home];
+      const std::int64_t entry = index.entry_of(index.shard(p), table);
       std::int64_t before = end;
-      for (std::int64_t c = table.destination_begin(entry); c < table.destination_begin(entry + 1);
-           ++c) {
+      for (std::int64_t c = table.destination_begin(entry); c < table.destination_end(entry); ++c) {
         const std::int64_t query = last[table.dst_rank[c]];
         if (query < first) continue;  // a copy that nobody reads: not a matter of order
         if (query >= before) [[unlikely]] {

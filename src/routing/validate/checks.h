@@ -28,6 +28,19 @@ class IndexReader {
   std::span<const std::int64_t> values_;
 };
 
+/// False, and a finding, unless a list has as many values as `expected`. @param why ends the text
+[[nodiscard]] bool check_size(const char* table, const char* field, std::int64_t got,
+                              std::int64_t expected, Findings& findings, const char* why = "");
+
+/// False, and a finding, unless the world has a size that is possible, and `size` fits int32.
+/// @param what `size` counts, in `field`
+[[nodiscard]] bool check_extents(const char* table, std::int64_t world_size, const char* field,
+                                 std::int64_t size, const char* what, Findings& findings);
+
+/// False, and a finding, unless a length or an offset is in 0..max_offset.
+[[nodiscard]] bool check_rows(const char* table, const char* field, const Place& place,
+                              std::int64_t rows, Findings& findings);
+
 /// False, and a finding, unless `array` has this shape.
 [[nodiscard]] bool check_shape(const char* table, const char* field, const IndexArray& array,
                                const Shape& expected, Findings& findings);
@@ -70,6 +83,9 @@ struct SendTable {
   [[nodiscard]] std::int64_t num_destinations() const { return std::ssize(dst_rank); }
   [[nodiscard]] std::int64_t destination_begin(std::int64_t entry) const {
     return copy_offsets.empty() ? entry : copy_offsets[entry];
+  }
+  [[nodiscard]] std::int64_t destination_end(std::int64_t entry) const {
+    return destination_begin(entry + 1);
   }
   [[nodiscard]] std::int64_t slot(std::int64_t entry, std::int64_t copy) const {
     return copy_slot.empty() ? copy - destination_begin(entry) : copy_slot[copy];
@@ -196,6 +212,11 @@ struct PlanIndex {
   UninitializedVector<std::int32_t> queries;
 
   [[nodiscard]] std::int32_t shard(std::int64_t place) const { return plan->doc_shards[place]; }
+  /// The entry of a shard in a forward table.
+  [[nodiscard]] std::int64_t entry_of(std::int64_t shard, const SendTable& table) const {
+    const std::int32_t rank = home[shard];
+    return table.rank_offsets[rank] + shard - plan->rank_shard_offsets[rank];
+  }
   [[nodiscard]] std::int64_t rows(std::int64_t first, std::int64_t last) const {
     return rows_before[last + 1] - rows_before[first];
   }

@@ -18,8 +18,7 @@ void check_matrix(const Metadata& m, const SendTable& table,
   std::vector<std::int64_t> expected(world * (world + 1));
   for (std::int64_t entry = 0; entry < table.num_entries(); ++entry) {
     const Entry& info = table.entries[entry];
-    for (std::int64_t c = table.destination_begin(entry); c < table.destination_begin(entry + 1);
-         ++c) {
+    for (std::int64_t c = table.destination_begin(entry); c < table.destination_end(entry); ++c) {
       expected[table.dst_rank[c] * (world + 1) + info.rank] += info.len;
     }
   }
@@ -42,11 +41,9 @@ void check_totals(const Metadata& m, const SendTable& table,
                   std::span<const std::int64_t> received_rows, Findings& findings) {
   const std::vector<std::int64_t>& totals = m.num_total_recv_tokens;
   if (totals.empty()) return;  // not known
-  if (std::ssize(totals) != table.world_size) {
-    findings.add(FindingKind::shape, table.name, "num_total_recv_tokens", {},
-                 concat(totals.size(), " values"), table.world_size);
+  if (!check_size(table.name, "num_total_recv_tokens", std::ssize(totals), table.world_size,
+                  findings))
     return;
-  }
   for (std::int32_t r = 0; r < table.world_size; ++r) {
     if (totals[r] == received_rows[r]) continue;
     findings.add(count_kind(totals[r]), table.name, "num_total_recv_tokens", {.rank = r}, totals[r],
@@ -68,7 +65,7 @@ void check_num_seqs(const Metadata& m, const SendTable& table, bool counts_copie
     for (std::int64_t i = table.rank_offsets[r]; i < table.rank_offsets[r + 1]; ++i) {
       const bool rows = table.entries[i].len > 0;
       with_rows += rows ? 1 : 0;
-      with_copies += rows || table.destination_begin(i + 1) > table.destination_begin(i) ? 1 : 0;
+      with_copies += rows || table.destination_end(i) > table.destination_begin(i) ? 1 : 0;
     }
     const std::int64_t got = num_seqs[r];
     if (got == with_rows) continue;
@@ -135,16 +132,9 @@ bool check_pairs(const RecvCounts& recv, const SendTable& table, Findings& findi
   const std::int32_t world = table.world_size;
   const std::int64_t num_pairs = std::ssize(recv.src_rank);
   bool ok = check_offsets(table.name, "recv.offsets", recv.offsets, world, num_pairs, findings);
-  if (std::ssize(recv.tokens) != num_pairs) {
-    findings.add(FindingKind::shape, table.name, "recv.tokens", {},
-                 concat(recv.tokens.size(), " values"), concat(num_pairs, ", as recv.src_rank"));
-    ok = false;
-  }
-  if (std::ssize(recv.total) != world) {
-    findings.add(FindingKind::shape, table.name, "recv.total", {},
-                 concat(recv.total.size(), " values"), world);
-    ok = false;
-  }
+  ok &= check_size(table.name, "recv.tokens", std::ssize(recv.tokens), num_pairs, findings,
+                   ", as recv.src_rank");
+  ok &= check_size(table.name, "recv.total", std::ssize(recv.total), world, findings);
   if (!ok) return false;
   for (std::int32_t r = 0; r < world; ++r) {
     std::int64_t before = -1;
@@ -197,8 +187,7 @@ std::vector<std::int64_t> rows_of_pairs(const RecvCounts& recv, const SendTable&
   for (std::int64_t entry = 0; entry < table.num_entries(); ++entry) {
     const Entry& info = table.entries[entry];
     if (info.len == 0) continue;
-    for (std::int64_t c = table.destination_begin(entry); c < table.destination_begin(entry + 1);
-         ++c) {
+    for (std::int64_t c = table.destination_begin(entry); c < table.destination_end(entry); ++c) {
       const std::size_t r = table.dst_rank[c];
       std::int64_t& p = position[r];
       while (p < recv.offsets[r + 1] && recv.src_rank[p] < info.rank) ++p;
@@ -243,8 +232,7 @@ void check_counts(const SparseMetadata& metadata, const SendTable& table,
 std::vector<std::int64_t> received_rows(const SendTable& table) {
   std::vector<std::int64_t> rows(table.world_size);
   for (std::int64_t entry = 0; entry < table.num_entries(); ++entry) {
-    for (std::int64_t c = table.destination_begin(entry); c < table.destination_begin(entry + 1);
-         ++c) {
+    for (std::int64_t c = table.destination_begin(entry); c < table.destination_end(entry); ++c) {
       rows[table.dst_rank[c]] += table.entries[entry].len;
     }
   }

@@ -1,42 +1,25 @@
 #include "checks.h"
 #include "routing/homes.h"
-#include "waybill/core/topology.h"
 
 namespace waybill::validation {
 namespace {
 
 constexpr const char* plan_table = "plan";
 
-bool check_shard_values(const char* field, std::int64_t got, std::int64_t expected,
-                        Findings& findings) {
-  if (got == expected) return true;
-  findings.add(FindingKind::shape, plan_table, field, {}, concat(got, " values"),
-               concat(expected, ", one per shard"));
-  return false;
-}
-
 bool check_sizes(const QkvPlan& plan, Findings& findings) {
-  if (plan.world_size < 1 || plan.world_size > max_world_size) {
-    findings.add(FindingKind::shape, plan_table, "world_size", {}, plan.world_size,
-                 concat("1..", max_world_size));
-    return false;
-  }
   const std::int64_t num_shards = plan.num_shards();
-  if (num_shards > INT32_MAX) {
-    findings.add(FindingKind::shape, plan_table, "shard_len", {}, concat(num_shards, " shards"),
-                 "at most 2^31 - 1");
+  if (!check_extents(plan_table, plan.world_size, "shard_len", num_shards, "shards", findings))
     return false;
-  }
   bool ok = check_offsets(plan_table, "rank_shard_offsets", plan.rank_shard_offsets,
                           plan.world_size, num_shards, findings);
-  ok &= check_shard_values("q_dst", std::ssize(plan.q_dst), num_shards, findings);
-  ok &= check_shard_values("doc_shards", std::ssize(plan.doc_shards), num_shards, findings);
-  if (!plan.kv_begin.empty()) {
-    ok &= check_shard_values("kv_begin", std::ssize(plan.kv_begin), num_shards, findings);
-  }
-  if (!plan.kv_end.empty()) {
-    ok &= check_shard_values("kv_end", std::ssize(plan.kv_end), num_shards, findings);
-  }
+  const auto check = [&](const char* field, const std::vector<std::int32_t>& values) {
+    ok &=
+        check_size(plan_table, field, std::ssize(values), num_shards, findings, ", one per shard");
+  };
+  check("q_dst", plan.q_dst);
+  check("doc_shards", plan.doc_shards);
+  if (!plan.kv_begin.empty()) check("kv_begin", plan.kv_begin);
+  if (!plan.kv_end.empty()) check("kv_end", plan.kv_end);
   return check_offsets(plan_table, "doc_shard_offsets", plan.doc_shard_offsets,
                        plan.num_documents(), num_shards, findings) &&
          ok;
@@ -177,7 +160,7 @@ PlanIndex index_plan(const QkvPlan& plan) {
     }
   }
   index.home = detail::homes_of(plan.rank_shard_offsets);
-  index.rank_offsets = detail::offsets_by(plan.q_dst, plan.world_size);
+  detail::offsets_by(plan.q_dst, plan.world_size, index.rank_offsets);
   std::vector<std::int64_t> next(index.rank_offsets.begin(), index.rank_offsets.end() - 1);
   const auto append = [&](std::int32_t shard, std::int32_t place) {
     index.queries[next[plan.q_dst[shard]]++] = place;
@@ -226,13 +209,12 @@ void check_entry(const SendTable& table, std::int64_t entry, std::int64_t shard,
     findings.add(FindingKind::plan, table.name, "seq_len", table.place(entry), len,
                  plan.shard_len[shard]);
   }
-  if (shard < 0 &&
-      (len != 0 || table.destination_begin(entry) != table.destination_begin(entry + 1))) {
-    findings.add(FindingKind::padding, table.name, "seq_len", table.place(entry),
-                 concat(len, " rows and ",
-                        table.destination_begin(entry + 1) - table.destination_begin(entry),
-                        " destinations"),
-                 "none: the plan has no such shard");
+  if (shard < 0 && (len != 0 || table.destination_begin(entry) != table.destination_end(entry))) {
+    findings.add(
+        FindingKind::padding, table.name, "seq_len", table.place(entry),
+        concat(len, " rows and ", table.destination_end(entry) - table.destination_begin(entry),
+               " destinations"),
+        "none: the plan has no such shard");
   }
 }
 
@@ -271,10 +253,9 @@ void check_queries(const SendTable& table, const Arrivals& arrivals, const PlanI
   const QkvPlan& plan = *index.plan;
   std::vector<std::int64_t> filled(plan.world_size);
   for (std::int64_t s = 0; s < plan.num_shards(); ++s) {
-    const std::int32_t home = index.home[s];
-    const std::int64_t entry = table.rank_offsets[home] + s - plan.rank_shard_offsets[home];
+    const std::int64_t entry = index.entry_of(s, table);
     const std::int64_t copy = table.destination_begin(entry);
-    const std::int64_t num_destinations = table.destination_begin(entry + 1) - copy;
+    const std::int64_t num_destinations = table.destination_end(entry) - copy;
     const std::int32_t expected = plan.q_dst[s];
     if (num_destinations != 1) [[unlikely]] {
       findings.add(FindingKind::plan, table.name, "dst_rank", table.place(entry),

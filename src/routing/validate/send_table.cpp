@@ -25,6 +25,34 @@ IndexReader::IndexReader(const IndexArray& array) {
   values_ = converted_;
 }
 
+bool check_size(const char* table, const char* field, std::int64_t got, std::int64_t expected,
+                Findings& findings, const char* why) {
+  if (got == expected) return true;
+  findings.add(FindingKind::shape, table, field, {}, concat(got, " values"), concat(expected, why));
+  return false;
+}
+
+bool check_extents(const char* table, std::int64_t world_size, const char* field, std::int64_t size,
+                   const char* what, Findings& findings) {
+  if (world_size < 1 || world_size > max_world_size) {
+    findings.add(FindingKind::shape, table, "world_size", {}, world_size,
+                 concat("1..", max_world_size));
+    return false;
+  }
+  if (size <= INT32_MAX) return true;
+  findings.add(FindingKind::shape, table, field, {}, concat(size, " ", what), "at most 2^31 - 1");
+  return false;
+}
+
+bool check_rows(const char* table, const char* field, const Place& place, std::int64_t rows,
+                Findings& findings) {
+  if (0 <= rows && rows <= max_offset) [[likely]]
+    return true;
+  findings.add(rows < 0 ? FindingKind::negative : FindingKind::bounds, table, field, place, rows,
+               concat("0..", max_offset));
+  return false;
+}
+
 bool check_shape(const char* table, const char* field, const IndexArray& array,
                  const Shape& expected, Findings& findings) {
   if (array.shape() == expected) return true;
@@ -74,7 +102,7 @@ bool sum_lengths(SendTable& table, Findings& findings) {
       info.begin = rows;
       rows = add_rows(rows, info.len);
       const std::int64_t copies = table.copy_offsets.empty() ? 1
-                                                             : table.destination_begin(entry + 1) -
+                                                             : table.destination_end(entry) -
                                                                    table.destination_begin(entry);
       std::int64_t sent = 0;
       if (__builtin_mul_overflow(copies, info.len, &sent)) sent = INT64_MAX;
@@ -171,10 +199,7 @@ class DenseLoader {
  private:
   void read_entry(std::int64_t entry) {
     const std::int64_t len = len_[entry];
-    if (len < 0 || len > max_offset) {
-      fail(len < 0 ? FindingKind::negative : FindingKind::bounds, "seq_len", table_.place(entry),
-           len, concat("0..", max_offset));
-    }
+    safe_ &= check_rows(table_.name, "seq_len", table_.place(entry), len, findings_);
     const std::int64_t before = std::ssize(table_.own_dst_rank);
     for (std::int64_t k = 0; k < per_entry_; ++k) read_copy(entry, k);
     if (std::ssize(table_.own_dst_rank) > before || len <= 0 || !safe_) return;
@@ -198,23 +223,15 @@ class DenseLoader {
       return;
     }
     if (dst < -1 || dst >= table_.world_size) {
-      fail(FindingKind::rank_range, "dst_rank", table_.place(entry, k), dst,
-           concat("-1 (none) or 0..", table_.world_size - 1));
+      safe_ = false;
+      findings_.add(FindingKind::rank_range, table_.name, "dst_rank", table_.place(entry, k), dst,
+                    concat("-1 (none) or 0..", table_.world_size - 1));
       return;
     }
-    if (row < 0 || row > max_offset) {
-      fail(row < 0 ? FindingKind::negative : FindingKind::bounds, "dst_offset",
-           table_.place(entry, k), row, concat("0..", max_offset));
-    }
+    safe_ &= check_rows(table_.name, "dst_offset", table_.place(entry, k), row, findings_);
     table_.own_dst_rank.push_back(static_cast<std::int32_t>(dst));
     table_.own_dst_row.push_back(row);
     table_.own_copy_slot.push_back(static_cast<std::int32_t>(k));
-  }
-
-  void fail(FindingKind kind, const char* field, Place place, std::int64_t got,
-            const std::string& expected) {
-    safe_ = false;
-    findings_.add(kind, table_.name, field, place, got, expected);
   }
 
   IndexReader len_;
@@ -245,23 +262,13 @@ std::optional<SendTable> load(const Metadata& m, const char* name, bool is_rever
 namespace {
 
 bool check_sizes(const SparseMetadata& m, const char* name, Findings& findings) {
-  if (m.world_size < 1 || m.world_size > max_world_size) {
-    findings.add(FindingKind::shape, name, "world_size", {}, m.world_size,
-                 concat("1..", max_world_size));
+  if (!check_extents(name, m.world_size, "seq_len", m.num_entries(), "entries", findings))
     return false;
-  }
-  if (m.num_entries() > INT32_MAX) {
-    findings.add(FindingKind::shape, name, "seq_len", {}, concat(m.num_entries(), " entries"),
-                 "at most 2^31 - 1");
-    return false;
-  }
   const bool entries_ok =
       check_offsets(name, "rank_offsets", m.rank_offsets, m.world_size, m.num_entries(), findings);
-  if (m.dst_offset.size() != m.dst_rank.size()) {
-    findings.add(FindingKind::shape, name, "dst_offset", {}, concat(m.dst_offset.size(), " values"),
-                 concat(m.num_destinations(), ", as dst_rank"));
+  if (!check_size(name, "dst_offset", std::ssize(m.dst_offset), m.num_destinations(), findings,
+                  ", as dst_rank"))
     return false;
-  }
   if (m.copy_offsets.empty()) {
     if (m.num_destinations() == m.num_entries()) return entries_ok;
     findings.add(FindingKind::shape, name, "dst_rank", {}, concat(m.num_destinations(), " copies"),
@@ -288,7 +295,7 @@ bool copies_fit(const SendTable& table) {
   if (table.copy_offsets.empty()) return true;
   bool fit = true;
   for (std::int64_t i = 0; i < table.num_entries(); ++i) {
-    const std::int64_t copies = table.destination_begin(i + 1) - table.destination_begin(i);
+    const std::int64_t copies = table.destination_end(i) - table.destination_begin(i);
     fit &= table.reverse ? copies == 1 : copies > 0 || table.entries[i].len == 0;
   }
   return fit;
@@ -297,12 +304,7 @@ bool copies_fit(const SendTable& table) {
 [[gnu::cold]] bool check_lengths(const SendTable& table, Findings& findings) {
   bool safe = true;
   for (std::int64_t i = 0; i < table.num_entries(); ++i) {
-    const std::int64_t len = table.entries[i].len;
-    if (0 <= len && len <= max_offset) [[likely]]
-      continue;
-    safe = false;
-    findings.add(len < 0 ? FindingKind::negative : FindingKind::bounds, table.name, "seq_len",
-                 table.place(i), len, concat("0..", max_offset));
+    safe &= check_rows(table.name, "seq_len", table.place(i), table.entries[i].len, findings);
   }
   return safe;
 }
@@ -311,7 +313,7 @@ bool copies_fit(const SendTable& table) {
   bool safe = true;
   for (std::int64_t i = 0; i < table.num_entries(); ++i) {
     const std::int64_t first = table.destination_begin(i);
-    const std::int64_t last = table.destination_begin(i + 1);
+    const std::int64_t last = table.destination_end(i);
     if (last == first && table.entries[i].len > 0) {
       // Safe to go on: the rows stay at home.
       findings.add(FindingKind::undispatched, table.name, "dst_rank", table.place(i),
@@ -330,11 +332,7 @@ bool copies_fit(const SendTable& table) {
         findings.add(FindingKind::rank_range, table.name, "dst_rank", table.place(i, c - first),
                      dst, concat("0..", table.world_size - 1));
       }
-      if (row < 0 || row > max_offset) [[unlikely]] {
-        safe = false;
-        findings.add(row < 0 ? FindingKind::negative : FindingKind::bounds, table.name,
-                     "dst_offset", table.place(i, c - first), row, concat("0..", max_offset));
-      }
+      safe &= check_rows(table.name, "dst_offset", table.place(i, c - first), row, findings);
     }
   }
   return safe;

@@ -2,7 +2,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
-#include <string>
 
 #include "core/checks.h"
 #include "transport/bootstrap/wire.h"

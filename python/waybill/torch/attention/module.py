@@ -144,13 +144,13 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
 
         Args:
             held: lengths of documents that lie on this rank whole, or ``Piece(document, offset,
-                length)`` of documents that lie across ranks. With prefixes: ``(length, prefix)``,
-                ``(document, offset, length, prefix)``.
+                length)`` of documents that lie across ranks. With mask = "prefix" also ``(length,
+                prefix)``, ``(document, offset, length, prefix)``; other masks refuse a prefix.
         """
         self._check_open()
         if self._exchange is None:
             with said_by(f"{_WHO}.gather"):
-                self._exchange = PieceExchange(self.world)
+                self._exchange = PieceExchange(self.world, self.planner.shape.mask)
         return self._exchange.gather(held)
 
     def plan(self, pieces: Union[Sequence[Any], QkvPlan, AttentionPlan]) -> BatchPlan:
@@ -413,7 +413,9 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             self._exchange.close()
 
     def extra_repr(self) -> str:
-        return f"rank={self.world.rank}, world_size={self.world.world_size}, {self.planner.shape}"
+        return (
+            f"rank={self.world.rank}, world_size={self.world.world_size}, {self.planner.attends_as}"
+        )
 
     def __deepcopy__(self, memo: Any) -> ContextParallelAttention:
         """A model that is copied shares it: it has no parameters."""

@@ -302,6 +302,19 @@ def _name(t: int) -> str:
     return f"tensors[{t}]"
 
 
+@functools.cache
+def _formats_of(
+    shape: AttentionShape, latent_dim: int
+) -> Tuple[TensorFormat, TensorFormat, list[TensorFormat], TensorFormat]:
+    """The formats of Q, of the output, of K and V or of latent rows, of log-sum-exps."""
+    sizes = (shape.head_dim, shape.v_head_dim)
+    q, out = (TensorFormat(shape.dtype, (shape.heads, size)) for size in sizes)
+    kv = [TensorFormat(shape.dtype, (shape.kv_heads, size)) for size in sizes]
+    if latent_dim:
+        kv = [TensorFormat(shape.dtype, (latent_dim,))]
+    return q, out, kv, TensorFormat(torch.float32, (shape.heads,))
+
+
 class Moves:
     """Calls of the dispatcher. Their tables are made in advance, or when they are first used, on
     the stream that is current then. Collective where the windows must grow.
@@ -314,12 +327,7 @@ class Moves:
         self._routing, self._dispatcher = routing, dispatcher
         #: The relay schedules of K and V, and of their gradients, where ranks forward them.
         self._relays = {} if tables is None else {"fwd_kv": tables.relay, "sum_kv": tables.sums}
-        sizes = (shape.head_dim, shape.v_head_dim)
-        self._q, self._out = (TensorFormat(shape.dtype, (shape.heads, size)) for size in sizes)
-        self._kv = [TensorFormat(shape.dtype, (shape.kv_heads, size)) for size in sizes]
-        if latent_dim:
-            self._kv = [TensorFormat(shape.dtype, (latent_dim,))]
-        self._lse = TensorFormat(torch.float32, (shape.heads,))
+        self._q, self._out, self._kv, self._lse = _formats_of(shape, latent_dim)
         self._plans: dict[str, PlanHandle] = {}
 
     def there(
@@ -463,8 +471,8 @@ class PieceExchange:
     in the order of this object's calls alone.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, mask: str = "prefix") -> None:
+        self._world, self._mask = world, mask
         self._dispatcher = SequenceDispatcher(world, num_sms=1, relay="never")
         self._device = torch.device(world.device)
         self._rows = _FIRST_ROWS
@@ -477,7 +485,7 @@ class PieceExchange:
         """Collective. Errors of one rank's pieces, or else of its arguments, are raised on all."""
         table: IntArray = np.zeros((0, 4), np.int64)
         try:
-            table = piece_table(held, self._world.rank, f"{who}: held")
+            table = piece_table(held, self._world.rank, f"{who}: held", self._mask)
             check_table(table, self._world.rank, f"{who}: held")
         except Error as error:
             wrong = wrong or error

@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 
 #: A rank holds whole documents of its own by their lengths, pieces of documents, or both. With
 #: mask = "prefix" (length, prefix) and (document, offset, length, prefix) also say how many tokens
-#: at the document's beginning all meet each other; other masks do not look at it.
+#: at the document's beginning all meet each other; modules of other masks refuse it.
 RankPieces = Sequence[
     Union[int, Piece, Tuple[int, int], Tuple[int, int, int], Tuple[int, int, int, int]]
 ]
@@ -77,6 +77,7 @@ class BatchPlanner(WrittenOnce, Unchanging):
 
     __slots__ = (
         "_called",
+        "_compiled",
         "_given",
         "_options",
         "chunk",
@@ -137,8 +138,9 @@ class BatchPlanner(WrittenOnce, Unchanging):
             "byte_weight": 0.0, "message_seconds": 0.4e-6, "pairs_per_second": 0.0,
             "tails": True, **LinkSpeeds().rates, **planned(costs, who),
         }  # fmt: skip
+        self._compiled = _core.planner_options(**self._options)
         with said_by(who):
-            _core.check_planner_options(_core.planner_options(**self._options), who)
+            _core.check_planner_options(self._compiled, who)
 
     def plan(self, pieces: Union[Sequence[Any], QkvPlan, AttentionPlan]) -> BatchPlan:
         """The plan of what the ranks hold: one entry per rank, as
@@ -159,7 +161,8 @@ class BatchPlanner(WrittenOnce, Unchanging):
             raise InvalidArgument(
                 f"{who}: pieces of {len(pieces)} ranks, expected {self.world_size}"
             )
-        tables = [piece_table(held, rank, who) for rank, held in enumerate(pieces)]
+        mask = self.shape.mask
+        tables = [piece_table(held, rank, who, mask) for rank, held in enumerate(pieces)]
         try:
             plan = self._planned(tables)
         except InvalidArgument as error:
@@ -184,11 +187,10 @@ class BatchPlanner(WrittenOnce, Unchanging):
 
     def _planned(self, tables: list[IntArray]) -> Any:
         pieces = np.concatenate(tables)
-        given = self._options
+        options = self._compiled
         if self.shape.mask == "prefix":
-            given = {**given, "prefixes": _prefixes(pieces)}
+            options = _core.planner_options(**{**self._options, "prefixes": _prefixes(pieces)})
         flat = pieces[:, :3].ravel().tolist()
-        options = _core.planner_options(**given)
         return _core.plan_pieces([len(table) for table in tables], flat, options)
 
     def facts(self) -> dict[str, Any]:
@@ -207,8 +209,9 @@ class BatchPlanner(WrittenOnce, Unchanging):
     @property
     def attends_as(self) -> str:
         """Names the settings that a plan and its module must have alike."""
+        latent = f", latent_dim={self.latent_dim}" if self.latent_dim else ""
         chunk = "" if self.chunk is None else f", chunk={self.chunk}"
-        return f"{self.shape}, latent_dim={self.latent_dim}{chunk}"
+        return f"{self.shape}{latent}{chunk}"
 
     @property
     def fingerprint(self) -> int:
@@ -232,7 +235,7 @@ class BatchPlanner(WrittenOnce, Unchanging):
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        return f"BatchPlanner(world_size={self.world_size}, {self.shape})"
+        return f"BatchPlanner(world_size={self.world_size}, {self.attends_as})"
 
 
 def _planner(world_size: int, given: Tuple[Any, ...], options: dict[str, Any]) -> BatchPlanner:
@@ -281,9 +284,11 @@ class BatchPlan(WrittenOnce):
                 routing = _core.compute_varlen_routing(plan._plan, True)
             if routing is None or routing.in_place_share() < rule.min_share:
                 in_place, routing = False, None
-        self.planner, self.qkv_plan, self._pieces, self._own = planner, plan, pieces, own
-        self.in_place, self._routings = in_place, [] if routing is None else [routing]
-        self._tables = []
+        routings = [] if routing is None else [routing]
+        self._write(
+            planner=planner, qkv_plan=plan, _pieces=pieces, _own=own, in_place=in_place,
+            _routings=routings, _tables=[],
+        )  # fmt: skip
         return self
 
     @property
@@ -363,11 +368,10 @@ class BatchPlan(WrittenOnce):
         """The compiled part's tables: the routing with who forwards what, for predictions too."""
         if not self._tables:
             routing, planner = self.routing(), self.planner
-            options = _core.planner_options(**planner._options)
             plan = self.qkv_plan._plan
             own = None if self._own is None else self._own._plan.relay
             given = None if own is None or own.empty else own
-            made = _core.BatchTables(plan, routing, options, planner.relay, given)
+            made = _core.BatchTables(plan, routing, planner._compiled, planner.relay, given)
             self._tables.append(made)
         return self._tables[0]
 
@@ -390,9 +394,10 @@ class BatchPlan(WrittenOnce):
         )
 
 
-def piece_table(held: Any, rank: int, who: str) -> IntArray:
+def piece_table(held: Any, rank: int, who: str, mask: str = "prefix") -> IntArray:
     """(n, 4): document, offset, length, prefix. Whole documents get negative numbers of the
-    rank's.
+    rank's. A prefix is refused where the mask has none, but not in a table, which modules of
+    several masks may share.
     """
     if isinstance(held, np.ndarray) and held.dtype == np.int64 and held.shape[1:] == (4,):
         for i in np.flatnonzero((held[:, 0] < 0) & (held[:, 0] >= _UNNUMBERED)).tolist():
@@ -400,26 +405,37 @@ def piece_table(held: Any, rank: int, who: str) -> IntArray:
                 f"{who}: pieces of rank {rank}: [{i}] has document {held[i, 0]}, expected >= 0"
             )
         return held.copy()
-    rows = []
+    rows: list[Tuple[int, ...]] = []
     of_rank = f"{who}: pieces of rank {rank}"
     sequence(held, of_rank, "a list of lengths and pieces")
     for i, item in enumerate(held):
-        if isinstance(item, (tuple, list)) or getattr(item, "ndim", 0) > 0:
-            if not 2 <= len(item) <= 4:
-                raise InvalidArgument(
-                    f"{of_rank}: [{i}] has {len(item)} numbers, expected (document, offset, length)"
-                )
-            row = [n if _is_plain(n) else int64(n, f"{of_rank}: [{i}]") for n in item]
-            if len(row) == 2:
-                row = [_unnumbered(rank, i), 0, *row]
-            row += [0] * (4 - len(row))
-            if row[0] < 0 and row[0] >= _UNNUMBERED:
-                raise InvalidArgument(f"{of_rank}: [{i}] has document {row[0]}, expected >= 0")
-            rows.append(row)
+        if _is_plain(item):
+            rows.append((_unnumbered(rank, i), 0, item, 0))
+        elif isinstance(item, (tuple, list)) or getattr(item, "ndim", 0) > 0:
+            rows.append(_row_of(item, rank, i, of_rank, mask))
         else:
-            length = item if _is_plain(item) else int64(item, f"{of_rank}: [{i}]")
-            rows.append([_unnumbered(rank, i), 0, length, 0])
+            rows.append((_unnumbered(rank, i), 0, int64(item, f"{of_rank}: [{i}]"), 0))
     return np.array(rows, np.int64).reshape(-1, 4)
+
+
+def _row_of(item: Any, rank: int, i: int, of_rank: str, mask: str) -> Tuple[int, ...]:
+    """The row of an entry of two to four numbers."""
+    if not 2 <= len(item) <= 4:
+        raise InvalidArgument(
+            f"{of_rank}: [{i}] has {len(item)} numbers, expected (document, offset, length)"
+            " with or without a prefix, or (length, prefix)"
+        )
+    row = [n if _is_plain(n) else int64(n, f"{of_rank}: [{i}]") for n in item]
+    if len(row) == 2:
+        row = [_unnumbered(rank, i), 0, *row]
+    row += [0] * (4 - len(row))
+    if row[0] < 0 and row[0] >= _UNNUMBERED:
+        raise InvalidArgument(f"{of_rank}: [{i}] has document {row[0]}, expected >= 0")
+    if row[3] and mask != "prefix":
+        raise InvalidArgument(
+            f'{of_rank}: [{i}] has prefix {row[3]}, expected none with mask = "{mask}"'
+        )
+    return tuple(row)
 
 
 def _unnumbered(rank: int, place: int) -> int:

@@ -231,7 +231,7 @@ class RankStep:
     def _make_tables(self, plan: BatchPlan) -> None:
         rank, routing = self.dispatcher.world.rank, plan.routing()
         in_place, dispatched, q_rows, kv_rows = routing.rank(rank)
-        self.rows = plan.home_tokens[rank]
+        self.rows = int(plan._pieces[rank][:, 2].sum())
         with self.uploads.run():
             self.home, self.arrived, uploaded = calls_of(
                 in_place, dispatched, self.rows, self.kernel.takes_gaps, self.shape, self.device

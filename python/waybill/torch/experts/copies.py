@@ -306,7 +306,7 @@ class Copies:
         self.world, self.keep, self._spare = layer.world, keep, layer.spare_experts
         self._first_spare, self.num_experts = layer.experts_per_rank, layer.num_tot_experts
         self._rank = layer.rank
-        self._parts = self._checked_parts()
+        self._parts, self._forms = self._checked_parts(), self._forms_now()
         self._made_with = [weakref.ref(one) for one in self._parameters()]
         sizes = (self._spare * math.prod(s) * d.itemsize for s, d in self._parts)
         self.size = sum(_padded(size) for size in sizes)
@@ -343,6 +343,10 @@ class Copies:
             if dtype not in _SUMMED:
                 raise InvalidArgument(f"{_WHO}: a tensor of an expert is {dtype}, expected floats")
         return parts
+
+    def _forms_now(self) -> List[Tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of the tensors of all experts, which a conversion changes."""
+        return [(one.shape, one.dtype) for one in self._experts.home()]
 
     def _share(self) -> Any:
         """Returns the exchange that modules of the world share."""
@@ -395,18 +399,19 @@ class Copies:
         return list(module.parameters()) if isinstance(module, torch.nn.Module) else []
 
     def _take(self, experts: Any) -> None:
-        """The experts as they are now: they may be others, or sharded by FSDP, since."""
+        """The experts as they are now: they may be others, of another dtype or sharded by FSDP."""
         before, now = self._experts, adapted(experts, self._first_spare)
-        if experts is before.module:
+        if experts is before.module and self._forms_now() == self._forms:
             return
         self._experts = now
         parts = self._checked_parts()
         if parts != self._parts:
             self._experts = before
             raise InvalidArgument(
-                f"{_WHO}: tensors of an expert of the experts that were put in place of others are"
-                f" {parts}, expected {self._parts}, as those had"
+                f"{_WHO}: tensors of an expert are {parts}, expected {self._parts}, as when the"
+                " module was made: convert experts before, or make another module"
             )
+        self._forms = self._forms_now()
         if isinstance(before, StackedExperts) and isinstance(now, StackedExperts):
             now.host_waits = before.host_waits
         self._made_with = [weakref.ref(one) for one in self._parameters()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional, Tuple
@@ -62,21 +63,14 @@ class Sequences:
         """From (lengths of queries, lengths of keys) each, in one copy to the device, for which
         nothing waits.
         """
-        table = np.zeros(sum(2 * (len(q_lens) + 1) for q_lens, _ in lens), np.int32)
-        at = 0
-        for pair in lens:
-            for lengths in pair:
-                np.cumsum(lengths, out=table[at + 1 : at + 1 + len(lengths)])
-                at += len(lengths) + 1
-        flat = torch.from_numpy(table)
+        ends = [list(itertools.accumulate(lengths, initial=0)) for pair in lens for lengths in pair]
+        flat = torch.from_numpy(np.array(list(itertools.chain(*ends)), np.int32))
         if torch.device(device).type != "cpu":
             flat = flat.pin_memory().to(device, non_blocking=True)
         found, at = [], 0
         for q_lens, k_lens in lens:
             n = len(q_lens) + 1
-            q_tuple, k_tuple = (
-                tuple(int(length) for length in lengths) for lengths in (q_lens, k_lens)
-            )
+            q_tuple, k_tuple = tuple(map(int, q_lens)), tuple(map(int, k_lens))
             found.append(
                 cls(
                     flat[at : at + n], flat[at + n : at + 2 * n], max(q_tuple, default=0),
