@@ -196,11 +196,12 @@ class EvenExpertsPlanner::State {
   }
 
   /// Rows that a present copy takes now; 0: none. The last slot of a rank is used only if that
-  /// fills the rank.
+  /// fills the rank. An only slot takes more than home has too much, while home's is free.
   [[nodiscard]] std::int64_t reusable(const Copy& copy) const {
-    const std::int64_t room = limit_ - load_[copy.rank];
-    const std::int64_t rows =
-        std::min({home_rows_[copy.expert], room, load_[copy.expert / homes_] - limit_});
+    const std::int32_t home = copy.expert / homes_;
+    const std::int64_t room = limit_ - load_[copy.rank], excess = load_[home] - limit_;
+    const bool fills = spare_ == 1 && excess > 0 && free_[home] > 0;
+    const std::int64_t rows = std::min({home_rows_[copy.expert], room, fills ? room : excess});
     const bool ok = rows > 0 && rows >= min_rows_ && (free_[copy.rank] > 1 || rows == room);
     return ok ? rows : 0;
   }
