@@ -146,13 +146,13 @@ void bind_metadata(nb::module_& m) {
   m.def(
       "metadata_to_json",
       [](const Metadata& metadata, bool compact) { return to_json(metadata, json_style(compact)); },
-      "fields"_a, "compact"_a, without_lock);
+      "fields"_a, "compact"_a, pure_call);
   m.def(
       "metadata_from_json",
       [](std::string_view text, std::string_view origin) {
         return metadata_from_json(text, origin);
       },
-      "text"_a, "origin"_a, without_lock);
+      "text"_a, "origin"_a, pure_call);
   m.def(
       "validate_metadata",
       [](const Metadata& metadata, const nb::tuple& options) {
@@ -196,7 +196,7 @@ void bind_simulate(nb::module_& m) {
                              simulate_options("orchestrate_simulate", overlap, num_threads));
       },
       "tensor"_a, "tensor_dtype"_a, "output"_a, "output_dtype"_a, "fields"_a, "overlap"_a,
-      "num_threads"_a, without_lock);
+      "num_threads"_a, pure_call);
   m.def(
       "simulate_communication",
       [](const std::vector<PayloadArg>& tensors, std::string_view dtype, const Metadata& fields,
@@ -229,7 +229,7 @@ void bind_simulate(nb::module_& m) {
                       Rank{rank}, num_threads);
       },
       "planes"_a, "planes_dtype"_a, "output"_a, "output_dtype"_a, "rev_kv"_a, "rank"_a,
-      "num_threads"_a, without_lock);
+      "num_threads"_a, pure_call);
   m.def(
       "test_qkv_dispatch",
       [](std::int64_t world_size, std::int64_t total_seq_len, std::int64_t num_seqs,

@@ -393,7 +393,7 @@ void bind_expert_summary(nb::module_& m) {
             return expert_text(summary, {nvlink, network});
           },
           "nvlink"_a, "network"_a);
-  m.def("summarize_experts", summarize_py, "config"_a, "options"_a, "ids"_a, without_lock);
+  m.def("summarize_experts", summarize_py, "config"_a, "options"_a, "ids"_a, pure_call);
 }
 
 EvenExperts even_experts_py(const IndexArray& rows, std::int32_t spare_experts,
@@ -525,7 +525,7 @@ void bind_expert_balance(nb::module_& m) {
   m.def("slot_ids", &slot_ids_py, "slots"_a, "quotas"_a, "local_rows"_a, "first_row"_a, "rows"_a,
         "ids"_a, "rank"_a);
   m.def("even_experts", &even_experts_py, "rows"_a, "spare_experts"_a, "present"_a, "min_rows"_a,
-        "limit"_a, "alignment"_a, "num_nodes"_a, without_lock);
+        "limit"_a, "alignment"_a, "num_nodes"_a, pure_call);
 }
 
 }  // namespace

@@ -112,7 +112,7 @@ void bind_sparse_metadata(nb::module_& m) {
   });
   sparse.def(nb::self == nb::self);
   m.def(
-      "to_sparse", [](const Metadata& metadata) { return to_sparse(metadata); }, without_lock);
+      "to_sparse", [](const Metadata& metadata) { return to_sparse(metadata); }, pure_call);
   m.def("to_dense", [](const SparseMetadata& metadata) { return to_dense(metadata); });
   m.def("to_dense_reverse", to_dense_reverse);
 }
@@ -164,7 +164,7 @@ void bind_varlen(nb::module_& m) {
   routing.def_ro("sum_kv", &VarlenRouting::sum_kv);
   routing.def("rank", &varlen_rank);
   routing.def("in_place_share", &in_place_share);
-  m.def("compute_varlen_routing", compute_varlen_routing, "plan"_a, "in_place"_a, without_lock);
+  m.def("compute_varlen_routing", compute_varlen_routing, "plan"_a, "in_place"_a, pure_call);
 }
 
 void bind_sparse(nb::module_& m) {
@@ -177,7 +177,7 @@ void bind_sparse(nb::module_& m) {
   routing.def_ro("fwd_kv", &QkvRouting::fwd_kv);
   routing.def_ro("rev_kv", &QkvRouting::rev_kv);
   routing.def("attention_of", &attention_of);
-  m.def("compute_qkv_routing", compute_qkv_routing, "plan"_a, "num_threads"_a, without_lock);
+  m.def("compute_qkv_routing", compute_qkv_routing, "plan"_a, "num_threads"_a, pure_call);
   bind_varlen(m);
 }
 
@@ -425,7 +425,7 @@ void bind_of_plan(nb::module_& m) {
       [](const Plan& plan, const StepOptions& options) {
         return predictor_of(plan).predict(options);
       },
-      "plan"_a, "options"_a, without_lock);
+      "plan"_a, "options"_a, pure_call);
   m.def("step_remedies", [](const Plan& plan, const StepPrediction& step) {
     nb::list tuples;
     for (const Remedy& remedy : remedies_of(plan, step))
@@ -467,14 +467,14 @@ void bind_named(nb::module_& m) {
   m.def("step_table", [](const std::vector<NamedStep>& steps) { return step_table(steps); });
   m.def(
       "chrome_trace", [](const std::vector<NamedStep>& steps) { return chrome_trace(steps); },
-      without_lock);
+      pure_call);
   m.def(
       "compare_plans",
       [](const std::vector<std::int64_t>& lengths, const PlannerOptions& planner,
          std::int32_t degree, std::int64_t head_dim) {
         return compare_plans(lengths, {.planner = planner, .degree = degree, .head_dim = head_dim});
       },
-      "doc_lengths"_a, "planner"_a, "degree"_a, "head_dim"_a, without_lock);
+      "doc_lengths"_a, "planner"_a, "degree"_a, "head_dim"_a, pure_call);
 }
 
 void bind_cost_model(nb::module_& m) {
@@ -486,7 +486,7 @@ void bind_cost_model(nb::module_& m) {
   batch.def(nb::init<const QkvPlan&, const VarlenRouting&, const PlannerOptions&, std::string_view,
                      const RelaySchedule*>(),
             "plan"_a, "routing"_a, "options"_a, "use"_a, "given"_a.none(), nb::keep_alive<1, 2>(),
-            nb::keep_alive<1, 3>(), without_lock);
+            nb::keep_alive<1, 3>(), pure_call);
   batch.def_ro("relay", &BatchTables::relay);
   batch.def_ro("sums", &BatchTables::sums);
   bind_of_plan<BatchTables>(m);
@@ -498,7 +498,7 @@ void bind_cost_model(nb::module_& m) {
           return make(lengths,
                       {world_size, tokens_per_rank, degree, {.kind = mask_from_name(name, mask)}});
         },
-        without_lock);
+        pure_call);
   };
   bind_static("zigzag_plan", &zigzag_plan);
   bind_static("per_document_plan", &per_document_plan);
@@ -528,8 +528,8 @@ void bind_plan(nb::module_& m) {
       [](const QkvPlan& p, int num_threads) {
         return to_dense(compute_qkv_routing(p, num_threads));
       },
-      "num_threads"_a, without_lock);
-  plan.def("to_raw_dispatch", to_raw_dispatch, "max_cp_degree"_a, without_lock);
+      "num_threads"_a, pure_call);
+  plan.def("to_raw_dispatch", to_raw_dispatch, "max_cp_degree"_a, pure_call);
   plan.def("shard_work", [](const QkvPlan& p) { return numpy_array(shard_work(p)); });
   plan.def("rank_work", [](const QkvPlan& p) { return numpy_array(rank_work(p)); });
   plan.def("traffic", &traffic);
@@ -540,18 +540,18 @@ void bind_plan(nb::module_& m) {
         return summary_text(p, {q_row_bytes, kv_row_bytes},
                             {.unicode = unicode, .gb_per_s = gb_per_s});
       },
-      "q_row_bytes"_a, "kv_row_bytes"_a, "gb_per_s"_a, "unicode"_a, without_lock);
+      "q_row_bytes"_a, "kv_row_bytes"_a, "gb_per_s"_a, "unicode"_a, pure_call);
   plan.def(
       "report_page",
       [](const QkvPlan& p, std::int64_t q_row_bytes, std::int64_t kv_row_bytes, double gb_per_s,
          const std::string& title) {
         return report_page(p, {q_row_bytes, kv_row_bytes}, gb_per_s, title);
       },
-      "q_row_bytes"_a, "kv_row_bytes"_a, "gb_per_s"_a, "title"_a, without_lock);
+      "q_row_bytes"_a, "kv_row_bytes"_a, "gb_per_s"_a, "title"_a, pure_call);
   m.def(
       "plan_from_json",
       [](std::string_view text, std::string_view origin) { return plan_from_json(text, origin); },
-      "text"_a, "origin"_a, without_lock);
+      "text"_a, "origin"_a, pure_call);
   bind_sparse(m);
 }
 
@@ -575,18 +575,18 @@ void bind_planner(nb::module_& m) {
       [](const AttentionPlan& p, double gb_per_s) {
         return summary_text(p.plan, row_bytes_of(p), {.gb_per_s = gb_per_s}, relay_limit_of(p));
       },
-      "gb_per_s"_a, without_lock);
+      "gb_per_s"_a, pure_call);
   plan.def(
       "report_page",
       [](const AttentionPlan& p, double gb_per_s, const std::string& title) {
         return report_page(p.plan, row_bytes_of(p), gb_per_s, title, relay_limit_of(p));
       },
-      "gb_per_s"_a, "title"_a, without_lock);
+      "gb_per_s"_a, "title"_a, pure_call);
   plan.def(nb::self == nb::self);
   plan.def(
       "to_json",
       [](const AttentionPlan& p, bool compact) { return to_json(p, json_style(compact)); },
-      without_lock);
+      pure_call);
   plan.def("validate", [](const AttentionPlan& p, std::int64_t max_findings) {
     return finding_tuples(unlocked([&] { return validate(p, {.max_findings = max_findings}); }));
   });
@@ -595,13 +595,13 @@ void bind_planner(nb::module_& m) {
       [](const std::vector<std::int64_t>& lengths, const PlannerOptions& options) {
         return plan_attention(lengths, options);
       },
-      "doc_lengths"_a, "options"_a, without_lock);
+      "doc_lengths"_a, "options"_a, pure_call);
   m.def(
       "plan_attention",
       [](const std::vector<std::vector<std::int64_t>>& lengths, const PlannerOptions& options) {
         return plan_attention(lengths, options);
       },
-      "rank_doc_lengths"_a, "options"_a, without_lock);
+      "rank_doc_lengths"_a, "options"_a, pure_call);
   m.def(
       "check_planner_options",
       [](const PlannerOptions& options, const std::string& who) { options.check(who.c_str()); },
@@ -612,13 +612,13 @@ void bind_planner(nb::module_& m) {
          const PlannerOptions& options) {
         return plan_pieces(rank_pieces_from(counts, pieces), options);
       },
-      "counts"_a, "pieces"_a, "options"_a, without_lock);
+      "counts"_a, "pieces"_a, "options"_a, pure_call);
   m.def(
       "attention_plan_from_json",
       [](std::string_view text, std::string_view origin) {
         return attention_plan_from_json(text, origin);
       },
-      "text"_a, "origin"_a, without_lock);
+      "text"_a, "origin"_a, pure_call);
   bind_cost_model(m);
 }
 

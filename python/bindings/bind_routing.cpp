@@ -105,7 +105,7 @@ void bind_generators(nb::module_& m) {
          std::int64_t max_cp_degree, std::uint64_t seed) {
         return create_raw_qkv_dispatch(world_size, total_seq_len, num_seqs, max_cp_degree, seed);
       },
-      "world_size"_a, "total_seq_len"_a, "num_seqs"_a, "max_cp_degree"_a, "seed"_a, without_lock);
+      "world_size"_a, "total_seq_len"_a, "num_seqs"_a, "max_cp_degree"_a, "seed"_a, pure_call);
   m.def(
       "create_raw_qkv_dispatch_from",
       [](const IndexArray& seq_lens, const IndexArray& cp_num, const IndexArray& cp_dst) {
@@ -113,10 +113,10 @@ void bind_generators(nb::module_& m) {
       },
       "seq_lens"_a, "cp_num"_a, "cp_dst"_a);
   m.def("create_qkv_dispatch", create_qkv_dispatch, "world_size"_a, "total_seq_len"_a, "num_seqs"_a,
-        "max_cp_degree"_a, "seed"_a, "return_intermediate"_a, without_lock);
+        "max_cp_degree"_a, "seed"_a, "return_intermediate"_a, pure_call);
   m.def("create_qkv_dispatch_with_custom_mapping", create_qkv_dispatch_with_custom_mapping,
         "world_size"_a, "seq_lens"_a, "cp_num"_a, "cp_dst"_a, "seq_shard_lens"_a,
-        "return_intermediate"_a, without_lock);
+        "return_intermediate"_a, pure_call);
 }
 
 }  // namespace
@@ -166,11 +166,11 @@ void bind_routing(nb::module_& m) {
         "return_intermediate"_a, "keep_undispatched"_a, "capsules"_a, "callers_seq_len"_a,
         "callers_dispatch"_a);
   m.def("compute_metadata_kv", compute_metadata_kv_py, "tables"_a, "seq_len"_a, "num_seqs"_a,
-        "q_dispatch"_a, "return_intermediate"_a, without_lock);
+        "q_dispatch"_a, "return_intermediate"_a, pure_call);
   m.def("compute_attn_layout_seqlens", compute_attn_layout_seqlens, "seq_shard_len"_a,
         "seq_shard_cumsum"_a, "dispatch"_a, "prepend_zero"_a, "shard_to_tuple"_a);
   m.def("compute_e2e_metadata", compute_e2e_py, "mlp_seq_len"_a, "mlp_num_seqs"_a,
-        "mlp_q_dispatch"_a, "tables"_a, "return_intermediate"_a, without_lock);
+        "mlp_q_dispatch"_a, "tables"_a, "return_intermediate"_a, pure_call);
   m.def(
       "mlp_layout_packed_params",
       [](const IndexArray& seq_lens) {

@@ -10,9 +10,12 @@
 
 namespace waybill::python {
 
-/// Runs `work` without the interpreter's lock; it must touch no Python object.
+/// Runs `work` without the interpreter's lock; it must touch no Python object. Loops over it end on
+/// Ctrl-C.
+/// @throws as check_asked_to_end
 template <class Work>
 auto unlocked(Work&& work) {
+  check_asked_to_end();
   const InterpreterUnlocked without_lock;
   return std::forward<Work>(work)();
 }
@@ -20,6 +23,16 @@ auto unlocked(Work&& work) {
 /// An argument of `def`: the function runs without the interpreter's lock and touches no Python
 /// object. Its arguments and its result are converted with the lock.
 inline constexpr nanobind::call_guard<InterpreterUnlocked> without_lock;
+
+struct PureCall {
+  PureCall() { check_asked_to_end(); }
+
+ private:
+  InterpreterUnlocked without_lock_;
+};
+
+/// As without_lock, for functions that no other rank hears of: loops over them end on Ctrl-C.
+inline constexpr nanobind::call_guard<PureCall> pure_call;
 
 [[nodiscard]] inline JsonStyle json_style(bool compact) {
   return compact ? JsonStyle::compact : JsonStyle::readable;

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 import waybill
+import waybill.moe
 import waybill.torch as wt
 from waybill.integrations.deep_ep import Buffer
 from waybill.torch.moe import EPAll2AllLayer, ExpertParallel, SwiGLUExperts
@@ -86,6 +87,17 @@ def attention_and_backward(world):
     attend, rows, pieces = _attention(world)
     plan = attend.plan(attend.gather(pieces))
     return lambda: attend(plan, *rows).sum().backward()
+
+
+def plan(world):
+    """Of this rank alone, as even_experts."""
+    lengths = [ROWS] * world.world_size
+    return lambda: waybill.plan(lengths, world.world_size, ROWS)
+
+
+def even_experts(world):
+    rows = np.ones((world.world_size, 2 * world.world_size), np.int64)
+    return lambda: waybill.moe.even_experts(rows, spare_experts=1)
 
 
 def gather(world):
@@ -170,8 +182,8 @@ def barrier(world):
 CALLS = {
     call.__name__: call
     for call in (
-        numpy_dispatch, dispatch, kv_gradient, plan_dispatch, reserve, gradient_inputs,
-        attention, attention_and_backward, gather, expert_dispatch, expert_combine,
+        numpy_dispatch, dispatch, kv_gradient, plan_dispatch, reserve, gradient_inputs, plan,
+        even_experts, attention, attention_and_backward, gather, expert_dispatch, expert_combine,
         expert_barrier, experts, deep_ep, deep_ep_low_latency, barrier,
     )
 }  # fmt: skip
