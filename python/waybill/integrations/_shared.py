@@ -106,8 +106,7 @@ class CopiedExperts:
         found: Dict[str, Any] = {}
 
         def check() -> Mapping[str, Any]:
-            given = {**self._options, "world": world, "layer": None, "operations": None}
-            found.update(checked_copies(**given))
+            found.update(checked_copies(**self._options, layer=None))
             return self._options
 
         with said_by(self._who):
