@@ -1,5 +1,3 @@
-#pragma nv_diag_suppress 554  // host_tensor.h: a view of constants converts to itself
-
 #include <cuda_runtime.h>
 
 #include <algorithm>
