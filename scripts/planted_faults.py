@@ -6,17 +6,21 @@
       --only TEXT                     those whose name, file or test has the text
       --check                         only whether each fault fits its file
       --cuda                          also compiles those in code for devices, with nvcc
+      --gpu BUILD                     those alone that need a GPU, on a machine with one: BUILD is
+                                      a build of this tree with waybill_tests_cuda; root only
       --whole                         runs the whole program or file of a fault's test, and names
                                       the tests that find it
 
 scripts/planted_faults.json has the faults: a file or a folder, a text that occurs once in it, what
 takes its place, and the test that finds it: "waybill_tests_moe Combine.weighted" (a program of the
-build and a filter) or "tests/python/test_a.py::test_b". A test of a GPU is named and not run.
+build and a filter) or "tests/python/test_a.py::test_b". Without --gpu, a test of a GPU is named and
+not run.
 
 Works on a copy of the tree. A fault that no test finds is a missing test: exits 1.
 """
 
 import argparse
+import concurrent.futures
 import importlib.util
 import json
 import os
@@ -25,6 +29,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -249,12 +254,81 @@ def try_devices(workshop, faults):
     return lost
 
 
+def try_in_place(fault, build):
+    """Plants a fault in this very tree, which is a copy; builds and runs its test there.
+
+    @return 0 if it was found, 1 if not, 2 if it does not compile
+    """
+    program, _, filter_ = fault["test"].partition(" ")
+    with Planted(fault, ROOT):
+        made = subprocess.run(["cmake", "--build", build, "-j4", "--target", program])
+        if made.returncode != 0:
+            return 2
+        command = [build / "tests" / program, f"--gtest_filter={filter_}"]
+        try:
+            done = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return 0
+    return int(done.returncode == 0)
+
+
+def try_on_gpu(fault, build):
+    """The same over this tree: what is written lies in memory, and goes.
+
+    @return (the status of try_in_place, what it printed)
+    """
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for name in ("written", "work"):
+            os.mkdir(f"{folder}/{name}")
+        layers = f"lowerdir={ROOT},upperdir={folder}/written,workdir={folder}/work"
+        again = [sys.executable, f"{ROOT}/scripts/planted_faults.py", "--gpu", build, "--in-place"]
+        script = f'mount -t overlay overlay -o {layers} {ROOT} && cd {ROOT} && exec "$@"'
+        done = subprocess.run(
+            ["unshare", "--mount", "sh", "-c", script, "sh", *again, "--only", fault["name"]],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def try_all_on_gpu(faults, build):
+    """All side by side, after their tests without a fault. @return the names that were not found"""
+    lost = []
+    for test in sorted({fault["test"] for fault in faults}):
+        program, _, filter_ = test.partition(" ")
+        command = [build / "tests" / program, f"--gtest_filter={filter_}"]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        if done.returncode != 0 or not re.search(r"PASSED *\] [1-9]", done.stdout):
+            print(f"without a fault, {test} does not pass\n{done.stdout[-2000:]}")
+            return [fault["name"] for fault in faults]
+    words = {0: "found", 1: "NOT FOUND", 2: "DOES NOT COMPILE"}
+    with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        results = pool.map(lambda fault: try_on_gpu(fault, build), faults)
+        for fault, (status, output) in zip(faults, results):
+            mark = words.get(status, f"BROKEN ({status})")
+            print(f"{mark}: {fault['name']}: {fault['test']}", flush=True)
+            if status != 0:
+                print(output[-2000:])
+                lost.append(fault["name"])
+    return lost
+
+
+def finish(lost, number, words):
+    """Prints the verdict. @return the status of the program"""
+    if lost:
+        print(f"planted faults: {len(lost)} of {number} not found: {', '.join(lost)}")
+        return 1
+    print(f"planted faults: {words}")
+    return 0
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", default="")
     parser.add_argument("--work", type=pathlib.Path, default=ROOT / "build" / "faults")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--cuda", action="store_true")
+    parser.add_argument("--gpu", type=pathlib.Path, metavar="BUILD")
+    parser.add_argument("--in-place", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--whole", action="store_true")
     given = parser.parse_args(arguments)
     faults = [fault for fault in load() if given.only in " ".join(map(str, fault.values()))]
@@ -265,6 +339,12 @@ def main(arguments=None):
     if given.check:
         print(f"planted faults: {len(others)} fit, and {len(devices)} that need a GPU")
         return 0
+    if given.in_place:
+        [fault] = [fault for fault in devices if fault["name"] == given.only]
+        return try_in_place(fault, given.gpu.resolve())
+    if given.gpu:
+        lost = try_all_on_gpu(devices, given.gpu.resolve())
+        return finish(lost, len(devices), f"all {len(devices)} found on a GPU")
     of_python = [fault["name"] for fault in others if fault["test"].startswith("tests/python")]
     if of_python and importlib.util.find_spec("waybill") is None:
         print(
@@ -279,11 +359,8 @@ def main(arguments=None):
     else:
         for fault in devices:
             print(f"needs a GPU: {fault['name']}: {fault['test']}")
-    if lost:
-        print(f"planted faults: {len(lost)} of {len(faults)} not found: {', '.join(lost)}")
-        return 1
-    print(f"planted faults: all {len(others)} found; {len(devices)} need a GPU")
-    return 0
+    found = f"all {len(others)} found; {len(devices)} need a GPU"
+    return finish(lost, len(faults), found)
 
 
 if __name__ == "__main__":

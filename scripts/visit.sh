@@ -1,12 +1,18 @@
 #!/usr/bin/env bash
-# Everything that only a machine with several GPUs can show, in four parts of at most 8 minutes:
+# Everything that only a machine with GPUs can show, in parts of at most 8 minutes:
 #
 #   scripts/visit.sh [--minutes N] [--dry] PART
 #
+# With several GPUs:
 #   1  tests: of C++ and Python, both again with late streams; the table of ways and edges
 #   2  combines that push against those that pull, 8 to 64 multiprocessors
 #   3  steps: of attention, of experts, of a block in training
 #   4  benches: links, sequences, experts, nodes, beside NCCL and DeepEP where they are installed
+#
+# With one GPU that ranks share:
+#   one-1  kernels timed alone; tests of C++; ways and edges; a soak begins, which goes on
+#   one-2  tests of Python, faults in kernels
+#   one-3  what needs the GPU for itself: faults, the same bits, races, benches
 #
 # A part builds what is not built (WAYBILL_PROGRAMS names a folder of programs that are), then runs
 # its steps in the order of their worth. A step that is done is not run again, and one that does not
@@ -34,7 +40,7 @@ while [[ ${1:-} == --* ]]; do
   esac
   shift
 done
-[[ $# == 1 && $1 =~ ^[1-4]$ ]] || usage
+[[ $# == 1 && $1 =~ ^([1-4]|one-[1-3])$ ]] || usage
 part=$1
 started=$SECONDS
 results=$PWD/build/visit
@@ -88,22 +94,59 @@ gpu_step() {
   fi
 }
 
+# beside NAME SECONDS COMMAND...: the same, which goes on while other steps and parts run.
+beside() {
+  local name=$1 limit=$2
+  shift 2
+  [[ $dry == no && ! -f $results/$name.begun ]] || return 0
+  touch "$results/$name.begun"
+  # shellcheck disable=SC2016 # the new shell expands it
+  setsid --fork bash -c 'name=$1; shift; status=0
+    timeout -k 5 "$@" >"$name.txt" 2>&1 </dev/null || status=$?
+    echo "$status" >"$name.ended"' beside "$results/$name" "$limit" "$@" >/dev/null 2>&1
+}
+# await NAME SECONDS: waits for it at most so long, and says how it ended.
+await() {
+  local name=$1 until=$((SECONDS + $2))
+  [[ -f $results/$name.begun && ! -f $results/$name.done ]] || return 0
+  until [[ -f $results/$name.ended ]] || ((SECONDS >= until)); do sleep 0.2; done
+  if [[ ! -f $results/$name.ended ]]; then
+    left+=("$name")
+  elif [[ $(<"$results/$name.ended") == 0 ]]; then
+    touch "$results/$name.done"
+    say "$name: ok, beside others"
+  else
+    failed+=("$name")
+    say "$name: FAILED ($(<"$results/$name.ended")), beside others: $(tail -1 "$results/$name.txt")"
+  fi
+}
+
+# Programs, tests and the Python package, in one build.
 build() {
-  if [[ $dry == yes ]]; then return; fi
+  [[ $dry == no && ! -f build/cuda/built ]] || return 0
   if [[ ! -x $programs/waybill_tests_cuda ]]; then
     local nvshmem=()
     [[ -z ${NVSHMEM_HOME:-} ]] || nvshmem=(-DWAYBILL_NVSHMEM=ON)
     cmake -S . -B build/cuda -G Ninja --log-level=WARNING -DCMAKE_BUILD_TYPE=Release \
       -DCMAKE_PREFIX_PATH="$PWD/build/headers;${CMAKE_PREFIX_PATH:-}" -DWAYBILL_CUDA=ON \
-      -DWAYBILL_CLI=OFF -DWAYBILL_CUDA_ARCHITECTURES="${WAYBILL_CUDA_ARCHITECTURES:-90a}" \
-      "${nvshmem[@]}"
-    cmake --build build/cuda
+      -DWAYBILL_PYTHON=ON -DPython_EXECUTABLE="$(command -v "$python")" \
+      -DWAYBILL_CUDA_ARCHITECTURES="${WAYBILL_CUDA_ARCHITECTURES:-90a}" "${nvshmem[@]}"
+    local targets=(waybill_tests_cuda example_launch waybill_python waybill_cli
+      waybill_bench_gpu_link waybill_bench_gpu_moe waybill_bench_gpu_sequence
+      waybill_bench_gpu_processes waybill_bench_gpu_planner)
+    [[ -z ${NVSHMEM_HOME:-} ]] || targets+=(waybill_nvshmem)
+    cmake --build build/cuda --target "${targets[@]}"
     cp build/cuda/tests/waybill_tests_cuda build/cuda/examples/launch "$programs/"
     [[ -z ${NVSHMEM_HOME:-} ]] || cp build/cuda/tests/libwaybill_nvshmem.so "$programs/"
-  fi
-  if ! "$python" -c 'import sys, waybill; sys.exit(waybill.num_gpus() == 0)' 2>/dev/null; then
+    rm -rf build/site
+    "$python" -m pip install -q --no-index --no-deps --no-build-isolation --target build/site \
+      -C wheel.cmake=false .
+    cmake --install build/cuda --component python --prefix build/site >/dev/null
+    cp -r build/site/lib/python*/site-packages/. build/site/
+  elif ! "$python" -c 'import sys, waybill; sys.exit(waybill.num_gpus() == 0)' 2>/dev/null; then
     scripts/test_python_here.sh --cuda --only-build
   fi
+  touch build/cuda/built
 }
 
 if [[ $dry == yes ]]; then
@@ -172,7 +215,47 @@ benches() {
   gpu_step doctor 60 "$python" -m waybill doctor --measure
 }
 
+one_tests() {
+  gpu_step planner 30 "$programs/waybill_bench_gpu_planner"
+  gpu_step payloads 60 "$programs/waybill_bench_gpu_moe" --payloads 16 32
+  gpu_step payload_sizes 60 "$programs/waybill_bench_gpu_moe" --payloads 8 16 32 64 \
+    "bytes(14336,0)" "bytes(7168,0)" "bytes(3584,0)" "bytes(3584,448)" "bytes(1792,0)"
+  beside soak 660 "$python" tests/soak/soak.py --minutes 10 --ranks 2 --device cuda --processes
+  gpu_step tests_cpp 240 scripts/test_gpu.sh "$programs"
+  cp -n docs/ways_and_edges.{md,json} "$results"
+  ways=("$python" tests/ways/run.py --device cuda --write "$results/ways_and_edges.md")
+  gpu_step ways_threads 150 "${ways[@]}" --ranks threads --limit-s 140
+  beside ways_processes 480 "${ways[@]}" --ranks processes
+  await ways_processes $((minutes * 60 - SECONDS + started))
+}
+
+one_beside() {
+  gpu_step tests_python 280 "$python" scripts/run_pytest.py
+  gpu_step planted_faults 240 "$python" scripts/planted_faults.py --gpu build/cuda
+  await ways_processes $((minutes * 60 - SECONDS + started))
+  await soak $((minutes * 60 - SECONDS + started))
+}
+
+one_alone() {
+  local kind
+  await soak 120
+  await ways_processes 120
+  gpu_step faults_cpp 120 scripts/test_gpu.sh --filter '*Fault*' "$programs"
+  gpu_step faults_python 120 "$python" scripts/run_pytest.py --jobs 1 tests/python/test_gpu_faults.py
+  gpu_step races 300 scripts/racecheck.sh --limit-s 220
+  gpu_step doctor 60 "$python" -m waybill doctor --measure
+  gpu_step bench 90 "$python" -m waybill bench --report
+  gpu_step expert_times 90 "$python" bench/expert_step_times.py --measure cuda --ranks 8
+  for kind in "local sums" sequence gradient; do
+    gpu_step "same_bits_${kind// /_}" 100 "$python" -m waybill selftest --device cuda --ranks 8 \
+      --tokens 4096 --repeat 2000 --only "$kind"
+  done
+}
+
 case $part in
+  one-1) one_tests ;;
+  one-2) one_beside ;;
+  one-3) one_alone ;;
   1) tests ;;
   2) combines ;;
   3) steps ;;

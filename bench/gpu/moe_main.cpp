@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -349,15 +350,17 @@ void run_spare() {
 }
 
 /// Rows of each format, given and quantised on the way, by a known routing.
-void run_payloads(const std::vector<int>& all_sms) {
+void run_payloads(const std::vector<int>& all_sms, std::vector<std::string> names) {
+  if (names.empty()) {
+    names = {"plain", "scaled_float8", "float8", "scaled_mxfp8", "mxfp8", "scaled_nvfp4", "nvfp4"};
+  }
   const std::int32_t world_size = std::max(2, num_gpus());
   Table table(world_size, 30);
   const Call again = [](MoeRank& rank) { rank.dispatch_again(); };
   for (const std::int64_t tokens : {std::int64_t{1}, std::int64_t{4096}}) {
     const MoeWorkload workload = uniform_moe(world_size, tokens, 7168, 8, 256);
     const EPConfig& config = workload.config;
-    for (const char* const name :
-         {"plain", "scaled_float8", "float8", "scaled_mxfp8", "mxfp8", "scaled_nvfp4", "nvfp4"}) {
+    for (const std::string& name : names) {
       EPDispatchOptions options;
       options.rows = EPRows::compact;
       options.payload = EPPayload::from_name(name, "payload");
@@ -368,7 +371,7 @@ void run_payloads(const std::vector<int>& all_sms) {
                                                            scale_row_bytes(config, options));
       std::vector<Line> lines;
       for (const int sms : all_sms) {
-        lines.push_back({name, sms, again, check, bytes, 0, tokens == 1});
+        lines.push_back({name.c_str(), sms, again, check, bytes, 0, tokens == 1});
       }
       table.run(workload, options, lines);
     }
@@ -400,10 +403,11 @@ void run(Extent extent) {
 }  // namespace
 }  // namespace waybill::bench
 
-/// waybill_bench_gpu_moe [--quick | --few | --combine [SMS ...] | --payloads [SMS ...] |
+/// waybill_bench_gpu_moe [--quick | --few | --combine [SMS ...] | --payloads [SMS ...] [NAME ...] |
 /// --ranks-per-node N | --spare]: a GPU for each rank; --few: at most 128 tokens; --combine, and
-/// --payloads: combines, or formats of rows, alone, with so many multiprocessors; --ranks-per-node:
-/// on logical nodes of N ranks; --spare: dispatches with and without copies of experts.
+/// --payloads: combines, or formats of rows (or those named), alone, with so many multiprocessors;
+/// --ranks-per-node: on logical nodes of N ranks; --spare: dispatches with and without copies of
+/// experts.
 int main(int argc, char** argv) {
   if (waybill::num_gpus() < 1) {
     std::fprintf(stderr, "error: no GPU\n");
@@ -413,9 +417,17 @@ int main(int argc, char** argv) {
     const std::string_view way = argc > 1 ? argv[1] : "";
     if (way == "--combine" || way == "--payloads") {
       std::vector<int> sms;
-      for (int i = 2; i < argc; ++i) sms.push_back(std::max(1, std::atoi(argv[i])));
+      std::vector<std::string> names;
+      for (int i = 2; i < argc; ++i) {
+        if (const int number = std::atoi(argv[i]); number > 0) {
+          sms.push_back(number);
+        } else {
+          names.emplace_back(argv[i]);
+        }
+      }
       if (sms.empty()) sms = {16, 32};
-      way == "--combine" ? waybill::bench::run_combines(sms) : waybill::bench::run_payloads(sms);
+      way == "--combine" ? waybill::bench::run_combines(sms)
+                         : waybill::bench::run_payloads(sms, names);
     } else if (way == "--spare") {
       waybill::bench::run_spare();
     } else if (way == "--ranks-per-node" && argc > 2) {
