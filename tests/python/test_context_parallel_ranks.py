@@ -8,6 +8,8 @@ from test_context_parallel_chunks import chunked
 from test_context_parallel_prefix import dense
 from test_process_worlds import expect_all_well, run_ranks
 
+import waybill
+
 torch = pytest.importorskip("torch")
 wt = pytest.importorskip("waybill.torch")
 
@@ -80,3 +82,13 @@ def test_processes(tmp_path, size):
     program = program.replace("{tests}", str(pathlib.Path(__file__).parent))
     program = program.replace("{folder}", str(tmp_path))
     expect_all_well(run_ranks(tmp_path, program, world_size=size))
+
+
+@pytest.mark.parametrize("source", ["wlbllm", "prolong", "magi_default"])
+@pytest.mark.parametrize("size", [2, 8, 64])
+def test_plans_of_chunks_are_even(source, size):
+    """Within a hundredth, of documents that are packed in order; those of prefixes: in C++."""
+    for chunk in (2048, 8192):
+        lengths = waybill.sample_documents(source, size * 16384, 1).tolist()
+        plan = wt.BatchPlanner(size, 32, 8, 128, chunk=chunk).plan(pieces_in_order(lengths, size))
+        assert plan.imbalance <= 1.01, (chunk, plan.imbalance)
