@@ -33,7 +33,7 @@ def dense(pieces, tensors):
     document, position, prefix = np.array(rows, np.int64).reshape(-1, 3).T
     seen = (position <= position[:, None]) | (np.maximum(position, position[:, None]) < prefix)
     seen = torch.from_numpy(seen & (document == document[:, None]))
-    k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~seen, -torch.inf)
     out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
