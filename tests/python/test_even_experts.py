@@ -14,7 +14,7 @@ import waybill
 from waybill.moe import even_experts
 from waybill.moe import even_experts_rule as rule
 
-SEEDS = range(10)
+SEEDS = range(20)
 
 
 def check(rows, plan, spare, present=None):

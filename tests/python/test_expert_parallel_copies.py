@@ -290,7 +290,7 @@ def test_a_rank_whose_experts_alone_are_frozen():
     waybill.run_threads(2, body)
 
 
-def train(world_size, spare, steps=20, **options):
+def train(world_size, spare, steps=50, **options):
     """Losses and weights of all ranks after some steps of a small mixture with a skewed router."""
     found = {}
 
