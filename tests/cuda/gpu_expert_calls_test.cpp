@@ -184,6 +184,8 @@ TEST(GpuExpertCalls, rows_past_the_capacity_are_counted_and_not_written) {
 /// Without receive slots.
 TEST(GpuExpertCalls, rows_past_the_capacity_of_many_tokens_are_counted_and_not_written) {
   count_rows_past_the_capacity(test::config_of(2, 16, 4, 150, 256));
+  // Each row is a token's first: the sender writes it, and those right after the last that fits.
+  count_rows_past_the_capacity(test::config_of(2, 16, 1, 150, 256));
 }
 TEST(GpuExpertCalls, rows_past_the_capacity_are_counted_and_not_written_on_nodes) {
   count_rows_past_the_capacity(small_config(4, 2));

@@ -287,7 +287,6 @@ TEST(GpuSpareExperts, LayersOnNodesWhoseMemoryIsMapped) {
   check_random(test::on_nodes(config_of(2, 8, 4, 60, 64), 1), spare_options(1), 4, 51);
   EPDispatchOptions options = spare_options(2);
   options.rows = EPRows::compact;
-  options.dropped_id = -1;
   check_random(test::on_nodes(config_of(8, 32, 4, 150, 64), 4), options, 4, 52, {4});
 }
 
