@@ -10,10 +10,12 @@
 #   4  benches: links, sequences, experts, nodes, beside NCCL and DeepEP where they are installed
 #
 # With one GPU that ranks share:
-#   one-1  kernels timed alone; tests of C++; ways and edges; a soak begins, which goes on
-#   one-2  tests of Python, faults in kernels
-#   one-3  what needs the GPU for itself: faults, the same bits, races, benches
+#   one-1  kernels timed alone, tests of C++
+#   one-2  the table of ways and edges
+#   one-3  tests of Python, faults in kernels, races, benches, the same bits
+#   one-4  a soak
 #
+# Nothing runs beside anything else: kernels that wait take turns on the GPU.
 # A part builds what is not built (WAYBILL_PROGRAMS names a folder of programs that are), then runs
 # its steps in the order of their worth. A step that is done is not run again, and one that does not
 # fit into the minutes left is left: the same command again goes on. What steps print lies in
@@ -40,7 +42,7 @@ while [[ ${1:-} == --* ]]; do
   esac
   shift
 done
-[[ $# == 1 && $1 =~ ^([1-4]|one-[1-3])$ ]] || usage
+[[ $# == 1 && $1 =~ ^([1-4]|one-[1-4])$ ]] || usage
 part=$1
 started=$SECONDS
 results=$PWD/build/visit
@@ -91,33 +93,6 @@ gpu_step() {
     say "$1: not run, it needs GPUs"
   else
     step "$@"
-  fi
-}
-
-# beside NAME SECONDS COMMAND...: the same, which goes on while other steps and parts run.
-beside() {
-  local name=$1 limit=$2
-  shift 2
-  [[ $dry == no && ! -f $results/$name.begun ]] || return 0
-  touch "$results/$name.begun"
-  # shellcheck disable=SC2016 # the new shell expands it
-  setsid --fork bash -c 'name=$1; shift; status=0
-    timeout -k 5 "$@" >"$name.txt" 2>&1 </dev/null || status=$?
-    echo "$status" >"$name.ended"' beside "$results/$name" "$limit" "$@" >/dev/null 2>&1
-}
-# await NAME SECONDS: waits for it at most so long, and says how it ended.
-await() {
-  local name=$1 until=$((SECONDS + $2))
-  [[ -f $results/$name.begun && ! -f $results/$name.done ]] || return 0
-  until [[ -f $results/$name.ended ]] || ((SECONDS >= until)); do sleep 0.2; done
-  if [[ ! -f $results/$name.ended ]]; then
-    left+=("$name")
-  elif [[ $(<"$results/$name.ended") == 0 ]]; then
-    touch "$results/$name.done"
-    say "$name: ok, beside others"
-  else
-    failed+=("$name")
-    say "$name: FAILED ($(<"$results/$name.ended")), beside others: $(tail -1 "$results/$name.txt")"
   fi
 }
 
@@ -218,30 +193,20 @@ benches() {
 one_tests() {
   gpu_step planner 30 "$programs/waybill_bench_gpu_planner"
   gpu_step payloads 60 "$programs/waybill_bench_gpu_moe" --payloads 16 32
-  gpu_step payload_sizes 60 "$programs/waybill_bench_gpu_moe" --payloads 8 16 32 64 \
-    "bytes(14336,0)" "bytes(7168,0)" "bytes(3584,0)" "bytes(3584,448)" "bytes(1792,0)"
-  beside soak 660 "$python" tests/soak/soak.py --minutes 10 --ranks 2 --device cuda --processes
-  gpu_step tests_cpp 240 scripts/test_gpu.sh "$programs"
+  gpu_step tests_cpp 300 scripts/test_gpu.sh "$programs"
+}
+
+one_ways() {
   cp -n docs/ways_and_edges.{md,json} "$results"
-  ways=("$python" tests/ways/run.py --device cuda --write "$results/ways_and_edges.md")
-  gpu_step ways_threads 150 "${ways[@]}" --ranks threads --limit-s 140
-  beside ways_processes 480 "${ways[@]}" --ranks processes
-  await ways_processes $((minutes * 60 - SECONDS + started))
+  local ways=("$python" tests/ways/run.py --device cuda --write "$results/ways_and_edges.md")
+  gpu_step ways_threads 240 "${ways[@]}" --ranks threads --limit-s 230
+  gpu_step ways_processes 480 "${ways[@]}" --ranks processes
 }
 
-one_beside() {
-  gpu_step tests_python 280 "$python" scripts/run_pytest.py
-  gpu_step planted_faults 240 "$python" scripts/planted_faults.py --gpu build/cuda
-  await ways_processes $((minutes * 60 - SECONDS + started))
-  await soak $((minutes * 60 - SECONDS + started))
-}
-
-one_alone() {
+one_faults() {
   local kind
-  await soak 120
-  await ways_processes 120
-  gpu_step faults_cpp 120 scripts/test_gpu.sh --filter '*Fault*' "$programs"
-  gpu_step faults_python 120 "$python" scripts/run_pytest.py --jobs 1 tests/python/test_gpu_faults.py
+  gpu_step tests_python 280 "$python" scripts/run_pytest.py --jobs 3
+  gpu_step planted_faults 240 "$python" scripts/planted_faults.py --gpu build/cuda
   gpu_step races 300 scripts/racecheck.sh --limit-s 220
   gpu_step doctor 60 "$python" -m waybill doctor --measure
   gpu_step bench 90 "$python" -m waybill bench --report
@@ -252,10 +217,16 @@ one_alone() {
   done
 }
 
+one_soak() {
+  gpu_step soak $((minutes * 60)) "$python" tests/soak/soak.py --minutes $((minutes - 1)) \
+    --ranks 2 --device cuda --processes
+}
+
 case $part in
   one-1) one_tests ;;
-  one-2) one_beside ;;
-  one-3) one_alone ;;
+  one-2) one_ways ;;
+  one-3) one_faults ;;
+  one-4) one_soak ;;
   1) tests ;;
   2) combines ;;
   3) steps ;;

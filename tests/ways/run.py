@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 CELL_LIMIT_S = 75.0  #: then the process is ended
 START_LIMIT_S = 120.0  #: for importing torch, and for a GPU
@@ -38,6 +38,8 @@ Results = dict[Cell, tuple[str, str]]
 class Worker:
     """A process that runs cells one after another, and says what came of each."""
 
+    alive: ClassVar[set[Worker]] = set()
+
     def __init__(self, device: str, ranks: str, under: list[str], folder: str) -> None:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
@@ -45,6 +47,7 @@ class Worker:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
             start_new_session=True, env={**os.environ, "TMPDIR": folder},
         )  # fmt: skip
+        Worker.alive.add(self)
         self.lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -92,6 +95,7 @@ class Worker:
 
     def end(self) -> None:
         """Ends the process, and the ranks that it has started."""
+        Worker.alive.discard(self)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -187,6 +191,14 @@ class Run:
             line = "".join(marks[self.results[c][0]] for c in cells if c[0] == way)
             at = time.monotonic() - self.begun
             print(f"{at:6.1f} s  {line:18} {way} ({seconds:.1f} s)", flush=True)
+
+
+def end_all(number: int, frame: object) -> None:
+    """Ends with all workers: one that stays would hold the GPU until its deadline."""
+    for worker in list(Worker.alive):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.process.pid, signal.SIGKILL)
+    os._exit(128 + number)
 
 
 def serve(device: str, kind: str) -> None:
@@ -309,6 +321,7 @@ def main() -> int:
     if given.worker:
         serve(given.device, given.worker)
         return 0
+    signal.signal(signal.SIGTERM, end_all)
     import table
 
     if given.page:
