@@ -173,31 +173,36 @@ class Workshop:
 
     def run(self, test):
         """("passed", "failed", "no test" or "broken", output) of a test."""
-        if test.startswith("tests/"):
-            env = {
-                **os.environ, "PYTHONPATH": str(self.site()), "PYTHONDONTWRITEBYTECODE": "1"
-            }  # fmt: skip
-            words = ["passed", "failed"]
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
-        else:
-            program, _, filter_ = test.partition(" ")
-            env, words = {**os.environ}, ["passed", "failed"]
-            command = [self.build / "tests" / program, "--gtest_brief=1"]
-            command += [f"--gtest_filter={filter_}"] if filter_ else []
-        try:
-            done = subprocess.run(
-                command, cwd=self.tree, env=env, capture_output=True, text=True, timeout=TIMEOUT_S,
-                errors="replace",
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return "failed", "timeout"
-        output = done.stdout + done.stderr
-        if done.returncode == 0:
-            ran = re.search(r"\d+ passed|PASSED *\] [1-9]", output)
-            return ("passed" if ran else "no test"), output
-        if test.startswith("tests/") and done.returncode != 1:
-            return "broken", output
-        return words[1], output
+        if not test.startswith("tests/"):
+            return outcome([*gtest(self.build, test), "--gtest_brief=1"], self.tree)
+        env = {**os.environ, "PYTHONPATH": str(self.site()), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
+        return outcome(command, self.tree, env, failures=(1,))
+
+
+def gtest(build, test):
+    """The command that runs a test of C++."""
+    program, _, filter_ = test.partition(" ")
+    return [build / "tests" / program, *([f"--gtest_filter={filter_}"] if filter_ else [])]
+
+
+def outcome(command, folder, env=None, failures=None):
+    """("passed", "failed", "no test" or "broken", output) of a command.
+
+    @param failures which statuses say that a test failed; None: all but 0
+    """
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, timeout=TIMEOUT_S,
+            errors="replace",
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "failed", "timeout"
+    output = done.stdout + done.stderr
+    if done.returncode == 0:
+        ran = re.search(r"\d+ passed|PASSED *\] [1-9]", output)
+        return ("passed" if ran else "no test"), output
+    return ("failed" if failures is None or done.returncode in failures else "broken"), output
 
 
 def try_fault(workshop, fault, whole):
@@ -254,22 +259,20 @@ def try_devices(workshop, faults):
     return lost
 
 
-def try_in_place(fault, build):
-    """Plants a fault in this very tree, which is a copy; builds and runs its test there.
+#: How try_in_place ends; 1 is for what went wrong before.
+FOUND, NOT_FOUND, DOES_NOT_COMPILE = 0, 10, 11
 
-    @return 0 if it was found, 1 if not, 2 if it does not compile
-    """
-    program, _, filter_ = fault["test"].partition(" ")
+
+def try_in_place(fault, build):
+    """Plants a fault in this very tree, which is a copy; builds and runs its test there."""
     with Planted(fault, ROOT):
+        program = fault["test"].split()[0]
         made = subprocess.run(["cmake", "--build", build, "-j4", "--target", program])
         if made.returncode != 0:
-            return 2
-        command = [build / "tests" / program, f"--gtest_filter={filter_}"]
-        try:
-            done = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return 0
-    return int(done.returncode == 0)
+            return DOES_NOT_COMPILE
+        result, output = outcome(gtest(build, fault["test"]), ROOT)
+    print(output)
+    return FOUND if result == "failed" else NOT_FOUND
 
 
 def try_on_gpu(fault, build):
@@ -294,19 +297,17 @@ def try_all_on_gpu(faults, build):
     """All side by side, after their tests without a fault. @return the names that were not found"""
     lost = []
     for test in sorted({fault["test"] for fault in faults}):
-        program, _, filter_ = test.partition(" ")
-        command = [build / "tests" / program, f"--gtest_filter={filter_}"]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        if done.returncode != 0 or not re.search(r"PASSED *\] [1-9]", done.stdout):
-            print(f"without a fault, {test} does not pass\n{done.stdout[-2000:]}")
+        result, output = outcome(gtest(build, test), ROOT)
+        if result != "passed":
+            print(f"without a fault: {result}: {test}\n{output[-2000:]}")
             return [fault["name"] for fault in faults]
-    words = {0: "found", 1: "NOT FOUND", 2: "DOES NOT COMPILE"}
+    words = {FOUND: "found", NOT_FOUND: "NOT FOUND", DOES_NOT_COMPILE: "DOES NOT COMPILE"}
     with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
         results = pool.map(lambda fault: try_on_gpu(fault, build), faults)
         for fault, (status, output) in zip(faults, results):
             mark = words.get(status, f"BROKEN ({status})")
             print(f"{mark}: {fault['name']}: {fault['test']}", flush=True)
-            if status != 0:
+            if status != FOUND:
                 print(output[-2000:])
                 lost.append(fault["name"])
     return lost

@@ -8,8 +8,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-python3}
 check=(compute-sanitizer --tool racecheck --target-processes all --error-exitcode 9)
-for option in --kernel-name --filter; do # the names of one option; other kernels are not looked at
-  if compute-sanitizer --help | grep -q -e "$option "; then
+options=$(compute-sanitizer --help)
+for option in --kernel-name --filter; do # which kernels it looks at; its name depends on the release
+  if grep -q -e "$option " <<<"$options"; then
     check+=("$option" kns=waybill)
     break
   fi

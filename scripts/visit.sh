@@ -98,7 +98,7 @@ gpu_step() {
 
 # Programs, tests and the Python package, in one build.
 build() {
-  [[ $dry == no && ! -f build/cuda/built ]] || return 0
+  if [[ $dry == yes ]]; then return; fi
   if [[ ! -x $programs/waybill_tests_cuda ]]; then
     local nvshmem=()
     [[ -z ${NVSHMEM_HOME:-} ]] || nvshmem=(-DWAYBILL_NVSHMEM=ON)
@@ -111,17 +111,16 @@ build() {
       waybill_bench_gpu_processes waybill_bench_gpu_planner)
     [[ -z ${NVSHMEM_HOME:-} ]] || targets+=(waybill_nvshmem)
     cmake --build build/cuda --target "${targets[@]}"
-    cp build/cuda/tests/waybill_tests_cuda build/cuda/examples/launch "$programs/"
-    [[ -z ${NVSHMEM_HOME:-} ]] || cp build/cuda/tests/libwaybill_nvshmem.so "$programs/"
     rm -rf build/site
     "$python" -m pip install -q --no-index --no-deps --no-build-isolation --target build/site \
       -C wheel.cmake=false .
     cmake --install build/cuda --component python --prefix build/site >/dev/null
     cp -r build/site/lib/python*/site-packages/. build/site/
-  elif ! "$python" -c 'import sys, waybill; sys.exit(waybill.num_gpus() == 0)' 2>/dev/null; then
+    [[ -z ${NVSHMEM_HOME:-} ]] || cp build/cuda/tests/libwaybill_nvshmem.so "$programs/"
+    cp build/cuda/examples/launch build/cuda/tests/waybill_tests_cuda "$programs/"
+  elif [[ ! -d build/site ]] && ! "$python" -c 'import sys, waybill; sys.exit(waybill.num_gpus() == 0)' 2>/dev/null; then
     scripts/test_python_here.sh --cuda --only-build
   fi
-  touch build/cuda/built
 }
 
 if [[ $dry == yes ]]; then
@@ -218,7 +217,8 @@ one_faults() {
 }
 
 one_soak() {
-  gpu_step soak $((minutes * 60)) "$python" tests/soak/soak.py --minutes $((minutes - 1)) \
+  local rest=$((minutes - (SECONDS - started) / 60))
+  gpu_step soak $((rest * 60)) "$python" tests/soak/soak.py --minutes $((rest - 2)) \
     --ranks 2 --device cuda --processes
 }
 

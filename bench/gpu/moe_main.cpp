@@ -421,8 +421,11 @@ int main(int argc, char** argv) {
       for (int i = 2; i < argc; ++i) {
         if (const int number = std::atoi(argv[i]); number > 0) {
           sms.push_back(number);
-        } else {
+        } else if (way == "--payloads") {
           names.emplace_back(argv[i]);
+        } else {
+          throw waybill::InvalidArgument(
+              waybill::concat("--combine: got \"", argv[i], "\", expected SMs"));
         }
       }
       if (sms.empty()) sms = {16, 32};

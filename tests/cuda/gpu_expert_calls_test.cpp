@@ -184,7 +184,7 @@ TEST(GpuExpertCalls, rows_past_the_capacity_are_counted_and_not_written) {
 /// Without receive slots.
 TEST(GpuExpertCalls, rows_past_the_capacity_of_many_tokens_are_counted_and_not_written) {
   count_rows_past_the_capacity(test::config_of(2, 16, 4, 150, 256));
-  // Each row is a token's first: the sender writes it, and those right after the last that fits.
+  // With one topk slot the sender writes every row, the one right after the last that fits, too.
   count_rows_past_the_capacity(test::config_of(2, 16, 1, 150, 256));
 }
 TEST(GpuExpertCalls, rows_past_the_capacity_are_counted_and_not_written_on_nodes) {

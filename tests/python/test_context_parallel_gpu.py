@@ -37,14 +37,14 @@ def expect(got, pieces, tensors, **mask):
             torch.testing.assert_close(a.cpu().double(), b, rtol=0.05, atol=0.05)
 
 
-def run(body):
-    """On two ranks, which may share a GPU: then they would share autograd's thread for it."""
+def run(body, size=2):
+    """On ranks that may share a GPU: then they would share autograd's thread for it."""
 
     def alone(world):
         torch.autograd.set_multithreading_enabled(False)
         return body(world)
 
-    return TorchWay("cuda").run(2, alone)
+    return TorchWay("cuda").run(size, alone)
 
 
 def on_device(world, batches):

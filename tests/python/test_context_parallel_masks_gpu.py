@@ -3,16 +3,15 @@
 import pytest
 from packed import leaves_of, tensors_of
 from test_context_parallel_chunks import chunked
-from test_context_parallel_gpu import HEADS, WAYS, batch, expect, on_device
+from test_context_parallel_gpu import HEADS, WAYS, batch, expect, on_device, run
 from test_context_parallel_prefix import dense
-from ways import TorchWay, captured
+from ways import captured
 
 import waybill
 
 torch = pytest.importorskip("torch")
 wt = pytest.importorskip("waybill.torch")
 
-DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(
     waybill.num_gpus() < 1 or not torch.cuda.is_available(),
     reason="no GPU, or an installation without CUDA",
@@ -25,21 +24,6 @@ ONE_LONG = [[(0, 0, 2800)], *([(d, 0, 80)] for d in range(1, 4))]
 EVEN = [[(4 * r + d, 0, 120) for d in range(4)] for r in range(4)]
 
 
-def run(size, body):
-    """On ranks that may share a GPU, and with it autograd's thread."""
-
-    def alone(world):
-        torch.autograd.set_multithreading_enabled(False)
-        return body(world)
-
-    return TorchWay(DEVICE).run(size, alone)
-
-
-def settle():
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-
-
 def steps(attend, plans, given):
     """Output and gradients of each batch."""
     results = []
@@ -48,7 +32,7 @@ def steps(attend, plans, given):
         out = attend(plan, q, k, v)
         out.backward(mine[3])
         results.append([out.detach(), q.grad, k.grad, v.grad])
-    settle()
+    torch.cuda.synchronize()
     return results
 
 
@@ -62,7 +46,7 @@ def test_chunks(way):
         plans = [attend.plan(attend.gather(pieces[world.rank])) for pieces, _ in batches]
         return steps(attend, plans, on_device(world, batches))
 
-    ranks = run(2, body)
+    ranks = run(body)
     for i, (pieces, tensors) in enumerate(batches):
         expect([results[i] for results in ranks], chunked(pieces, CHUNK), tensors)
 
@@ -82,7 +66,7 @@ def test_prefixes(way):
         plans = [attend.plan(attend.gather(pieces[world.rank])) for pieces in with_prefixes]
         return steps(attend, plans, on_device(world, batches))
 
-    ranks = run(2, body)
+    ranks = run(body)
     for i, (_, tensors) in enumerate(batches):
         wide = [[t.double() for t in mine] for mine in tensors]
         for rank, expected in enumerate(dense(with_prefixes[i], wide)):
@@ -117,7 +101,7 @@ def test_forwarding_gives_the_same_bits(in_place):
             ways = [attend._step(plan)._moves._plans["qkv"].way for plan in (plans[0], plans[2])]
             return [[t.cpu() for t in one] for one in results], ways
 
-        return run(4, body)
+        return run(body, 4)
 
     for (got, ways), (expected, were) in zip(of("auto"), of("never")):
         assert ways == ["relay"] * 2 and were == ["direct"] * 2
@@ -167,7 +151,7 @@ def test_a_graph_forwards_and_goes_straight():
             del graph
             return [[t.cpu() for t in one] for one in results], room.max_batches
 
-        return run(4, body)
+        return run(body, 4)
 
     forwarded, straight = of("auto"), of("never")
     for (got, batched), (expected, none) in zip(forwarded, straight):

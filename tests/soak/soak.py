@@ -45,7 +45,6 @@ from waybill.torch.moe import ExpertParallel, SwiGLUExperts
 TIMEOUT_S = 120.0
 HEADS, KV_HEADS, TOPK, EXPERTS_PER_RANK = 4, 2, 2, 4
 MIB = 1 << 20
-OF_ALL = "GPU memory, with that of others"
 FIGURES = {  # name: (unit of the table, allowed growth as a share, and at least)
     "memory": (MIB, 0.02, 8 * MIB),
     "heap in use": (MIB, 0.0, MIB),
@@ -53,7 +52,6 @@ FIGURES = {  # name: (unit of the table, allowed growth as a share, and at least
     "threads": (1, 0.0, 0.5),
     "shared memory files": (1, 0.0, 0.5),
     "GPU memory": (MIB, 0.02, 32 * MIB),
-    OF_ALL: (MIB, 0.02, 32 * MIB),
 }
 
 
@@ -202,19 +200,6 @@ def threads_now():
     return min(counts)
 
 
-def gpu_memory():
-    """What this process has of its GPU, in bytes; where the driver does not say, what all have."""
-    figures = "--query-compute-apps=pid,used_memory"
-    command = ["nvidia-smi", figures, "--format=csv,noheader,nounits"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
-        lines = [line.split(", ") for line in said.splitlines()]
-        return {"GPU memory": {int(pid): int(used) for pid, used in lines}[os.getpid()] * MIB}
-    except (OSError, ValueError, KeyError, subprocess.TimeoutExpired):
-        free, all_memory = torch.cuda.mem_get_info()
-        return {OF_ALL: all_memory - free}
-
-
 def note(device, steps):
     """What this process has now, when none of its ranks has anything."""
     gc.collect()
@@ -236,7 +221,8 @@ def note(device, steps):
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        found.update(gpu_memory())
+        free, all_memory = torch.cuda.mem_get_info()
+        found["GPU memory"] = all_memory - free
     return found
 
 
@@ -284,7 +270,7 @@ def soak_process(options):
 
 
 def soak_processes(options, noted):
-    """Starts a process for each rank and adds up what they note."""
+    """Starts a process for each rank and adds up what they note. GPU memory is the device's."""
     command = [sys.executable, __file__, *options.given, "--as-rank"]
     with tempfile.TemporaryDirectory() as folder:
         processes = []
@@ -333,7 +319,7 @@ def _gather_notes(options, processes, noted):
             begin = time.monotonic() - options.world_seconds
         each = [json.loads(line) for line in lines]
         total = {name: sum(one[name] for one in each) for name in each[0]}
-        for name in (OF_ALL, "steps"):
+        for name in ("GPU memory", "steps"):
             if name in total:
                 total[name] = max(one[name] for one in each)
         now = time.monotonic() - begin
