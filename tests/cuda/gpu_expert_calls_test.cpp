@@ -131,20 +131,22 @@ TEST(GpuExpertCalls, calls_follow_each_other_without_barriers_and_with_late_rank
 
 /// More rows than the windows hold: told to the host, nothing behind the windows is written, and
 /// the next call is right.
-void count_rows_past_the_capacity(const EPConfig& config) {
+void count_rows_past_the_capacity(const EPConfig& config, EPRows form = EPRows::grouped) {
+  EPDispatchOptions options;
+  options.rows = form;
   Random random(34);
   const ExpertCase large = test::random_case(
       config, random, {.draw = test::Draw::one_expert, .drop = 0, .tokens = config.max_tokens});
   const ExpertCase small = test::random_case(config, random, {.drop = 0, .tokens = 5});
-  const ExpertDispatch too_many = large.dispatch();
-  const ExpertDispatch fits = small.dispatch();
+  const ExpertDispatch too_many = large.dispatch(options);
+  const ExpertDispatch fits = small.dispatch(options);
   constexpr std::int64_t capacity = 41;
   run_gpu_thread_world(
       config.world_size,
       [&](World& world) {
         DeviceArena arena(world, arena_bytes);
         const Stream stream{arena.stream()};
-        ExpertRig rig(world, config, {}, capacity, 4);
+        ExpertRig rig(world, config, options, capacity, 4);
         const DeviceInput first(arena, large, rig.config().rank);
         const DeviceInput second(arena, small, rig.config().rank);
         // Dispatch windows are larger than their rows: what lies between the parts must stay.
@@ -164,7 +166,7 @@ void count_rows_past_the_capacity(const EPConfig& config) {
         for (const auto& [end, next] :
              {std::pair{window.rows + capacity * config.hidden * 2, window.tags},
               std::pair{window.tags + capacity * 16, window.scales},
-              std::pair{window.weights + capacity * 4, window.topk}}) {
+              std::pair{window.weights + capacity * 4 * window.weights_per_row, window.topk}}) {
           for (std::int64_t i = end; i < next; ++i) {
             ASSERT_EQ(after[i], std::byte{0x77}) << "byte " << i;
           }
@@ -184,8 +186,8 @@ TEST(GpuExpertCalls, rows_past_the_capacity_are_counted_and_not_written) {
 /// Without receive slots.
 TEST(GpuExpertCalls, rows_past_the_capacity_of_many_tokens_are_counted_and_not_written) {
   count_rows_past_the_capacity(test::config_of(2, 16, 4, 150, 256));
-  // With one topk slot the sender writes every row, the one right after the last that fits, too.
-  count_rows_past_the_capacity(test::config_of(2, 16, 1, 150, 256));
+  // Placement drops the first rows of tokens that do not fit; compact rows only the sender drops.
+  count_rows_past_the_capacity(test::config_of(2, 16, 4, 150, 256), EPRows::compact);
 }
 TEST(GpuExpertCalls, rows_past_the_capacity_are_counted_and_not_written_on_nodes) {
   count_rows_past_the_capacity(small_config(4, 2));

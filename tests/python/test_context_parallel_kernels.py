@@ -12,6 +12,8 @@ from waybill.torch.attention.moves import home_lens  # noqa: E402
 # (queries, keys) of each sequence
 PLAIN = [(5, 5), (200, 300), (1, 140), (7, 7)]
 GAPS = [(9, 0), (5, 5), (200, 300), (0, 33), (1, 140), (3, 0), (0, 2)]
+#: FlashAttention takes sequences of one query another way.
+ONE_QUERY = [(1, 3), (0, 2), (1, 1), (1, 140), (0, 4)]
 MASKS = [{}, {"window": 6}, {"mask": "full"}]
 CPU_KERNELS = ["dot_product", "flex"]
 GPU_KERNELS = ["varlen", "flash_attn", "flash_attn_3", "flex", "dot_product"]
@@ -76,7 +78,7 @@ def compare(name, lengths, device, dtype, tolerance, head_dims=(32, 32), backwar
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("lengths", [PLAIN, GAPS])
+@pytest.mark.parametrize("lengths", [PLAIN, GAPS, ONE_QUERY])
 @pytest.mark.parametrize("name", CPU_KERNELS)
 def test_on_the_cpu(name, lengths, mask):
     compare(name, lengths, "cpu", torch.float32, 1e-4, backward=name != "flex", **mask)
@@ -91,7 +93,7 @@ def test_heads_of_v_may_be_smaller():
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("lengths", [PLAIN, GAPS])
+@pytest.mark.parametrize("lengths", [PLAIN, GAPS, ONE_QUERY])
 @pytest.mark.parametrize("name", GPU_KERNELS)
 def test_on_a_gpu(name, lengths, mask):
     if not torch.cuda.is_available():

@@ -74,6 +74,13 @@ def _log_sum_exp(
     return scores.logsumexp(-1)
 
 
+def _longest_q(sequences: Sequences) -> int:
+    """For FlashAttention 2's forward pass. With grouped heads it takes 1 to say that *each*
+    sequence has one query, and fails where some have none; a larger bound changes nothing else.
+    """
+    return max(sequences.max_seqlen_q, 2)
+
+
 class VarlenKernel(AttentionKernel):
     """The operations that varlen_attn calls on a GPU, forward and backward: FlashAttention 2, or
     the one that ``torch.nn.attention.activate_flash_attention_impl`` has made torch's (it is left
@@ -104,7 +111,7 @@ class VarlenKernel(AttentionKernel):
         operation: Any = torch.ops.aten._flash_attention_forward
         out, lse, *_ = operation(
             q, k, widened(v, shape.head_dim), sequences.cu_seqlens_q, sequences.cu_seqlens_k,
-            sequences.max_seqlen_q, sequences.max_seqlen_k, 0.0, (left, right) == (-1, 0), False,
+            _longest_q(sequences), sequences.max_seqlen_k, 0.0, (left, right) == (-1, 0), False,
             scale=shape.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return narrowed(out, shape.v_head_dim), lse
@@ -170,7 +177,7 @@ class _PackageKernel(AttentionKernel):
         known = _parameters(self._attend)
         result = self._attend(
             q, k, self._v(v, shape), sequences.cu_seqlens_q, sequences.cu_seqlens_k,
-            max_seqlen_q=sequences.max_seqlen_q, max_seqlen_k=sequences.max_seqlen_k,
+            max_seqlen_q=_longest_q(sequences), max_seqlen_k=sequences.max_seqlen_k,
             **{name: value for name, value in options.items() if name in known},
         )  # fmt: skip
         out, lse = result[0], result[1]
