@@ -2,8 +2,9 @@
 """Runs files of Python tests side by side, each in a process of its own: run_pytest.py [FILE ...].
 
 For machines with GPUs, where a fault takes the device from all tests that follow in a process. A
-file that fails beside others runs again when they are done, and that run gives the verdict. The
-default are the files that have a test for GPUs (``-m gpu``). Exit status 1 when a file failed.
+file that fails beside others runs again when they are done, and that run gives the verdict; it
+prints at once what its tests print, which a process that is aborted would lose. The default are the
+files that have a test for GPUs (``-m gpu``). Exit status 1 when a file failed.
 """
 
 import argparse
@@ -71,7 +72,7 @@ def main():
             failed += [] if passed else [futures[future]]
     still = []
     for file in failed:
-        passed, last, output = run_file(file, options, given.limit_s)
+        passed, last, output = run_file(file, [*options, "-s"], given.limit_s)
         say(f"{file}, alone", passed, last, start)
         if not passed:
             print(output)

@@ -14,6 +14,7 @@
 #   one-2  the table of ways and edges
 #   one-3  tests of Python, faults in kernels, races, benches, the same bits
 #   one-4  a soak
+#   one-5  tests of C++ that end with a lost device: many minutes
 #
 # Nothing runs beside anything else: kernels that wait take turns on the GPU.
 # A part builds what is not built (WAYBILL_PROGRAMS names a folder of programs that are), then runs
@@ -42,7 +43,7 @@ while [[ ${1:-} == --* ]]; do
   esac
   shift
 done
-[[ $# == 1 && $1 =~ ^([1-4]|one-[1-4])$ ]] || usage
+[[ $# == 1 && $1 =~ ^([1-4]|one-[1-5])$ ]] || usage
 part=$1
 started=$SECONDS
 results=$PWD/build/visit
@@ -189,11 +190,14 @@ benches() {
   gpu_step doctor 60 "$python" -m waybill doctor --measure
 }
 
+lost_devices='*Agreement*:*Fault*:GpuExpertInput.*:GpuNoPeerAccess.*'
 one_tests() {
   gpu_step planner 30 "$programs/waybill_bench_gpu_planner"
   gpu_step payloads 60 "$programs/waybill_bench_gpu_moe" --payloads 16 32
-  gpu_step tests_cpp 300 scripts/test_gpu.sh "$programs"
+  gpu_step tests_cpp 480 scripts/test_gpu.sh --filter "-$lost_devices" "$programs"
 }
+
+one_losses() { gpu_step tests_cpp_losses 600 scripts/test_gpu.sh --filter "$lost_devices" "$programs"; }
 
 one_ways() {
   cp -n docs/ways_and_edges.{md,json} "$results"
@@ -227,6 +231,7 @@ case $part in
   one-2) one_ways ;;
   one-3) one_faults ;;
   one-4) one_soak ;;
+  one-5) one_losses ;;
   1) tests ;;
   2) combines ;;
   3) steps ;;

@@ -203,6 +203,10 @@ def _ways() -> Iterator[AttentionWay]:
     yield AttentionWay(
         "attention_relay", "one node, attention, ranks forward K and V", relay="always"
     )
+    yield AttentionWay(
+        "attention_fixed_relay", "one node, attention, a fixed plan, ranks forward K and V",
+        fixed=True, relay="always",
+    )  # fmt: skip
     yield AttentionWay("attention_chunks", "one node, attention in chunks of 7", chunk=7)
     yield AttentionWay("attention_prefixes", "one node, attention with prefixes", prefix=True)
     over = ((4, 2),)

@@ -24,9 +24,11 @@ class Factors(torch.nn.Module):
         self.factors = torch.nn.Parameter(factors)
 
     def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden], of rows by expert."""
+        """[rows, hidden], of rows by expert; fixed_rows may leave room behind them."""
         counts = ends.diff(prepend=ends.new_zeros(1)).long()
-        return rows * self.factors.repeat_interleave(counts, 0)
+        of_rows = self.factors.repeat_interleave(counts, 0)
+        room = len(rows) - len(of_rows)
+        return rows * torch.nn.functional.pad(of_rows, (0, 0, 0, room))
 
 
 class Slots(Factors):
@@ -63,6 +65,7 @@ class CopiesWay(ExpertWay):
     keep: bool = False  #: copies stay, and are void after the step
     chunks: int = 1
     limits: tuple[float, int] = (1.0, 1)  #: limit and min_rows of the copies' plans
+    compiled: bool = False  #: one graph of torch.compile, with room for any rows
     devices: tuple[str, ...] = ("cpu",)
 
     def cases(self, edge: str) -> Iterator[ExpertCase]:
@@ -88,12 +91,14 @@ class CopiesWay(ExpertWay):
         s, device = case.sizes, world.device
         mine = self.factors(case, 0)[world.rank * s.local :][: s.local]
         experts = self.kind(torch.from_numpy(mine.copy()).to(device))
+        room = {"fixed_rows": s.worst_rows} if self.compiled else {"capacity": 1}
         module = ExpertParallel(
             experts, num_experts=s.experts, topk=s.topk, hidden=s.hidden, max_tokens=s.max_tokens,
-            dtype=torch.float32, group=world, gradients="sum", windows="own", num_sm=4, capacity=1,
+            dtype=torch.float32, group=world, gradients="sum", windows="own", num_sm=4,
             chunks=self.chunks, spare_experts=2, limit=self.limits[0], min_rows=self.limits[1],
-            keep_copies=self.keep,
+            keep_copies=self.keep, **room,
         )  # fmt: skip
+        call = one_graph(module) if self.compiled else module
         made = []
         for number, how in enumerate(case.rounds):
             arrays = (
@@ -103,7 +108,7 @@ class CopiesWay(ExpertWay):
             x.requires_grad_()
             scores.requires_grad_()
             experts.factors.grad = None
-            sums = module(x, scores, tensor_of(how.ids[world.rank], device, None, how))
+            sums = call(x, scores, tensor_of(how.ids[world.rank], device, None, how))
             sums.backward(gradient)
             settle(device)
             made.append({
@@ -139,6 +144,13 @@ class CopiesWay(ExpertWay):
         return lines
 
 
+def one_graph(module: ExpertParallel) -> Any:
+    """The module compiled. Layers of other sizes are other graphs, of which there may be many."""
+    torch._dynamo.config.recompile_limit = 1000
+    torch._dynamo.config.accumulated_recompile_limit = 1000
+    return torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+
+
 def _ways() -> Iterator[Way]:
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
         "module": ("module", {}),
@@ -146,6 +158,10 @@ def _ways() -> Iterator[Way]:
         "module_slots": ("module, two functions", {"kind": Slots}),
         "module_chunks": ("module, two chunks, `min_rows` 3", {"chunks": 2, "limits": (1.0, 3)}),
         "module_few": ("module, few tokens", {"max_tokens": FEW}),
+        "module_compiled": (
+            "module, `torch.compile(fullgraph=True)`",
+            {"compiled": True, "patience": 3.0, "topologies": ((2, 2),)},
+        ),
     }
     for name, (title, options) in kinds.items():
         yield CopiesWay(f"spare_{name}", f"spare experts, one node, {title}", **options)

@@ -59,6 +59,7 @@ class Way:
     backend: str = "mapped"  #: between nodes: "mapped", "nccl" or "nvshmem"
     devices: tuple[str, ...] = ("cpu", "cuda")
     topologies: tuple[tuple[int, int], ...] = ((3, 3),)
+    patience: float = 1.0  #: multiplies the deadline of waits: ranks may compile before they send
 
     @property
     def over_nodes(self) -> bool:

@@ -81,7 +81,7 @@ class Threads:
             try:
                 results = wt.run_threads(
                     world, one_rank, device=self.device, ranks_per_node=per_node,
-                    timeout_s=timeout_s(self.device),
+                    timeout_s=way.patience * timeout_s(self.device),
                 )  # fmt: skip
             except Exception as error:
                 if not any(errors):
