@@ -29,6 +29,7 @@ void ExpertCosts::check(const char* who) const {
         {"plan_count_seconds", plan_count_seconds, true},
         {"sum_bytes_per_second", sum_bytes_per_second, false},
         {"copy_bytes_per_second", copy_bytes_per_second, false},
+        {"combine_block_bytes_per_second", combine_block_bytes_per_second, false},
         {"kernel_seconds", kernel_seconds, true},
         {"last_row_seconds", last_row_seconds, true},
         {"put_seconds", put_seconds, true},
@@ -279,6 +280,10 @@ class ExpertClock {
   [[nodiscard]] double stored_by(int sms, double bytes) const {
     return bytes / (sms * links_.block_bytes_per_second);
   }
+  /// The same of a combine that pulls: bytes loaded and stored.
+  [[nodiscard]] double combined_by(int sms, double bytes) const {
+    return bytes / (sms * costs_.combine_block_bytes_per_second);
+  }
   [[nodiscard]] double summed(std::int64_t rows) const {
     return as_double(rows * sum_bytes_) / costs_.sum_bytes_per_second;
   }
@@ -338,7 +343,10 @@ class ExpertClock {
     time.blocks =
         stored_by(row_sms_, as_double(load.per_node.nvlink_out + load.kept + copies) * row);
     set_links(time, links_.nvlink_bytes_per_second);
-    if (nodes_ == 1) return time;
+    if (nodes_ == 1) {
+      if (!grouped) time.begin += costs_.kernel_seconds;  // it waits for all ranks
+      return time;
+    }
     time.begin += latency_ + cached_kernels_ * costs_.kernel_seconds;
     if (!is_pipelined() || !is_mapped())  // a card reads registered memory alone
       time.begin += 2 * as_double(load.tokens) * row / costs_.copy_bytes_per_second;
@@ -384,12 +392,15 @@ class ExpertClock {
     time.links = bytes_of(rows, sum_bytes_, true);
     time.puts = load.puts_back;
     time.begin = signals_;
-    if (kind == ExpertCallKind::summed_combine) time.begin += summed(load.computed + load.received);
+    if (kind == ExpertCallKind::summed_combine) {
+      const double least = nodes_ == 1 ? costs_.kernel_seconds : 0;  // the pass is a kernel
+      time.begin += std::max(least, summed(load.computed + load.received));
+    }
     const double row = as_double(sum_bytes_);
     // A rank pulls what it has sent, adds what it has kept, and writes its tokens once.
     const std::int64_t pulled = rows.nvlink_out + (sums ? load.kept : load.kept_slots);
     time.blocks =
-        stored_by(row_sms_, as_double(pulled + load.tokens + load.per_node.network_in) * row);
+        combined_by(row_sms_, as_double(pulled + load.tokens + load.per_node.network_in) * row);
     set_links(time, pull_speed_);
     if (nodes_ == 1) return time;
     time.begin += combine_kernels_ * costs_.kernel_seconds;
@@ -411,7 +422,7 @@ class ExpertClock {
     const auto row = as_double(sum_bytes_);
     const double link = as_double(pulled / pieces) * row / pull_speed_;
     const double blocks =
-        stored_by(row_sms_, as_double((pulled + load.kept_of_others) / pieces) * row);
+        combined_by(row_sms_, as_double((pulled + load.kept_of_others) / pieces) * row);
     const double lead = std::max(link, blocks);
     time.begin += lead;
     time.nvlink = std::max(0.0, time.nvlink - link);
@@ -440,7 +451,7 @@ class ExpertClock {
     time.begin = signals_ + latency_ + summed(load.computed + load.received);
     set_straight_links(time, pull_speed_, 0);
     const std::int64_t added = load.straight.nvlink_out + load.straight.network_out + load.kept;
-    time.blocks = stored_by(costs_.num_sms, as_double((added + load.tokens) * sum_bytes_));
+    time.blocks = combined_by(costs_.num_sms, as_double((added + load.tokens) * sum_bytes_));
     return time;
   }
 

@@ -39,8 +39,11 @@ struct ExpertCosts {
   double sum_bytes_per_second = 3.0e12;
   /// Copies on one rank, read and written, all of the device. Measured, 4 and 8 x H200.
   double copy_bytes_per_second = 4.1e12;
-  /// A kernel that a call over several nodes has in addition. Fits calls of 128 tokens, 2 logical
-  /// nodes.
+  /// Bytes that one multiprocessor of a combine that pulls loads and stores, together. Measured,
+  /// 2 x H200 with few multiprocessors: 66e9 to 85e9.
+  double combine_block_bytes_per_second = 75e9;
+  /// A kernel of a call besides its first. Fits calls of 128 tokens, 2 logical nodes; measured, 2 x
+  /// H200: a dispatch of one token by a known routing takes 4 us more than a combine.
   double kernel_seconds = 4e-6;
   /// The time after the last row of a low latency dispatch: fence, signal, copy. Measured, 4 x
   /// H200.
