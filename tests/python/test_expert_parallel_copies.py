@@ -1,6 +1,7 @@
 """ExpertParallel with copies of hot experts: as without copies, to the rounding of the sums."""
 
 import copy
+import math
 import threading
 
 import pytest
@@ -425,6 +426,35 @@ def test_refused_by_name():
             )  # fmt: skip
 
     waybill.run_threads(2, body)
+
+
+@pytest.mark.parametrize("kind", ["stacked", "lists"])
+@pytest.mark.parametrize(("options", "per_node", "rows"), [
+    # Float32 weights of 4 bytes there and again, and as much of a gradient, for 6 operations.
+    ({}, 2, 600e12 * (2 * 4 + 4) / 6 / 345e9), ({}, 1, 600e12 * (2 * 4 + 4) / 6 / 50e9),
+    ({"keep_copies": True}, 2, 600e12 * (4 + 4) / 6 / 345e9),
+    ({"dtype": torch.bfloat16}, 2, 600e12 * (2 * 2 + 4) / 6 / 345e9),
+])  # fmt: skip
+def test_min_rows_that_pay(kind, options, per_node, rows):
+    """What these experts' bytes and the links between the ranks make of it; a batch of fewer rows
+    needs no copies.
+    """
+    dtype = options.get("dtype", torch.float32)
+
+    def body(world):
+        experts = experts_of(world.rank, kind, dtype)
+        module = module_on(world, experts, min_rows="pays", **options)
+        assert module.layer.min_rows == math.ceil(rows)
+        with pytest.raises(waybill.InvalidArgument, match="min_rows = 'often', expected an int"):
+            module_on(world, experts, min_rows="often", **options)
+        if options:
+            return
+        plain = module_on(world, copy.deepcopy(experts), spare_experts=0)
+        inputs = batch(world.rank, 2, 0)
+        for got, wanted in zip(one_step(module, inputs), one_step(plain, inputs)):
+            assert torch.equal(got, wanted)
+
+    waybill.run_threads(2, body, ranks_per_node=per_node)
 
 
 @pytest.mark.parametrize(("name", "value", "said"), [

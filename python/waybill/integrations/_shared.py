@@ -106,7 +106,8 @@ class CopiedExperts:
         found: Dict[str, Any] = {}
 
         def check() -> Mapping[str, Any]:
-            found.update(checked_copies(**self._options, layer=None))
+            given = {**self._options, "layer": None, "experts": self._experts, "world": world}
+            found.update(checked_copies(**given))
             return self._options
 
         with said_by(self._who):

@@ -17,8 +17,12 @@ from ... import _core
 from ..._arrays import flag
 from ..._errors import shown
 from ..._graphs import outside_graphs
+from ...costs import LinkSpeeds
 from ...errors import InvalidArgument, Unsupported
+from ...moe.config import EPConfig
 from ...moe.even_experts import spare_options
+from ...moe.predict import break_even_rows
+from ...world import World
 from .._tensors import first_order, read_mark, save_mark
 
 _WHO = "ExpertParallel: spare_experts"
@@ -187,14 +191,17 @@ def adapted(experts: Any, num_experts: int) -> Any:
 
 
 def checked_copies(
-    spare_experts: Any, limit: Any, min_rows: Any, keep_copies: Any, layer: Any
-) -> Dict[str, Any]:
+    spare_experts: Any, limit: Any, min_rows: Any, keep_copies: Any, layer: Any, experts: Any,
+    world: World,
+) -> Dict[str, Any]:  # fmt: skip
     """Checks the arguments of ExpertParallel for copies; returns the layer's options for them.
 
     :param layer: one that was given, or None
     """
-    options = spare_options(spare_experts, limit, min_rows, "ExpertParallel")
     keeps = flag(keep_copies, "ExpertParallel: keep_copies")
+    if isinstance(min_rows, str) and min_rows == "pays":
+        min_rows = _rows_that_pay(experts, keeps, world)
+    options = spare_options(spare_experts, limit, min_rows, "ExpertParallel")
     if layer is not None and layer.spare_experts != spare_experts:
         raise InvalidArgument(
             f"{_WHO} = {spare_experts}, expected {layer.spare_experts}, as the layer has"
@@ -206,6 +213,24 @@ def checked_copies(
             )
         return {}
     return options
+
+
+def _rows_that_pay(experts: Any, keep_copies: bool, world: World) -> int:
+    """From how many rows on a copy of these experts pays; between nodes over the network."""
+    given = getattr(experts, "expert_tensors", None)
+    own = getattr(experts, "parameters", list)() if given is None else given(0)
+    tensors = [one for one in own if isinstance(one, torch.Tensor)]
+    elements = sum(one.numel() for one in tensors)
+    weight_bytes = sum(one.numel() * one.itemsize for one in tensors) / max(1, elements)
+    nodes = world.topology.ranks_per_node < world.world_size
+    links = LinkSpeeds()
+    return break_even_rows(
+        EPConfig(1, 1, 1, 1, 0, 1, 1, "bfloat16"),  # whose elements have 2 bytes
+        weights=(1 if keep_copies else 2) * weight_bytes / 2,
+        link_bytes_per_second=(
+            links.network_bytes_per_second if nodes else links.nvlink_bytes_per_second
+        ),
+    )
 
 
 class Store:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 
@@ -377,7 +377,8 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         Parameters of experts are [experts of this rank, ...], or experts has the methods
         ``expert_tensors(expert)``, the tensors of a home expert, and ``use_tensors(slot,
         tensors)``, by which it computes a slot
-    :param limit, min_rows: as in ``even_experts``: a copy takes at least so many rows
+    :param limit, min_rows: as in ``even_experts``: a copy takes at least so many rows; "pays": of
+        ``break_even_rows``, for these experts and nodes
     :param keep_copies: False: all modules of a world have one pool for copies, and backward fetches
         weights again; True: each module keeps its own, and fetches those that are not there. They
         are void when weights change: see ``forget_copies``
@@ -408,7 +409,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         layer: Optional[EPAll2AllLayer] = None,
         spare_experts: int = 0,
         limit: float = 1.02,
-        min_rows: int = 128,
+        min_rows: Union[int, str] = 128,
         keep_copies: bool = False,
         device: Any = None,
         **layer_options: Any,
@@ -423,7 +424,8 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
 
         def check() -> Dict[str, Any]:
             nonlocal num_experts, topk, hidden, max_tokens, most, chunks, operations, dtype
-            options.update(checked_copies(spare_experts, limit, min_rows, keep_copies, layer))
+            given = (spare_experts, limit, min_rows, keep_copies, layer, experts, world)
+            options.update(checked_copies(*given))
             check_choices(experts, shared, gradients=gradients, weights=weights, windows=windows)
             num_experts = int64(num_experts, f"{who}: num_experts")
             topk, hidden = int64(topk, f"{who}: topk"), int64(hidden, f"{who}: hidden")
