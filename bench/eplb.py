@@ -30,7 +30,10 @@ def pack(items, num_packs):
 
 
 def place(loads, num_ranks, slots_per_rank, num_nodes=1, num_groups=0):
-    """Loads of the ranks, and whether one holds an expert twice: its share is then larger."""
+    """Loads of the ranks, and what they are if a rank that got an expert twice has one copy of it.
+
+    Rows of an expert are split evenly over its copies: with two on a rank unevenly over ranks.
+    """
     loads = np.asarray(loads, float)
     nodes = [np.arange(len(loads))]
     if num_groups:
@@ -38,13 +41,14 @@ def place(loads, num_ranks, slots_per_rank, num_nodes=1, num_groups=0):
         packs = pack(loads[groups].sum(axis=1), num_nodes)
         nodes = [groups[packs == node].ravel() for node in range(num_nodes)]
     ranks = num_ranks // len(nodes)
-    result, twice = [], False
+    result, once = [], []
     for experts in nodes:
         counts = replicate(loads[experts], ranks * slots_per_rank)
-        items = np.repeat(loads[experts] / counts, counts)
-        sums, packs = np.zeros(ranks), pack(items, ranks)
-        np.add.at(sums, packs, items)
-        places = np.stack([np.repeat(experts, counts), packs])
-        twice |= np.unique(places, axis=1).shape[1] < len(items)
-        result.extend(sums.tolist())
-    return np.array(result), twice
+        owners = np.repeat(np.arange(len(experts)), counts)
+        packs = pack(loads[experts][owners] / counts[owners], ranks)
+        held = np.zeros((len(experts), ranks))
+        np.add.at(held, (owners, packs), 1)
+        for copies, into in ((held, result), (held > 0, once)):
+            share = loads[experts] / copies.sum(axis=1)
+            into.extend((share @ copies).tolist())
+    return np.array(result), np.array(once)

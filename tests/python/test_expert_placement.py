@@ -32,25 +32,41 @@ def check(loads, placement):
 
 
 def expect_not_worse(ours, theirs):
-    """Where EPLB lays an expert twice on a rank it splits it unevenly: another problem."""
-    theirs, twice = theirs
-    assert ours.max() <= theirs.max() * (1.0005 if twice else 1 + 1e-12)
+    """Where EPLB lays an expert twice on a rank it splits it unevenly: another problem, in which
+    it may be a little better.
+    """
+    uneven, even = theirs
+    assert ours.max() <= even.max() * (1 + 1e-12)
+    assert ours.max() <= uneven.max() * 1.002
 
 
 def loads_of(shape, seeds):
     return np.array([rows.sum(axis=0) for seed in seeds for _, rows in families(*shape, seed)])
 
 
-@pytest.mark.parametrize("spare", [0, 1, 2])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_never_worse_than_eplb(shape, spare):
+def expect_never_worse(shape, spare, loads):
     num_experts, num_ranks = shape
     slots = num_experts // num_ranks + spare
-    loads = loads_of(shape, [0])[:: 3 if num_ranks > 64 else 1]
     placement = plan_expert_placement(loads, num_ranks, slots_per_rank=slots)
     check(loads, placement)
     for layer, of_layer in enumerate(loads):
         expect_not_worse(placement.rank_loads[layer], eplb.place(of_layer, num_ranks, slots))
+
+
+@pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
+def test_never_worse_than_eplb(shape):
+    """20 seeds of each family. Beyond 8 ranks a seed has one number of spare slots, as more take
+    long.
+    """
+    for spare in (0, 1, 2):
+        seeds = range(20) if shape[1] == 8 else range(spare, 20, 3)
+        expect_never_worse(shape, spare, loads_of(shape, seeds))
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2])
+def test_never_worse_than_eplb_on_128_ranks(spare):
+    """One seed: a layer takes a quarter of a second."""
+    expect_never_worse(SHAPES[-1], spare, loads_of(SHAPES[-1], [spare])[spare::3])
 
 
 @pytest.mark.parametrize("shape", [(64, 8), (256, 32)], ids=str)

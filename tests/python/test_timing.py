@@ -54,6 +54,64 @@ def test_by_hand():
     assert step.phases[2].waits_for.tolist() == [1, 1]
 
 
+def pairs_in_chunks(begin, end, chunk):
+    """(query, key) pairs of queries [begin, end) of a document, counted one by one."""
+    return sum(key // chunk == query // chunk
+               for query in range(begin, end) for key in range(query + 1))  # fmt: skip
+
+
+def test_chunks_by_hand():
+    """A document of 100 tokens in chunks of 25, of which rank 1 attends to the last 40: the first
+    of these, token 60, needs keys from 50 on.
+    """
+    plan = waybill.QkvPlan(
+        2, [0, 3, 3], [50, 10, 40], [0, 0, 1], [0, 3], [0, 1, 2], kv_begin=[0, 1, 1]
+    )
+    step = waybill.predict_step(
+        plan, chunk=25, q_hidden=10, kv_hidden=2, nvlink_bytes_per_second=10, message_seconds=3,
+        pairs_per_second=50, phase_seconds=7, pull_share=0.5,
+    )  # fmt: skip
+    # Three chunks of 325 pairs, and of the third one 10 queries on rank 0, 15 on rank 1.
+    assert step.work.tolist() == [2 * 325 + 55, 270 + 325]
+    assert step.work.tolist() == [pairs_in_chunks(0, 60, 25), pairs_in_chunks(60, 100, 25)]
+    q, kv = 40 * 10 * 2, 50 * 2 * 2 * 2  # bytes of the rows that travel
+    sent = [phase.nvlink_out.tolist() for phase in step.phases]
+    assert sent == [[q + kv, 0], [0, 0], [0, q], [q, 0], [0, 0], [0, q], [0, kv]]
+    end = (q + kv) / 10 + 3 + 7
+    assert step.phases[0].end.tolist() == [end, end]
+    assert step.phases[1].end.tolist() == pytest.approx([end + 705 / 50, end + 595 / 50])
+    assert step.phases[6].seconds[0] == pytest.approx(kv / 5 + 3 + 7)
+    slowest = step.phases[1].slowest
+    assert (slowest.rank, slowest.amount, slowest.document_amount) == (0, 705, 705)
+
+
+def test_chunks_of_a_planned_batch_are_those_that_are_counted():
+    """Pairs of each rank, and rows that leave it, from the shards alone."""
+    lengths = [[100, 30], [60, 70], [7, 93]]
+    made = waybill.plan(lengths, 3, chunk=25, block_tokens=4, q_hidden=10, kv_hidden=2, relay=False)
+    plan, work, out = made.to_qkv_plan(), [0] * 3, [0] * 3
+    home = [r for r in range(3) for _ in range(*plan.rank_shard_offsets[r : r + 2])]
+    needed = set()  # (shard, rank): K and V that a rank gets from elsewhere
+    for first, last in itertools.pairwise(plan.doc_shard_offsets.tolist()):
+        shards = plan.doc_shards[first:last].tolist()
+        begins = np.cumsum([0, *(plan.shard_len[s] for s in shards)]).tolist()
+        for place, shard in enumerate(shards):
+            begin, end, to = begins[place], begins[place + 1], int(plan.q_dst[shard])
+            work[to] += pairs_in_chunks(begin, end, 25)
+            if to != home[shard]:
+                out[home[shard]] += 20 * (end - begin)
+            first_key = begin // 25 * 25
+            needed |= {(s, to) for s, till in zip(shards, begins[1:])
+                       if till > first_key and begins[shards.index(s)] < end}  # fmt: skip
+    for shard, to in needed:
+        if to != home[shard]:
+            out[home[shard]] += 8 * int(plan.shard_len[shard])
+    step = waybill.predict_step(made, "direct")
+    every = [n for of_rank in lengths for n in of_rank]
+    assert step.work.tolist() == work and sum(work) == sum(pairs_in_chunks(0, n, 25) for n in every)
+    assert any(out) and step.phases[0].nvlink_out.tolist() == out
+
+
 def test_what_is_given_takes_the_place_of_the_plans_own():
     made = waybill.plan(documents(16), 16, ranks_per_node=4, network_bytes_per_second=25e9)
     own = waybill.predict_step(made)
