@@ -220,8 +220,8 @@ def predict_step(
     forward_share: float = 0.72,
     network_message_seconds: float = 3e-6,
     forward_chunk_bytes: int = 0,
-    forward_flops_per_second: float = 600e12,
-    backward_flops_per_second: float = 450e12,
+    forward_flops_per_second: float = 350e12,
+    backward_flops_per_second: float = 320e12,
 ) -> StepPrediction:
     """Predicts the time of each phase of a step of the plan. Nothing runs.
 

@@ -262,7 +262,7 @@ void add_hardware_options(Command command, Options& options) {
   command.under(hardware_group)
       .option(
           "--pairs-per-s", options.pairs_per_second,
-          "Attention speed of a rank, forward, in (query, key) pairs per second; default: 600e12 "
+          "Attention speed of a rank, forward, in (query, key) pairs per second; default: 350e12 "
           "operations per second, with 4 operations for each pair and element of a row of Q")
       .value_name("X")
       .real_between(1, 1e30);

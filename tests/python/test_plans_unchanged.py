@@ -43,7 +43,9 @@ def drawn(seed):
 def digest(seed):
     lengths, world, rows, options = drawn(seed)
     plan = waybill.plan(lengths, world, rows, **options)
-    step = waybill.predict_step(plan)
+    step = waybill.predict_step(  # the speed of attention as it was when these were recorded
+        plan, forward_flops_per_second=600e12, backward_flops_per_second=450e12
+    )
     routing = plan.to_qkv_plan().to_metadata()
     parts = [plan.to_json(compact=True), repr(step.seconds), routing.fwd_kv.to_json(compact=True)]
     parts.append(json.dumps([[table.tolist() for table in layout] for layout in layouts(routing)]))

@@ -39,11 +39,11 @@ struct StepCosts {
   /// forwarded, 256 KiB to 2 MiB.
   std::int64_t forward_chunk_bytes = 0;
   /// Attention of one rank; a (query, key) pair has 4 * q_hidden operations forward and 10 *
-  /// q_hidden backward. Nominal: long causal documents, head size 128, FlashAttention-3 on a
-  /// Hopper GPU as published. Not used where HardwareFacts::pairs_per_second is known, but for the
-  /// ratio of backward to forward.
-  double forward_flops_per_second = 600e12;
-  double backward_flops_per_second = 450e12;
+  /// q_hidden backward. Measured, 2 x H200: torch 2.11's varlen_attn, one causal document of 32K
+  /// tokens, head size 128; short documents take longer. Not used where
+  /// HardwareFacts::pairs_per_second is known, but for the ratio of backward to forward.
+  double forward_flops_per_second = 350e12;
+  double backward_flops_per_second = 320e12;
 
   friend bool operator==(const StepCosts&, const StepCosts&) = default;
 };
