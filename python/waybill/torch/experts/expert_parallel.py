@@ -421,11 +421,11 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         world = world_of(group, None, device, who) if layer is None else layer.world
         options: Dict[str, Any] = {}
         most = 0
+        of_copies = (spare_experts, limit, min_rows, keep_copies, layer, experts, world)
 
         def check() -> Dict[str, Any]:
             nonlocal num_experts, topk, hidden, max_tokens, most, chunks, operations, dtype
-            given = (spare_experts, limit, min_rows, keep_copies, layer, experts, world)
-            options.update(checked_copies(*given))
+            options.update(checked_copies(*of_copies))
             check_choices(experts, shared, gradients=gradients, weights=weights, windows=windows)
             num_experts = int64(num_experts, f"{who}: num_experts")
             topk, hidden = int64(topk, f"{who}: topk"), int64(hidden, f"{who}: hidden")
@@ -442,11 +442,9 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
                 options.update(layer_options, weight_dtype=of_weights)
                 fixed_rows = options.get("fixed_rows")
             else:
-                given_more = {
-                    "group": group, "device": device, "dtype": dtype, "weight_dtype": weight_dtype,
-                    "preset": preset, **layer_options,
-                }  # fmt: skip
-                check_layer(layer, num_experts, topk, hidden, max_tokens, given_more)
+                its = {"group": group, "device": device, "dtype": dtype, **layer_options}
+                its.update(weight_dtype=weight_dtype, preset=preset)
+                check_layer(layer, num_experts, topk, hidden, max_tokens, its)
                 fixed_rows = layer.fixed_rows
             check_experts(experts, num_experts, world, spare_experts != 0, operations)
             if operations:
@@ -454,8 +452,8 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             return {
                 "layer": "made" if layer is None else "given", "chunks": chunks, **sizes,
                 "max_tokens": most, "hidden": hidden, "gradients": gradients, "weights": weights,
-                "keep_copies": keep_copies,
-                "windows": windows, "preset": (preset or PRESETS[0]) if layer is None else "",
+                "keep_copies": keep_copies, "windows": windows,
+                "preset": (preset or PRESETS[0]) if layer is None else "",
                 "dtype": str(dtype).removeprefix("torch.") if layer is None else "",
                 "weight_dtype": str(options.get("weight_dtype", "")).removeprefix("torch."),
             }  # fmt: skip
