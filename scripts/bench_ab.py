@@ -31,17 +31,15 @@ MOE = {
         ("128 x 7168", "dispatch bf16, compact, cached", 16, "graph us"),
         ("128 x 7168", "combine bf16, a row per token and rank", 16, "graph us"),
         ("128 x 7168", "dispatch fp8 + scales, compact, cached", 16, "graph us"),
+        ("128 x 7168", "combine bf16, local combine", 64, "graph us"),
         ("4096 x 7168", "dispatch bf16, grouped, with counting", 16, "us"),
         ("4096 x 7168", "dispatch bf16, compact, cached", 16, "us"),
         ("4096 x 7168", "combine bf16, a row per token and rank", 16, "us"),
+        ("4096 x 7168", "the same, rows copied to the window", 16, "us"),
         ("4096 x 7168", "pair: dispatch with counting, combine", 16, "us"),
     ],
     ("waybill_bench_gpu_moe", "--few"): [
         ("128 x 7168", "counting and placing alone", 16, "graph us"),
-    ],
-    ("waybill_bench_gpu_moe", "--combine"): [
-        ("128 x 7168", "combine of grouped rows, local sums: push", 16, "graph us"),
-        ("4096 x 7168", "combine of grouped rows: push", 16, "us"),
     ],
 }
 SEQUENCE = {
@@ -76,7 +74,7 @@ US = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}
 
 
 def parse_moe(text):
-    """{(workload, call, SMs, column): us}; the way of a combine follows the title of its table."""
+    """{(workload, call, SMs, column): us}; a call follows the title of its table."""
     found, workload, title = {}, "", ""
     for line in text.splitlines():
         if line.startswith("-- "):

@@ -23,7 +23,7 @@ from check_machine_code import find_tool
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PRIMITIVES = "src/cuda/device/bulk.cuh"
 #: Kernels whose lanes read what bulk copies bring, as their names begin.
-READING_KERNELS = ("combine_kernel", "push_combine_kernel", "kv_gradient_kernel")
+READING_KERNELS = ("combine_kernel", "kv_gradient_kernel")
 
 LOAD = "UBLKCP.S.G"
 FENCE = ("MEMBAR.ALL.CTA", "FENCE.VIEW.ASYNC.S")  # of release_stage(), one right after the other

@@ -5,9 +5,8 @@
 #
 # With several GPUs:
 #   1  tests: of C++ and Python, both again with late streams; the table of ways and edges
-#   2  combines that push against those that pull, 8 to 64 multiprocessors
-#   3  steps: of attention, of experts, of a block in training
-#   4  benches: links, sequences, experts, nodes, beside NCCL and DeepEP where they are installed
+#   2  steps: of attention, of experts, of a block in training
+#   3  benches: links, sequences, experts, nodes, beside NCCL and DeepEP where they are installed
 #
 # With one GPU that ranks share:
 #   one-1  kernels timed alone, tests of C++
@@ -43,7 +42,7 @@ while [[ ${1:-} == --* ]]; do
   esac
   shift
 done
-[[ $# == 1 && $1 =~ ^([1-4]|one-[1-5])$ ]] || usage
+[[ $# == 1 && $1 =~ ^([1-3]|one-[1-5])$ ]] || usage
 part=$1
 started=$SECONDS
 results=$PWD/build/visit
@@ -158,12 +157,6 @@ tests() {
   gpu_step one_host_of_two 60 scripts/start_ranks.sh -n "$gpus" --nodes 2 "$programs/launch" --nccl
 }
 
-combines() {
-  gpu_step combine 300 "$programs/waybill_bench_gpu_moe" --combine 8 16 32 64
-  step combine_layer 120 "${ranks[@]}" bench/python/expert_step.py --device "$device" \
-    --way waybill "${experts[@]}"
-}
-
 steps() {
   local source
   for source in wlbllm prolong single; do
@@ -233,9 +226,8 @@ case $part in
   one-4) one_soak ;;
   one-5) one_losses ;;
   1) tests ;;
-  2) combines ;;
-  3) steps ;;
-  4) benches ;;
+  2) steps ;;
+  3) benches ;;
 esac
 tar -C build -cJf "build/visit_$part.tar.xz" visit
 say "left: ${left[*]:-nothing}; failed: ${failed[*]:-nothing}; build/visit_$part.tar.xz"

@@ -12,7 +12,6 @@
 #include <string_view>
 #include <vector>
 
-#include "core/test_hooks.h"
 #include "cuda/self_test/self_test.h"
 #include "moe_rank.h"
 #include "waybill/cuda/gpu_world.h"
@@ -193,20 +192,11 @@ void dispatch_lines(Table& table, const MoeWorkload& workload, bool graph,
   const Call combine_grouped = [](MoeRank& rank) { rank.combine(); };
   lines.push_back(
       {"combine bf16 of grouped rows", all_sms.back(), combine_grouped, check_sums, 0, 0, graph});
-  lines.push_back({"the same, rows copied to the window",
-                   all_sms.back(),
-                   [](MoeRank& rank) { rank.combine({}, false); },
-                   {},
-                   0,
-                   0,
-                   graph});
-  lines.push_back({"combine bf16, local combine",
-                   all_sms.back(),
+  lines.push_back({"the same, rows copied to the window", all_sms.back(),
+                   [](MoeRank& rank) { rank.combine({}, false); }, check_sums, 0, 0, graph});
+  lines.push_back({"combine bf16, local combine", all_sms.back(),
                    [](MoeRank& rank) { rank.combine({.local_combine = true}, false); },
-                   {},
-                   rows.wire * bytes,
-                   0,
-                   graph});
+                   [](MoeRank& rank) { rank.check_sums(true); }, rows.wire * bytes, 0, graph});
   table.run(workload, {}, lines);
   lines.clear();
   EPDispatchOptions options;
@@ -249,65 +239,6 @@ void dispatch_lines(Table& table, const MoeWorkload& workload, bool graph,
               rows.wire * fp8,
               0,
               graph}});
-}
-
-/// How ranks combine, for comparison in one run.
-struct CombineWay {
-  const char* name;
-  bool pulls;
-  bool pushes_words;
-
-  void use(MoeRank& rank) const {
-    rank.use_slabs(!pulls);
-    static constexpr detail::TestHooks words{.push_words = 1};
-    (void)detail::replace_test_hooks(pushes_words ? &words : nullptr);
-  }
-};
-
-void combine_lines(Table& table, const MoeWorkload& workload, bool graph,
-                   const std::vector<int>& all_sms, const std::vector<CombineWay>& ways) {
-  const MoeRows rows = rows_of(workload);
-  const std::int64_t bytes = workload.config.hidden * 2;
-  std::vector<Line> sums;
-  std::vector<Line> unsummed;
-  std::vector<Line> compact;
-  for (const int sms : all_sms) {
-    for (const CombineWay& way : ways) {
-      const auto call = [way](bool local) -> Call {
-        return [=](MoeRank& rank) {
-          way.use(rank);
-          rank.combine({.local_combine = local}, false);
-        };
-      };
-      const Call check_local = [](MoeRank& rank) { rank.check_sums(true); };
-      const Call check = [](MoeRank& rank) { rank.check_sums(); };
-      sums.push_back({way.name, sms, call(true), check_local, rows.wire * bytes, 0, graph});
-      unsummed.push_back({way.name, sms, call(false), check, rows.slots * bytes, 0, graph});
-      compact.push_back({way.name, sms, call(false), check, rows.wire * bytes, 0, graph});
-    }
-  }
-  std::printf("\n-- combine of grouped rows, local sums");
-  table.run(workload, {}, sums);
-  std::printf("\n-- combine of grouped rows");
-  table.run(workload, {}, unsummed);
-  std::printf("\n-- combine, a row per token and rank");
-  EPDispatchOptions options;
-  options.rows = EPRows::compact;
-  table.run(workload, options, compact);
-}
-
-/// Combines that pull and push, rows in the caller's memory. On one GPU two ranks share it: then
-/// the multiprocessors and its memory bound them, no link.
-void run_combines(const std::vector<int>& sms) {
-  const std::int32_t world_size = std::max(2, num_gpus());
-  Table table(world_size, 40);
-  const std::vector<CombineWay> ways = {
-      {"pull", true, false}, {"push", false, false}, {"push, words", false, true}};
-  combine_lines(table, uniform_moe(world_size, 1, 7168, 8, 256), true, {16}, ways);
-  combine_lines(table, uniform_moe(world_size, 128, 7168, 8, 256), true, sms, ways);
-  combine_lines(table, uniform_moe(world_size, 4096, 7168, 8, 256), false, sms, ways);
-  if (world_size == 2) combine_lines(table, like_eight_ranks(4096, 7168), false, sms, ways);
-  table.expect_right();
 }
 
 MoeWorkload on_nodes(MoeWorkload workload, std::int32_t ranks_per_node) {
@@ -403,11 +334,10 @@ void run(Extent extent) {
 }  // namespace
 }  // namespace waybill::bench
 
-/// waybill_bench_gpu_moe [--quick | --few | --combine [SMS ...] | --payloads [SMS ...] [NAME ...] |
-/// --ranks-per-node N | --spare]: a GPU for each rank; --few: at most 128 tokens; --combine, and
-/// --payloads: combines, or formats of rows (or those named), alone, with so many multiprocessors;
-/// --ranks-per-node: on logical nodes of N ranks; --spare: dispatches with and without copies of
-/// experts.
+/// waybill_bench_gpu_moe [--quick | --few | --payloads [SMS ...] [NAME ...] | --ranks-per-node N |
+/// --spare]: a GPU for each rank; --few: at most 128 tokens; --payloads: formats of rows (or those
+/// named), with so many multiprocessors; --ranks-per-node: on logical nodes of N ranks; --spare:
+/// dispatches with and without copies of experts.
 int main(int argc, char** argv) {
   if (waybill::num_gpus() < 1) {
     std::fprintf(stderr, "error: no GPU\n");
@@ -415,22 +345,18 @@ int main(int argc, char** argv) {
   }
   try {
     const std::string_view way = argc > 1 ? argv[1] : "";
-    if (way == "--combine" || way == "--payloads") {
+    if (way == "--payloads") {
       std::vector<int> sms;
       std::vector<std::string> names;
       for (int i = 2; i < argc; ++i) {
         if (const int number = std::atoi(argv[i]); number > 0) {
           sms.push_back(number);
-        } else if (way == "--payloads") {
-          names.emplace_back(argv[i]);
         } else {
-          throw waybill::InvalidArgument(
-              waybill::concat("--combine: got \"", argv[i], "\", expected SMs"));
+          names.emplace_back(argv[i]);
         }
       }
       if (sms.empty()) sms = {16, 32};
-      way == "--combine" ? waybill::bench::run_combines(sms)
-                         : waybill::bench::run_payloads(sms, names);
+      waybill::bench::run_payloads(sms, names);
     } else if (way == "--spare") {
       waybill::bench::run_spare();
     } else if (way == "--ranks-per-node" && argc > 2) {

@@ -46,17 +46,10 @@ MoeRank::MoeRank(World& world, const MoeWorkload& workload, const EPDispatchOpti
                Shape{capacity_rows, config_.hidden}},
               config_.rank, 7);
   }
-  if (config_.is_intra_node()) {
-    slab_slots_ = memory_.slab_slots = slab_slots(config_, false);
-    for (SymmetricBuffer& slab : memory_.receive_slabs) {
-      slab = transport.allocate(config_.max_tokens * memory_.slab_slots * sum_bytes, "slab");
-    }
-  }
   memory_.workspace = transport.allocate(memory_.workspace_layout.total, "workspace");
   memory_.signals = transport.allocate_signals(
       with_fingerprints(num_layer_signals(config_.world_size), config_.world_size), "signals");
   executor_ = make_expert_executor(world, config_, options_, memory_);
-  use_slabs(false);
   const auto& ids = workload.ids[config_.rank];
   const std::int64_t tokens = std::ssize(ids) / config_.topk;
   const bool quantized = options_.payload.is_quantized();

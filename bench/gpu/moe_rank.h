@@ -21,8 +21,6 @@ class MoeRank {
   ~MoeRank();
 
   void use_sms(int num_sms) { num_sms_ = num_sms; }
-  /// Combines push, or pull as they do at first. All ranks alike.
-  void use_slabs(bool pushes) { memory_.slab_slots = pushes ? slab_slots_ : 0; }
 
   /// Counts and places only.
   void route();
@@ -58,7 +56,6 @@ class MoeRank {
   EPConfig config_;
   EPDispatchOptions options_;
   int num_sms_ = 16;
-  std::int64_t slab_slots_ = 0;
   cudaStream_t stream_ = nullptr;
   Stream as_stream_;
   std::vector<void*> allocated_;

@@ -214,7 +214,6 @@ std::int64_t memory_bytes_py(RankLayer& layer) {
     for (const int parity : {0, 1}) {
       bytes += memory.dispatch_windows[parity].size_bytes;
       bytes += memory.combine_windows[parity].size_bytes;
-      bytes += memory.receive_slabs[parity].size_bytes;
     }
     return bytes;
   });
@@ -225,18 +224,16 @@ void bind_layer(nb::module_& m) {
   m.def(
       "layer_options",
       [](const EPDispatchOptions& dispatch, int num_sm, bool enable_local_combine,
-         std::int64_t capacity, std::int64_t fixed_rows, std::int64_t max_per_expert,
-         bool push_combine) {
+         std::int64_t capacity, std::int64_t fixed_rows, std::int64_t max_per_expert) {
         return EPLayerOptions{.dispatch = dispatch,
                               .num_sms = num_sm,
                               .enable_local_combine = enable_local_combine,
                               .capacity_factor = capacity,
                               .fixed_rows = fixed_rows,
-                              .max_per_expert = max_per_expert,
-                              .push_combine = push_combine};
+                              .max_per_expert = max_per_expert};
       },
       "dispatch"_a, "num_sm"_a, "enable_local_combine"_a, "capacity"_a, "fixed_rows"_a,
-      "max_per_expert"_a, "push_combine"_a);
+      "max_per_expert"_a);
   nb::class_<RankLayer>(m, "ExpertLayer")
       .def("__init__",
            [](RankLayer* self, const WorldHandle& world, const EPConfig& config,

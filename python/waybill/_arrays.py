@@ -187,7 +187,7 @@ def choice(value: Any, name: str, *options: str) -> str:
     if isinstance(value, str) and value in options:
         return value
     *others, last = (f'"{option}"' for option in options)
-    expected = f"expected {', '.join(others)} or {last}"
+    expected = f"expected {', '.join(others)} or {last}" if others else f"expected {last}"
     if isinstance(value, str):
         raise InvalidArgument(f'{name} = "{value[:60]}", {expected}')
     raise WrongType(f"{name} = {shown(value)}, {expected}")

@@ -23,7 +23,6 @@ constexpr Hook all_hooks[] = {
     {"late_streams", &TestHooks::late_streams, 1, 1'000'000'000},
     {"max_shared_kb", &TestHooks::max_shared_kb, 48, 1024},
     {"no_bulk_copies", &TestHooks::no_bulk_copies, 0, 1},
-    {"push_words", &TestHooks::push_words, 0, 1},
     {"unseen_gpus", &TestHooks::unseen_gpus, 0, 1},
     {"unmappable_gpus", &TestHooks::unmappable_gpus, 0, 1},
     {"nvshmem_enforces", &TestHooks::nvshmem_enforces, 0, 1},

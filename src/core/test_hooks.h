@@ -12,7 +12,6 @@ struct TestHooks {
   std::int64_t late_streams = 0;      ///< seed: streams of the tests come late, at random
   std::int64_t max_shared_kb = 0;     ///< shared memory of a block, as on a device with less
   std::int64_t no_bulk_copies = 0;    ///< 1: as on a device without them
-  std::int64_t push_words = 0;        ///< 1: combines push by loads and stores, not by bulk copies
   std::int64_t unseen_gpus = 0;       ///< 1: no process sees the GPU of another
   std::int64_t unmappable_gpus = 0;   ///< 1: nor can it map that GPU's memory
   std::int64_t nvshmem_enforces = 0;  ///< 1: NVSHMEM says that it enforces consistency

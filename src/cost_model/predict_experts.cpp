@@ -45,6 +45,9 @@ double ExpertCosts::planning_seconds(const EPConfig& config) const {
 }
 
 void ExpertCostOptions::check(const char* who) const {
+  require(!push_combine, who,
+          ": push_combine = true, expected false: combines pull since 0.2, and ",
+          "the option goes in 0.3");
   links.check(who);
   HardwareFacts hardware;
   hardware.message_seconds = message_seconds;
@@ -238,7 +241,6 @@ class ExpertClock {
         combine_kernels_(is_pipelined() ? 6 : 7),
         post_(options.step.network_post_seconds),
         latency_(nodes_ > 1 ? options.step.network_message_seconds : 0),
-        pushes_(options.push_combine && nodes_ == 1),
         pull_speed_(links_.nvlink_bytes_per_second * options.step.pull_share),
         row_bytes_(payload_row_bytes(config, dispatch) + scale_row_bytes(config, dispatch)),
         sum_bytes_(config.hidden * dtype_bytes(config.token_dtype)),
@@ -365,27 +367,7 @@ class ExpertClock {
     return time;
   }
 
-  /// A rank sends rows at the speed of stores and sums those that come to its slab; the round with
-  /// which other combines begin is the end of this one. Own rows are read where they are, unless
-  /// they are summed first. Loads and stores of a multiprocessor go on at the same time.
-  [[nodiscard]] RankTime pushed_combine(const ExpertRankLoad& load, ExpertCallKind kind) const {
-    RankTime time;
-    const bool of_slots = kind == ExpertCallKind::grouped_combine;
-    const bool sums = kind == ExpertCallKind::summed_combine;
-    const LinkBytes& rows = of_slots ? load.slots : load.per_node;
-    time.links = bytes_of(rows, sum_bytes_, true);
-    time.begin = signals_;
-    const std::int64_t sent = rows.nvlink_in;
-    const std::int64_t kept = of_slots ? load.kept_slots : load.kept;
-    const std::int64_t loads = (sums ? load.computed : sent) + rows.nvlink_out + kept;
-    const std::int64_t stores = sent + (sums ? kept : 0) + load.tokens;
-    time.blocks = stored_by(row_sms_, as_double(std::max(loads, stores) * sum_bytes_));
-    set_links(time, links_.nvlink_bytes_per_second);
-    return time;
-  }
-
   [[nodiscard]] RankTime combine(const ExpertRankLoad& load, ExpertCallKind kind) const {
-    if (pushes_) return pushed_combine(load, kind);
     RankTime time;
     const bool sums = kind != ExpertCallKind::grouped_combine;
     const LinkBytes& rows = sums ? load.per_node : load.slots;
@@ -482,7 +464,6 @@ class ExpertClock {
   int combine_kernels_;
   double post_;
   double latency_;
-  bool pushes_;
   double pull_speed_;
   std::int64_t row_bytes_;  ///< bytes of a dispatched row and its scales
   std::int64_t sum_bytes_;  ///< bytes of a combined row

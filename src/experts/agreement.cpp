@@ -43,7 +43,6 @@ void visit_fields(const EPConfig& config, const EPLayerOptions& options, Visit&&
   visit("min_rows", concat(dispatch.min_rows), option);
   visit("enable_local_combine", std::string(options.enable_local_combine ? "true" : "false"),
         option);
-  visit("combine", std::string(options.push_combine ? "push" : "pull"), option);
   visit("fixed_rows", concat(options.fixed_rows), option);
   visit("max_per_expert", concat(options.max_per_expert), option);
   visit("capacity", concat(options.capacity_factor), option);

@@ -36,6 +36,8 @@ void check_options(const EPLayerOptions& options, const char* who) {
   require(options.fixed_rows >= 0, who, ": fixed_rows = ", options.fixed_rows, ", expected >= 0");
   require(options.max_per_expert >= 0, who, ": max_per_expert = ", options.max_per_expert,
           ", expected >= 0");
+  require(!options.push_combine, who, ": push_combine = true, expected false: combines pull since ",
+          "0.2, and the option goes in 0.3");
 }
 
 /// The first rows of windows that may grow.
@@ -135,9 +137,6 @@ DispatchCombineContext DispatchCombineContext::make(const World& world, const EP
   memory.workspace_layout = expert_workspace_layout(config, options);
   memory.workspace = transport.allocate(memory.workspace_layout.total, "workspace" + memory.name);
   context.allocate_windows(rows);
-  const bool once = layer.enable_local_combine || options.rows == EPRows::compact;
-  if (layer.push_combine && config.is_intra_node())
-    context.allocate_slabs(slab_slots(config, once));
   memory.signals = transport.allocate_signals(
       with_fingerprints(num_layer_signals(config.world_size), config.world_size),
       "signals" + memory.name);
@@ -167,8 +166,7 @@ bool DispatchCombineContext::finalized() const noexcept {
 DispatchCombineContext::~DispatchCombineContext() {
   if (memory_ == nullptr) return;
   Transport& transport = world_.transport();
-  for (auto& pair : {std::span(memory_->dispatch_windows), std::span(memory_->combine_windows),
-                     std::span(memory_->receive_slabs)}) {
+  for (auto& pair : {std::span(memory_->dispatch_windows), std::span(memory_->combine_windows)}) {
     for (SymmetricBuffer& buffer : pair) transport.defer_release(std::move(buffer.memory));
   }
   for (SymmetricBuffer& window : memory_->retired)
@@ -200,15 +198,6 @@ void DispatchCombineContext::allocate_windows(std::int64_t rows) {
   memory.capacity_rows = rows;
 }
 
-void DispatchCombineContext::allocate_slabs(std::int64_t slots) {
-  memory_->slab_slots = slots;
-  const std::int64_t rows = config_.max_tokens * slots;
-  for (SymmetricBuffer& slab : memory_->receive_slabs) {
-    slab = world_.transport().allocate(rows * config_.hidden * dtype_bytes(config_.token_dtype),
-                                       "receive slab" + memory_->name);
-  }
-}
-
 void DispatchCombineContext::finalize() {
   if (finalized()) return;
   world_.executor().finish();
@@ -218,9 +207,6 @@ void DispatchCombineContext::finalize() {
   memory_->retired.clear();
   for (SymmetricBuffer& window : memory.dispatch_windows) transport.release(window);
   for (SymmetricBuffer& window : memory.combine_windows) transport.release(window);
-  if (memory.slab_slots > 0) {
-    for (SymmetricBuffer& slab : memory.receive_slabs) transport.release(slab);
-  }
   transport.release(memory.workspace);
   transport.release(memory.signals);
 }

@@ -86,10 +86,9 @@ struct ExpertCall {
 /// Protocol, the same on all worlds, by call number n: a rank raises `entered` to n at all ranks
 /// when it has begun call n, and writes to or reads from a rank after that rank has entered n. So
 /// what the last call left in a window, the workspace or an output may be overwritten. A dispatch
-/// raises `arrived` after its last row and ends when all ranks of the node have. A combine on one
-/// node writes to the receive slabs of its parity before others have entered, sums its own, and
-/// ends when it has summed and all have entered; on several nodes it reads the combine windows of
-/// the ranks of the node. With spare experts a dispatch that counts raises `planned` when its
+/// raises `arrived` after its last row and ends when all ranks of the node have. A combine
+/// enters with its rows in its combine window, reads the windows of the ranks of the node, and
+/// ends when it has summed. With spare experts a dispatch that counts raises `planned` when its
 /// counts of slots can be read. All waits have the transport's deadline.
 class ExpertExecutor {
  public:
@@ -124,8 +123,7 @@ class ExpertExecutor {
   virtual void dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                         ExpertTables& begun) = 0;
 
-  /// Enters the call with expert outputs in the slabs of their tokens' homes, or in the combine
-  /// window, and sums.
+  /// Enters the call with expert outputs in the combine window, and sums.
   virtual void combine(const ExpertCall& call, const ExpertCombineInput& input,
                        const ExpertTables& tables) = 0;
 

@@ -46,20 +46,6 @@ struct ExpertWorkspaceLayout {
 [[nodiscard]] ExpertWorkspaceLayout expert_workspace_layout(const EPConfig& config,
                                                             const EPDispatchOptions& options);
 
-/// Rows that ranks may push for one token: one from each of its ranks if they sum its rows
-/// (`once`), else one for each topk slot.
-[[nodiscard]] constexpr std::int64_t slab_slots(const EPConfig& config, bool once) {
-  return once && config.world_size < config.topk ? config.world_size : config.topk;
-}
-
-/// The place of such a row in the slab of the token's rank.
-/// @param topk_slot the first of the token on the rank that pushes
-[[nodiscard]] constexpr std::int64_t slab_row(const EPConfig& config, bool once, std::int32_t rank,
-                                              std::int64_t token, std::int64_t topk_slot) {
-  const bool by_rank = once && config.world_size < config.topk;
-  return token * slab_slots(config, once) + (by_rank ? rank : topk_slot);
-}
-
 /// Signals of a layer, W slots each: rank r raises slot kind * W + r to the number of the call.
 /// After them come num_executor_slots counters of the executor and the fingerprints of calls:
 /// with_fingerprints(num_layer_signals(W), W) slots in all.
@@ -86,8 +72,6 @@ struct ExpertMemory {
   ExpertWorkspaceLayout workspace_layout;
   SymmetricBuffer dispatch_windows[2];  ///< by parity of the dispatch
   SymmetricBuffer combine_windows[2];   ///< by parity of the combine: [capacity_rows, hidden]
-  std::int64_t slab_slots = 0;       ///< rows of a token in a receive slab; 0: no slabs, pull only
-  SymmetricBuffer receive_slabs[2];  ///< by parity of the combine: [M, slab_slots, hidden]
   SymmetricBuffer workspace;
   SignalPad signals;
   std::vector<SymmetricBuffer> retired;  ///< outgrown windows; their rows may still be read

@@ -24,10 +24,6 @@ bool sums_locally(const HostExpertCall& at, const EPCombineOptions& options) {
   return is_once(at, options) && at.options.rows == EPRows::grouped;
 }
 
-bool pushes(const HostExpertCall& at, const EPCombineOptions& options) {
-  return at.memory.slab_slots >= slab_slots(at.config, is_once(at, options));
-}
-
 std::int64_t partial_sum_offset(const HostExpertCall& at, std::int32_t node, std::int64_t token) {
   return at.memory.workspace_layout.partial_sums +
          (node * at.config.max_tokens + token) * row_bytes_of(at);
@@ -77,31 +73,6 @@ void stage(const HostExpertCall& at, const ExpertCombineInput& input,
   }
 }
 
-/// Writes each row to its place in the slab of the token's rank. That slab was read in the combine
-/// before the last, and all ranks have entered the last one.
-void push(const HostExpertCall& at, const ExpertCombineInput& input, const HostExpertTables& tables,
-          RowAccumulator& sum) {
-  const HostExpertRouting& routing = tables.routing();
-  const std::int64_t row_bytes = row_bytes_of(at);
-  const bool sums = sums_locally(at, input.options);
-  std::vector<std::byte> share(row_bytes);
-  const std::int64_t rows = std::min(input.rows.shape[0], std::ssize(routing.tags));
-  for (std::int64_t row = 0; row < rows; ++row) {
-    const RowTag& tag = routing.tags[row];
-    if (tag.source_rank < 0 || (sums && routing.primary_rows[row] != row)) continue;
-    const std::byte* data = input.rows.data + row * row_bytes;
-    if (sums) {
-      sum_rows(at, input, tables, input.rows.data, row, sum);
-      sum.write(share.data());
-      data = share.data();
-    }
-    const std::int64_t place =
-        slab_row(at.config, is_once(at, input.options), at.config.rank, tag.token, tag.topk_slot);
-    at.put(at.memory.receive_slabs[at.call.parity], tag.source_rank, place * row_bytes, data,
-           row_bytes);
-  }
-}
-
 /// Adds the rows of one token on this node. @param token of the rank of `node` with this local
 /// index
 void add_token(const HostExpertCall& at, const HostExpertTables& tables, std::int32_t node,
@@ -111,7 +82,6 @@ void add_token(const HostExpertCall& at, const HostExpertTables& tables, std::in
   const auto ids = tables.routing().ids_of(node);
   const auto dst_rows = tables.routing().dst_rows_of(node);
   const bool once = is_once(at, options);
-  const bool pushed = pushes(at, options);
   std::array<std::int32_t, max_topk> ranks{};
   auto ranks_end = ranks.begin();
   for (std::int64_t k = 0; k < config.topk; ++k) {
@@ -128,9 +98,7 @@ void add_token(const HostExpertCall& at, const HostExpertTables& tables, std::in
       *ranks_end++ = rank;
     }
     const std::byte* const from =
-        pushed ? at.memory.receive_slabs[at.call.parity].local +
-                     slab_row(config, once, rank, token, k) * row_bytes
-               : at.memory.combine_windows[at.call.parity].peers[rank] + row * row_bytes;
+        at.memory.combine_windows[at.call.parity].peers[rank] + row * row_bytes;
     if (options.weighted && !once) {
       sum.add_weighted(from, weight_at(tables.weights_of(node), entry, config.weight_dtype));
     } else {
@@ -217,11 +185,7 @@ void host_combine(const HostExpertCall& at, const ExpertCombineInput& input,
   const HostExpertRouting& routing = tables.routing();
   const std::int32_t own = routing.own_node();
   RowAccumulator sum(at.config.hidden, at.config.token_dtype);
-  if (pushes(at, input.options)) {
-    push(at, input, tables, sum);
-  } else {
-    stage(at, input, tables, sum);
-  }
+  stage(at, input, tables, sum);
   at.enter();  // all rows are there
   if (nodes > 1) {
     for (std::int32_t k = 0; k < nodes; ++k) {

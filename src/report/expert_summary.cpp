@@ -336,11 +336,6 @@ bool is_low_latency(ExpertCallKind kind) {
          kind == ExpertCallKind::low_latency_combine;
 }
 
-bool is_combine(ExpertCallKind kind) {
-  return kind == ExpertCallKind::compact_combine || kind == ExpertCallKind::summed_combine ||
-         kind == ExpertCallKind::grouped_combine;
-}
-
 std::string line_of(const std::string& label, const ExpertCallPrediction& call) {
   const auto cell = [](double seconds) {
     return detail::pad_left(seconds > 0 ? format_seconds(seconds) : "-", 9);
@@ -356,12 +351,7 @@ std::string basis(const EPConfig& config, const ExpertCostOptions& options, bool
              ", nothing was run. Rows on the network, on NVLink and through multiprocessors move "
              "side by side: a call takes what is before them, the longest of the three, and what "
              "is behind");
-  if (config.num_nodes() == 1) {
-    return text +
-           ". Combines pull, or push (combine=\"push\"): then rows move at the speed of "
-           "stores, and sums need no kernel before; derived from bytes, not measured over "
-           "links.";
-  }
+  if (config.num_nodes() == 1) return text + ".";
   text += concat(". Between nodes ", to_string(options.costs.path),
                  options.costs.path == ExpertPath::waiting
                      ? " puts: a block awaits each before the next"
@@ -382,15 +372,11 @@ std::string expert_calls_text(const EPConfig& config, const EPDispatchOptions& d
   std::string text = detail::heading(
       "  call                        total   before  network   NVLink      SMs   behind", style);
   const bool low_latency = config.max_tokens <= few_tokens;
-  ExpertCostOptions push = options;
-  push.push_combine = true;
   const auto calls = predict_experts(config, dispatch, ids, options);
-  const auto pushed = predict_experts(config, dispatch, ids, push);
   for (std::size_t i = 0; i < calls.size(); ++i) {
     const ExpertCallKind kind = calls[i].kind;
     if (!low_latency && is_low_latency(kind)) continue;
     text += line_of(label_of(kind), calls[i]);
-    if (is_combine(kind) && config.num_nodes() == 1) text += line_of("  pushed", pushed[i]);
   }
   return text + detail::wrapped(basis(config, options, low_latency), style);
 }

@@ -25,7 +25,7 @@ TEST(TestHooks, AnErrorSaysWhatThereIs) {
                                "max_shared_kb=48..1024, ", "nvshmem_enforces=0..1, with commas"}))
         << wrong;
   }
-  EXPECT_TRUE(test::rejects([] { (void)parse_test_hooks("push_words=1,delays=2"); },
+  EXPECT_TRUE(test::rejects([] { (void)parse_test_hooks("no_bulk_copies=1,delays=2"); },
                             {"WAYBILL_TEST: \"delays=2\", expected "}));
 }
 
@@ -33,9 +33,9 @@ TEST(TestHooks, OfATestHoldWhileItNeedsThem) {
   const std::int64_t before = test_hooks().delay_ns;
   {
     const test::WithHooks outer("delay_ns=5");
-    const test::WithHooks inner("push_words=1");
+    const test::WithHooks inner("no_bulk_copies=1");
     EXPECT_EQ(test_hooks().delay_ns, 5);
-    EXPECT_EQ(test_hooks().push_words, 1);
+    EXPECT_EQ(test_hooks().no_bulk_copies, 1);
   }
   EXPECT_EQ(test_hooks().delay_ns, before);
 }

@@ -150,42 +150,6 @@ TEST(PredictExperts, RowsOfSlotsAreThoseOfTheSimulation) {
   }
 }
 
-TEST(PredictExperts, APushedCombineMovesTheBytesAtTheSpeedOfStores) {
-  // Two ranks, four tokens each; every token goes to one expert here and to two there.
-  EPConfig config = layer(1, 2, 4);
-  config.topk = 3;
-  config.num_experts = 4;
-  const Ids ids = {{0, 2, 3, 0, 2, 3, 0, 2, 3, 0, 2, 3}, {2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1}};
-  ExpertCostOptions options;
-  options.costs.num_sms = 2;
-  const double row = 7168 * 2;
-  const double block = options.links.block_bytes_per_second * 2 / row;  // rows per second
-  const double link = options.links.nvlink_bytes_per_second / row;
-  const auto pulled = predict_experts(config, {}, ids, options);
-  options.push_combine = true;
-  const auto pushed = predict_experts(config, {}, ids, options);
-  const auto check = [&](ExpertCallKind kind, double rows_over_link, double rows_of_blocks) {
-    const ExpertCallPrediction& call = of(pushed, kind);
-    EXPECT_EQ(call.links, of(pulled, kind).links);
-    EXPECT_DOUBLE_EQ(call.nvlink_seconds, rows_over_link / link);
-    EXPECT_DOUBLE_EQ(call.block_seconds, rows_of_blocks / block);
-    EXPECT_DOUBLE_EQ(call.begin_seconds, of(pulled, ExpertCallKind::compact_combine).begin_seconds);
-  };
-  // Loads: what is sent, what has come, own rows. Stores: what is sent, and four tokens.
-  check(ExpertCallKind::compact_combine, 4, 4 + 4 + 4);
-  check(ExpertCallKind::grouped_combine, 8, 8 + 8 + 4);
-  check(ExpertCallKind::summed_combine, 4, 12 + 4 + 4);  // all rows are read, their sums sent
-  for (const auto kind : {ExpertCallKind::grouped_dispatch, ExpertCallKind::low_latency_combine})
-    EXPECT_EQ(of(pushed, kind).seconds, of(pulled, kind).seconds);
-  // Between nodes combines pull.
-  const EPConfig nodes = layer(2, 1, 4);
-  const Ids more = uniform_ids(nodes, 4);
-  const auto there = predict_experts(nodes, {}, more, options);
-  options.push_combine = false;
-  const auto as_ever = predict_experts(nodes, {}, more, options);
-  for (std::size_t i = 0; i < there.size(); ++i) EXPECT_EQ(there[i].seconds, as_ever[i].seconds);
-}
-
 /// A measured call of docs/performance/gpu_moe.md.
 struct Measured {
   std::int32_t nodes, per_node;
@@ -345,6 +309,7 @@ TEST(PredictExperts, WrongInputsAreNamed) {
   refuses(ids, {.costs = {.num_sms = 0}}, "costs.num_sms = 0, expected >= 1");
   refuses(ids, {.costs = {.sum_bytes_per_second = 0}}, "costs.sum_bytes_per_second = 0");
   refuses(ids, {.costs = {.put_seconds = NAN}}, "costs.put_seconds");
+  refuses(ids, {.push_combine = true}, "push_combine = true, expected false");
 }
 
 }  // namespace

@@ -36,14 +36,6 @@ class ExpertRig {
     memory_.workspace_layout = expert_workspace_layout(config_, options_);
     Transport& transport = world.transport();
     take_windows(capacity_rows);
-    if (config_.is_intra_node()) {
-      slab_slots_ = memory_.slab_slots = slab_slots(config_, false);
-      for (SymmetricBuffer& slab : memory_.receive_slabs) {
-        slab = transport.allocate(config_.max_tokens * memory_.slab_slots * config_.hidden *
-                                      dtype_bytes(config_.token_dtype),
-                                  "receive slab");
-      }
-    }
     memory_.workspace = transport.allocate(memory_.workspace_layout.total, "workspace");
     memory_.signals = transport.allocate_signals(
         with_fingerprints(num_layer_signals(config_.world_size), config_.world_size), "signals");
@@ -53,8 +45,6 @@ class ExpertRig {
   ExpertRig& operator=(const ExpertRig&) = delete;
   ~ExpertRig() {
     defer_windows();
-    for (SymmetricBuffer& slab : memory_.receive_slabs)
-      world_.transport().defer_release(std::move(slab.memory));
     world_.transport().defer_release(std::move(memory_.workspace.memory));
     world_.transport().defer_release(std::move(memory_.signals.memory));
   }
@@ -109,8 +99,6 @@ class ExpertRig {
   /// Calls are those of a layer whose hosts wait for counts. All ranks alike; a combine as the
   /// dispatch that made its routing.
   void know_counts(bool known) { knows_counts_ = known; }
-  /// Combines push, where there are slabs, or pull. All ranks alike.
-  void use_slabs(bool pushes) { memory_.slab_slots = pushes ? slab_slots_ : 0; }
 
  private:
   void take_windows(std::int64_t capacity_rows) {
@@ -147,7 +135,6 @@ class ExpertRig {
   EPConfig config_;
   EPDispatchOptions options_;
   int num_sms_;
-  std::int64_t slab_slots_ = 0;
   bool knows_counts_ = false;
   ExpertMemory memory_;
   std::unique_ptr<ExpertExecutor> executor_;

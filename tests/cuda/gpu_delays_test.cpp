@@ -26,7 +26,6 @@ struct DelayedLayer {
   EPDispatchOptions options;
   std::int64_t num_tokens;
   const char* delay;  ///< a hook of WAYBILL_TEST
-  bool pushes = false;
 };
 
 /// One rank: it dispatches, answers with the rows that arrived, and combines, first in single calls
@@ -41,9 +40,7 @@ class DelayedCalls {
         capacity_(most_recv_rows(layer.config, layer.options)),
         rig_(world, layer.config, layer.options, capacity_, 8),
         input_(arena_, rounds[0].sample, rig_.config().rank),
-        sums_(arena_.take(layer.config.token_dtype, {layer.num_tokens, layer.config.hidden})) {
-    rig_.use_slabs(layer.pushes);
-  }
+        sums_(arena_.take(layer.config.token_dtype, {layer.num_tokens, layer.config.hidden})) {}
 
   /// No call of a round waits for the host.
   void check_alone(int repeats) {
@@ -152,8 +149,6 @@ TEST(GpuDelays, few_tokens_compact) {
 TEST(GpuDelays, few_tokens_padded) {
   check({few(), {.expert_alignment = 8}, 60, "delay_ns=20000"});
 }
-TEST(GpuDelays, few_tokens_pushed) { check({few(), {}, 60, "delay_ns=20000", true}); }
-TEST(GpuDelays, some_tokens_pushed) { check({some(), {}, 300, "delay_ns=20000", true}); }
 TEST(GpuDelays, some_tokens_in_receive_slots) { check({some(), {}, 100, "delay_ns=20000"}); }
 TEST(GpuDelays, some_tokens_that_wait) { check({some(), {}, 300, "delay_ns=20000"}); }
 

@@ -130,16 +130,6 @@ TEST(GpuEpLayer, local_combine_on_two_nodes) {
   check_layer(config_of(4, DType::float16, 2),
               {.num_sms = 4, .enable_local_combine = true, .capacity_factor = 1}, 58);
 }
-TEST(GpuEpLayer, pushed) {
-  EPLayerOptions options{.num_sms = 4, .capacity_factor = 1, .push_combine = true};
-  check_layer(config_of(1), options, 61);
-  check_layer(config_of(4, DType::float16), options, 62);
-  options.enable_local_combine = true;
-  check_layer(config_of(2), options, 63);
-  check_layer(config_of(4, DType::bfloat16, 2), options, 64);  // on nodes they pull
-  options.dispatch.rows = EPRows::compact;
-  check_layer(config_of(2), options, 65);
-}
 TEST(GpuEpLayer, compact_rows) {
   EPLayerOptions options{.num_sms = 4};
   options.dispatch.rows = EPRows::compact;

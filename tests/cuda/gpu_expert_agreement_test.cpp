@@ -253,7 +253,6 @@ TEST(GpuExpertAgreementOfSettings, is_looked_at_when_the_layer_is_made) {
     differs("payload", [](auto&, auto& o) { o.dispatch.payload = EPPayload::quantized; });
     differs("rows", [](auto&, auto& o) { o.dispatch.rows = EPRows::compact; });
     differs("enable_local_combine", [](auto&, auto& o) { o.enable_local_combine = true; });
-    differs("combine = ", [](auto&, auto& o) { o.push_combine = !o.push_combine; });
   }));
 }
 

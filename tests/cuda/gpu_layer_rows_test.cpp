@@ -117,7 +117,7 @@ class OverflowSteps {
 };
 
 void check_overflow(const EPConfig& config, const EPDispatchOptions& dispatch = {},
-                    bool local_combine = false, bool pushes = false) {
+                    bool local_combine = false) {
   Random random(91);
   for (const Draw draw : {Draw::one_expert, Draw::repeats}) {
     const ExpertCase few = test::random_case(config, random, {.drop = 0, .tokens = 3});
@@ -126,7 +126,6 @@ void check_overflow(const EPConfig& config, const EPDispatchOptions& dispatch = 
     const ExpertDispatch cut = many.dispatch(dispatch);
     EPLayerOptions options{.dispatch = dispatch, .num_sms = 4};
     options.enable_local_combine = local_combine;
-    options.push_combine = pushes;
     options.fixed_rows = std::max<std::int64_t>(40, cut.rows.largest_recv_rows / 2);
     std::atomic<std::int64_t> num_lost{0};
     run_gpu_thread_world(
@@ -155,11 +154,6 @@ TEST(GpuLayerRows, that_do_not_fit_of_compact_rows) {
 }
 TEST(GpuLayerRows, that_do_not_fit_with_padding) {
   check_overflow(many_tokens(), {.expert_alignment = 8});
-}
-TEST(GpuLayerRows, that_do_not_fit_where_ranks_push) {
-  check_overflow(many_tokens(), {}, false, true);
-  check_overflow(many_tokens(), {}, true, true);
-  check_overflow(small_config(2), {.rows = EPRows::compact}, false, true);
 }
 TEST(GpuLayerRows, that_do_not_fit_on_nodes) { check_overflow(small_config(4, 2)); }
 TEST(GpuLayerRows, that_do_not_fit_as_elements_that_bulk_copies_do_not_suit) {

@@ -140,8 +140,6 @@ TEST(GpuLayouts, give_what_they_gave_after_other_dispatches_of_compact_rows) {
 /// Weighted sums are made where the rows are, with the weights that came with them.
 TEST(GpuLayouts, give_what_they_gave_in_local_sums) {
   check_old_layouts(small_config(2), {.num_sms = 4, .enable_local_combine = true});
-  check_old_layouts(small_config(2),
-                    {.num_sms = 4, .enable_local_combine = true, .push_combine = true});
 }
 TEST(GpuLayouts, give_what_they_gave_in_local_sums_of_more_tokens) {
   EPConfig config = small_config(2);

@@ -83,7 +83,7 @@ TEST(GpuProcess, a_finalized_layer_gives_its_memory_back) {
       EPConfig mine = config;
       mine.rank = to_int(world.rank());
       const auto one_layer = [&] {
-        EPAll2AllLayer layer(world, mine, {.push_combine = mine.is_intra_node()});
+        EPAll2AllLayer layer(world, mine);
         layer.finalize();
       };
       one_layer();  // loads kernels

@@ -37,6 +37,8 @@ TEST(EPLayerErrors, RefuseWhatDoesNotFitTheWorld) {
     refuses([](EPConfig&, EPLayerOptions& o) { o.capacity_factor = 0; }, {"capacity = 0"});
     refuses([](EPConfig&, EPLayerOptions& o) { o.fixed_rows = -1; }, {"fixed_rows = -1"});
     refuses([](EPConfig&, EPLayerOptions& o) { o.max_per_expert = -1; }, {"max_per_expert = -1"});
+    refuses([](EPConfig&, EPLayerOptions& o) { o.push_combine = true; },
+            {"push_combine = true, expected false", "goes in 0.3"});
     refuses([](EPConfig&, EPLayerOptions& o) { o.dispatch.dropped_id = 7; }, {"dropped_id = 7"});
     EPAll2AllLayer layer(world, at_rank(good(), world));  // nothing above has told anybody
     layer.finalize();

@@ -15,7 +15,6 @@ struct RowWays {
   std::int32_t per_node;
   bool local_combine;
   EPRows rows;
-  bool pushes = false;
 };
 
 HostTensor copy_of(const TensorView& view) {
@@ -87,15 +86,12 @@ TEST(EPLayerRows, ThatDoNotFitAreReportedToAllRanksAndTheirSumsAreNaN) {
   Random random(35);
   for (const RowWays& way :
        {RowWays{4, false, EPRows::grouped}, RowWays{4, true, EPRows::grouped},
-        RowWays{2, false, EPRows::grouped}, RowWays{4, false, EPRows::compact},
-        RowWays{4, false, EPRows::grouped, true}, RowWays{4, true, EPRows::grouped, true},
-        RowWays{4, false, EPRows::compact, true}}) {
+        RowWays{2, false, EPRows::grouped}, RowWays{4, false, EPRows::compact}}) {
     const EPConfig config = config_of_four(way.per_node);
     EPLayerOptions options;
     options.dispatch.rows = way.rows;
     options.enable_local_combine = way.local_combine;
     options.fixed_rows = 30;
-    options.push_combine = way.pushes;
     const auto few = make_round(random_case(config, random, {.tokens = 2}), options, random);
     const auto many =
         make_round(random_case(config, random, {.draw = Draw::repeats, .drop = 0, .tokens = 13}),
@@ -219,10 +215,9 @@ TEST(EPLayerRows, DoNotGoWhereOtherRanksMayStillRead) {
 }
 
 /// Nothing but the combines themselves keeps a rank from writing what another still sums.
-void combine_in_a_row(bool pushes, bool local_combine, EPRows rows) {
+void combine_in_a_row(bool local_combine, EPRows rows) {
   const EPConfig config = config_of_four(4);
   EPLayerOptions options;
-  options.push_combine = pushes;
   options.enable_local_combine = local_combine;
   options.dispatch.rows = rows;
   Random random(83);
@@ -241,12 +236,10 @@ void combine_in_a_row(bool pushes, bool local_combine, EPRows rows) {
   });
 }
 
-TEST(EPLayerRows, AreKeptByASlowHomeWhileOthersPush) {
-  for (const bool pushes : {true, false}) {
-    combine_in_a_row(pushes, false, EPRows::grouped);
-    combine_in_a_row(pushes, true, EPRows::grouped);
-    combine_in_a_row(pushes, false, EPRows::compact);
-  }
+TEST(EPLayerRows, AreKeptUntilASlowHomeHasSummedThem) {
+  combine_in_a_row(false, EPRows::grouped);
+  combine_in_a_row(true, EPRows::grouped);
+  combine_in_a_row(false, EPRows::compact);
 }
 
 }  // namespace

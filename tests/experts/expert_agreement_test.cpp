@@ -42,7 +42,6 @@ std::vector<SettingCase> setting_cases() {
       {"min_rows = 7", [](auto&, auto& options) { options.dispatch.min_rows = 7; }},
       {"enable_local_combine = true",
        [](auto&, auto& options) { options.enable_local_combine = true; }},
-      {"combine = push", [](auto&, auto& o) { o.push_combine = !o.push_combine; }},
       {"fixed_rows = 64", [](auto&, auto& options) { options.fixed_rows = 64; }},
       {"capacity = 3", [](auto&, auto& options) { options.capacity_factor = 3; }},
   };

@@ -142,8 +142,8 @@ inline EPConfig at_rank(EPConfig config, const World& world) {
 
 /// Dispatch and combine of all rounds on one layer, each compared with the simulation.
 /// @param slow_ranks ranks sleep now and then
-inline void run_rounds_once(const EPConfig& config, const EPLayerOptions& options,
-                            const std::vector<ExpertRoundCase>& rounds, bool slow_ranks) {
+inline void run_rounds(const EPConfig& config, const EPLayerOptions& options,
+                       const std::vector<ExpertRoundCase>& rounds, bool slow_ranks = false) {
   run_thread_world(config.world_size,
                    [&](World& world) {
                      const auto rank = static_cast<std::size_t>(to_int(world.rank()));
@@ -161,16 +161,6 @@ inline void run_rounds_once(const EPConfig& config, const EPLayerOptions& option
                      layer.finalize();
                    },
                    {.ranks_per_node = config.local_world_size});
-}
-
-/// The same with combines that pull, and with such that push.
-inline void run_rounds(const EPConfig& config, EPLayerOptions options,
-                       const std::vector<ExpertRoundCase>& rounds, bool slow_ranks = false) {
-  for (const bool pushes : {false, true}) {
-    SCOPED_TRACE(pushes ? "push" : "pull");
-    options.push_combine = pushes;
-    run_rounds_once(config, options, rounds, slow_ranks);
-  }
 }
 
 }  // namespace waybill::test

@@ -169,7 +169,6 @@ def diverge(rng, ops, sizes):
             ("rows", "compact"), ("enable_local_combine", True), ("max_per_expert", 99),
             ("topk", 3), ("hidden", 5), ("max_tokens", 12), ("weight_dtype", torch.bfloat16),
             ("dtype", torch.bfloat16), ("payload", "quantized"), ("fixed_rows", 0), ("copy_out", 3),
-            ("combine", "push"),
         ))  # fmt: skip
         make["options"] = {name: value}
     elif kind == "barrier":

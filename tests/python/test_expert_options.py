@@ -62,8 +62,13 @@ REFUSED = [
     (layer_on, {"ep_group": 5}, "InvalidArgument", "ep_group is 5, expected"),
     (layer_on, {"capacity": 0}, "InvalidArgument", "capacity"),
     (layer_on, {"max_per_expert": 0}, "InvalidArgument", "max_per_expert = 0"),
-    (layer_on, {"combine": "pushed"}, "InvalidArgument", 'combine = "pushed", expected "pull"'),
-    (layer_on, {"combine": True}, "WrongType", 'combine = True, expected "pull" or "push"'),
+    (
+        layer_on,
+        {"combine": "push"},
+        "InvalidArgument",
+        'combines pull since 0.2, .* goes in 0.3: combine = "push", expected "pull"$',
+    ),
+    (layer_on, {"combine": True}, "WrongType", 'combine = True, expected "pull"'),
     (layer_on, {"device": "cuda"}, "InvalidArgument", "device = 'cuda', expected cpu"),
     (layer_on, {"rank": 1, "world_size": 2}, "InvalidArgument", "world_size|rank"),
     (module_on, {"device": "cuda"}, "InvalidArgument", "device = 'cuda', expected cpu"),
@@ -170,36 +175,6 @@ def test_the_sizes_beside_a_given_layer():
         assert seen == [4, 4, 4]
 
     wt.run_threads(1, body)
-
-
-def test_both_ways_of_a_combine_give_the_same_bits():
-    """Pushes have receive slabs of max_tokens * topk rows, or of a row per rank with sums."""
-    ranks = 3
-
-    def body(world):
-        draws = torch.Generator().manual_seed(world.rank)
-        x = torch.randn(MOST, HIDDEN, generator=draws)
-        scores = torch.rand(MOST, TOPK, generator=draws)
-        ids = torch.randint(-1, 2 * ranks, (MOST, TOPK), generator=draws)
-        sums = {}
-        for local in (False, True):
-            for way in ("pull", "push"):
-                module = ExpertParallel(
-                    lambda rows, _: rows * 1.7, group=world, gradients="sum", topk=TOPK,
-                    num_experts=2 * ranks, hidden=HIDDEN, max_tokens=MOST, dtype=torch.float32,
-                    fixed_rows=1.0, combine=way, enable_local_combine=local,
-                )  # fmt: skip
-                layer = module.layer
-                assert layer.combine_way == way
-                assert ("combine=push" in repr(module)) == (way == "push")
-                sums[way] = module(x, scores, ids), layer.memory_bytes
-                module.finalize()
-            assert torch.equal(sums["pull"][0], sums["push"][0])
-            slab = MOST * TOPK * HIDDEN * 4
-            assert sums["push"][1] - sums["pull"][1] >= 2 * slab
-        return sums["push"][0].abs().sum() > 0
-
-    assert all(wt.run_threads(ranks, body))
 
 
 def test_a_resize_of_a_layer_that_grew():

@@ -68,7 +68,7 @@ WRONG_FOR_MODULES = [
     {"topk": 0}, {"topk": "2"}, {"hidden": -1}, {"max_tokens": 0}, {"chunks": 0},
     {"dtype": "nothing"}, {"preset": "fast"}, {"operations": True}, {"fixed_row": 3},
     {"rows": "compact"}, {"fixed_rows": 0}, {"num_sm": 0}, {"capacity": 0},
-    {"expert_alignment": -1}, {"device": "cuda"}, {"combine": "pushed"},
+    {"expert_alignment": -1}, {"device": "cuda"}, {"combine": "push"},
 ]  # fmt: skip
 WRONG_FOR_LAYERS = [
     {"max_tokens": 0}, {"hidden": "8"}, {"topk": 99}, {"rank": 0}, {"num_tot_experts": 3},
@@ -77,7 +77,7 @@ WRONG_FOR_LAYERS = [
     {"expert_alignment": 0}, {"expert_alignment": 2**31}, {"payload": 1}, {"capacity": 0},
     {"capacity": 2**40}, {"fixed_rows": 0}, {"fixed_rows": 1.5}, {"copy_out": 2},
     {"device": "cuda"}, {"max_per_expert": 0}, {"max_per_expert": 1.5},
-    {"combine": "pushed"}, {"combine": True}, {"scale_layout": "4x128"}, {"scale_layout": 4},
+    {"combine": "push"}, {"combine": True}, {"scale_layout": "4x128"}, {"scale_layout": 4},
 ]  # fmt: skip
 WRONG_FOR_BUFFERS = [
     {"num_nvl_bytes": -1}, {"num_rdma_bytes": "x"}, {"low_latency_mode": 3},

@@ -41,9 +41,8 @@ CASES = {
     "float64": {"dtype": "float64", "weight_dtype": "float64"},
     "float8": {"payload": "quantized"},
     "spare": {"spare_experts": 2},
-    "push": {"combine": "push"},
 }
-OF_LAYER = ("local", "combine", "dtype", "weight_dtype")
+OF_LAYER = ("local", "dtype", "weight_dtype")
 
 
 @pytest.mark.parametrize("case", CASES)

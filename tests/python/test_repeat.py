@@ -59,19 +59,11 @@ def test_all_kinds_repeat_their_bits(capsys):
     shown = capsys.readouterr().out.splitlines()
     assert done == 0, shown
     assert shown[1] == (
-        "20 calls of each kind: 2 ranks in host memory, 24 tokens each, rows of 128, combines that"
-        " pull"
+        "20 calls of each kind: 2 ranks in host memory, 24 tokens each, rows of 128"
     )
     lines = [line for line in shown if re.search(r" ok +[\d.]+ s  20 calls, 0 of them in", line)]
     assert len(lines) == len(KINDS) == len(shown) - 3
     assert re.fullmatch(rf"selftest: passed: {len(KINDS)} kinds in [\d.]+ s", shown[-1])
-
-
-def test_the_way_of_combines_is_an_option(capsys):
-    sizes = ["--tokens", "24", "--hidden", "128", "--only", "combine", "--combine", "push"]
-    assert _selftest.main(["--repeat", "20", "--device", "cpu", *sizes]) == 0
-    shown = capsys.readouterr().out
-    assert "combines that push" in shown and "FAILED" not in shown
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="no GPU")
@@ -213,7 +205,6 @@ def test_a_difference_fails_the_run(monkeypatch, capsys):
     [
         (["--tokens", "4"], "--tokens needs --repeat"),
         (["--repeat", "0"], "argument --repeat: 0, expected 1 to"),
-        (["--combine", "push"], "--combine needs --repeat"),
         (["--repeat", "2", "--ranks", "65"], "argument --ranks: 65, expected 1 to 64"),
         (["--repeat", "2", "--hidden", "100"], "--hidden 100, expected a multiple of 128"),
         (["--repeat", "2", "--only", "x,y"], '--only "x,y": no kind of call has that in its name'),

@@ -122,7 +122,7 @@ def test_a_wrong_combine_of_one_rank_is_told_to_all(tmp_path):
     from waybill.torch.moe import EPAll2AllLayer
 
     world = waybill.World.from_environment(timeout_s=60)
-    combine = "pushed" if world.rank == 1 else "pull"
+    combine = "push" if world.rank == 1 else "pull"
     try:
         EPAll2AllLayer(world, 7, 16, 3, world.rank, 8, 2, 2, combine=combine)
     except waybill.InvalidArgument as error:
@@ -131,5 +131,5 @@ def test_a_wrong_combine_of_one_rank_is_told_to_all(tmp_path):
     results = run_ranks(tmp_path, program, world_size=2)
     expect_all_well(results)
     for _, output in results:
-        assert 'combine = "pushed", expected "pull" or "push"' in output, results
+        assert 'combine = "push", expected "pull"' in output, results
     assert "rank 1 with arguments = wrong" in results[0][1], results

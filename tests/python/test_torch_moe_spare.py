@@ -99,7 +99,7 @@ def test_copies_that_are_present_are_used_again():
     run_threads(WORLD, body)
 
 
-@pytest.mark.parametrize("options", [{}, {"fixed_rows": 200}, {"combine": "push"}])
+@pytest.mark.parametrize("options", [{}, {"fixed_rows": 200}])
 def test_gradients_are_those_without_copies(options):
     """On one node sums go by topk slot: the same bits."""
 

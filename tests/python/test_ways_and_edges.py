@@ -185,10 +185,10 @@ ARGUMENTS = {
     "EPAll2AllLayer": {
         "all": "ep_group max_tokens hidden topk rank num_tot_experts local_world_size world_size"
         " dtype weight_dtype num_sm dropped_id capacity",
-        "none": "use_aot max_per_expert device",
+        "none": "use_aot max_per_expert device combine",
         "node_local": "enable_local_combine", "node_compact": "rows",
         "node_padded": "expert_alignment", "node_scaled": "payload", "node_fixed": "fixed_rows",
-        "node_views": "copy_out", "node_push": "combine",
+        "node_views": "copy_out",
         "spare_counting": "spare_experts", "spare_limits": "limit min_rows",
         "format_mxfp8_tiles": "scale_layout",
     },

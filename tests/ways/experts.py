@@ -44,7 +44,6 @@ class LayerWay(ExpertWay):
     payload: str = "plain"
     fixed: bool = False
     local_combine: bool = False
-    combine: str = "pull"
     weighted: bool = False
     known: bool = False  #: more dispatches by the routing of the first
     graph: bool = False
@@ -102,7 +101,7 @@ class LayerWay(ExpertWay):
             world, s.max_tokens, s.hidden, s.topk, world.rank, s.experts, s.per_node, s.world,
             torch.bfloat16, num_sm=4, enable_local_combine=self.local_combine, dropped_id=-1,
             rows=self.rows, expert_alignment=self.alignment, payload=self.payload,
-            copy_out=not self.views, combine=self.combine, spare_experts=self.spare,
+            copy_out=not self.views, spare_experts=self.spare,
             limit=self.limits[0], min_rows=self.limits[1],
             scale_layout="128x4" if self.tiles else "rows", **room,
         )  # fmt: skip
@@ -341,8 +340,6 @@ def _layer_ways() -> Iterator[Way]:
     }
     of_one_node = {
         "local": ("local combine", {"local_combine": True}),
-        "push": ("push", {"combine": "push"}),
-        "push_local": ("push, local combine", {"combine": "push", "local_combine": True}),
         "views": ("views of the window", {"views": True}),
     }
     few = {"max_tokens": FEW}
@@ -437,8 +434,6 @@ def _spare_ways() -> Iterator[Way]:
     of_one_node = {
         "positions": ("scatter indices", {"own_order": True}),
         "local": ("local combine", {"local_combine": True}),
-        "push": ("push", {"combine": "push"}),
-        "push_local": ("push, local combine", {"combine": "push", "local_combine": True}),
         "views": ("views of the window", {"views": True}),
     }
     for name, (title, options) in {**kinds, **of_one_node}.items():

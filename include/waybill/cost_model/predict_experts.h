@@ -70,8 +70,7 @@ struct ExpertCostOptions {
   double message_seconds = HardwareFacts{}.message_seconds;
   StepCosts step = {};  ///< phases, pulls and messages between nodes
   ExpertCosts costs = {};
-  /// One node: combines push, see EPLayerOptions. Derived from bytes and the speeds above, not yet
-  /// compared with runs over links.
+  /// Deprecated, goes in 0.3. Combines pull since 0.2, and true is refused.
   bool push_combine = false;
 
   /// @throws InvalidArgument "who: field = got, expected ..."

@@ -71,7 +71,6 @@ class DispatchCombineContext {
   DispatchCombineContext(const World& world, const EPConfig& config,
                          const EPDispatchOptions& options);
   void allocate_windows(std::int64_t rows);
-  void allocate_slabs(std::int64_t slots);
 
   World world_;
   EPConfig config_;

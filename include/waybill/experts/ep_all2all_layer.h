@@ -119,10 +119,7 @@ struct EPLayerOptions {
   /// Topk slots of one expert that a rank may have in a dispatch, 0: any number. More are an error:
   /// in host memory before anything moves, on GPUs by the device.
   std::int64_t max_per_expert = 0;
-  /// Provisional, until both ways have been timed over links. One node: ranks push expert outputs
-  /// to the ranks of their tokens, which otherwise pull them. That takes memory for max_tokens *
-  /// topk rows twice (min(topk, world_size) with sums or compact rows). All ranks alike; results
-  /// are the same, and several nodes always pull.
+  /// Deprecated, goes in 0.3. Combines pull since 0.2, and true is refused.
   bool push_combine = false;
 };
 

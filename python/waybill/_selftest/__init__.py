@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 #: Options that say how --repeat repeats.
-_OF_REPEAT = ("device", "ranks", "tokens", "hidden", "only", "combine")
+_OF_REPEAT = ("device", "ranks", "tokens", "hidden", "only")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,9 +100,6 @@ def _parser() -> argparse.ArgumentParser:
         "--hidden", type=_count(2**16), help="elements of a row, a multiple of 128; 1024"
     )
     repeat.add_argument("--only", metavar="TEXT", help="kinds of call with this in their name")
-    repeat.add_argument(
-        "--combine", choices=("pull", "push"), help="how experts combine; pull unless given"
-    )
     return parser
 
 
@@ -121,7 +118,7 @@ def _repeat(options: argparse.Namespace) -> int:
     try:
         return found.run(  # type: ignore[no-any-return]
             options.repeat, options.ranks, options.tokens or 128, options.hidden or 1024, device,
-            options.only, options.combine or "pull",
+            options.only,
         )  # fmt: skip
     except Error as error:
         print(f"selftest: {error}", file=sys.stderr)

@@ -223,7 +223,8 @@ class ExpertLayer(OfThisProcess):
             self.copy_out = flag(copy_out, f"{who}: copy_out")
             self.enable_local_combine = flag(enable_local_combine, f"{who}: enable_local_combine")
             self.use_aot = flag(use_aot, f"{who}: use_aot")
-            self.combine_way = choice(combine, f"{who}: combine", "pull", "push")
+            gone = "combines pull since 0.2, and the argument goes in 0.3"
+            self.combine_way = choice(combine, f"{who}: {gone}: combine", "pull")
             factor, most = room_of(capacity, fixed, max_per_expert, who)
             return {}
 
@@ -232,9 +233,8 @@ class ExpertLayer(OfThisProcess):
             self.num_sm = self._suggested_sms()
         self.payload, self.rows, self.fixed_rows = payload, rows, fixed
         layer_options = _core.layer_options(
-            options, self.num_sm, self.enable_local_combine, factor, fixed or 0, most,
-            self.combine_way == "push",
-        )  # fmt: skip
+            options, self.num_sm, self.enable_local_combine, factor, fixed or 0, most
+        )
         self._layer: Any = _core.ExpertLayer(self.world._world, compiled, layer_options)
         self._lock, self._unwinding = threading.RLock(), Unwinding()
 
@@ -266,7 +266,6 @@ class ExpertLayer(OfThisProcess):
         parts += [] if self.fixed_rows is None else [f"fixed_rows={self.fixed_rows}"]
         parts += [f"spare_experts={self.spare_experts}"] if self.spare_experts else []
         parts += [] if self.scale_layout == "rows" else [f"scale_layout={self.scale_layout}"]
-        parts += [] if self.combine_way == "pull" else [f"combine={self.combine_way}"]
         return ", ".join(parts)
 
     @outside_graphs
@@ -322,9 +321,7 @@ class ExpertLayer(OfThisProcess):
     @property
     @outside_graphs
     def memory_bytes(self) -> int:
-        """Symmetric memory of this rank for rows: windows, receive slabs, and what lies between
-        nodes.
-        """
+        """Symmetric memory of this rank for rows: windows, and what lies between nodes."""
         return int(self._layer.memory_bytes)
 
     @property

@@ -39,7 +39,6 @@ class Sizes(NamedTuple):
     ranks: int
     tokens: int  #: tokens of each rank
     hidden: int  #: elements of a row, a multiple of 128
-    combine: str = "pull"
 
 
 class Calls(NamedTuple):
@@ -171,7 +170,7 @@ def _calls_on(
     module = EPAll2AllLayer(
         world, config.max_tokens, config.hidden, _TOPK, rank, config.num_experts,
         sizes.ranks, sizes.ranks, rows=layer.rows, payload=layer.payload,
-        enable_local_combine=layer.local_combine, copy_out=False, combine=sizes.combine,
+        enable_local_combine=layer.local_combine, copy_out=False,
         fixed_rows=max(most, 1) if layer.fixed else None,
     )  # fmt: skip
     answers = [_on(world, batch.answers[rank], torch.bfloat16) for batch in batches if combines]
@@ -537,13 +536,11 @@ def _chosen_kinds(only: Optional[str]) -> List[Kind]:
 
 
 def run(
-    total: int, ranks: Optional[int], tokens: int, hidden: int, device: str, only: Optional[str],
-    combine: str = "pull",
+    total: int, ranks: Optional[int], tokens: int, hidden: int, device: str, only: Optional[str]
 ) -> int:  # fmt: skip
     """Repeats all kinds, a line each. 0 when all bits were the same, else 1.
 
     :param ranks: None: as many as there are GPUs, and at least two
-    :param combine: how layers of experts combine, as of ``EPAll2AllLayer``
     """
     if device == "cuda" and not (num_gpus() and torch.cuda.is_available()):
         raise Unsupported("--device cuda: there is no GPU, or an installation without CUDA")
@@ -551,11 +548,11 @@ def run(
         ranks = max(2, num_gpus()) if device == "cuda" else 2
     if hidden % 128 != 0:
         raise InvalidArgument(f"--hidden {hidden}, expected a multiple of 128")
-    sizes, kinds = Sizes(ranks, tokens, hidden, combine), _chosen_kinds(only)
+    sizes, kinds = Sizes(ranks, tokens, hidden), _chosen_kinds(only)
     name = torch.cuda.get_device_name() if device == "cuda" else "host memory"
     print(
         f"{total} calls of each kind: {sizes.ranks} ranks in {name}, {sizes.tokens} tokens each,"
-        f" rows of {sizes.hidden}, combines that {combine}",
+        f" rows of {sizes.hidden}",
         flush=True,
     )
     begin, failed = time.monotonic(), []

@@ -330,87 +330,6 @@ struct QuantizeParams {
   std::int64_t scale_bytes;
 };
 
-// The combine that pushes: each rank sends what its experts made of a token to a slab on the
-// token's home rank, which has a fixed row for each contribution. docs/decisions/experts.md
-
-/// A unit is pushed, signalled and summed as a whole. It has some neighbouring tokens, and of their
-/// rows one part.
-struct PushUnits {
-  std::int32_t group;       ///< tokens per unit
-  std::int32_t parts;       ///< parts per row
-  std::int32_t part_bytes;  ///< bytes per part; the last one may be shorter
-};
-
-inline constexpr std::int32_t max_split_tokens = 512;
-inline constexpr std::int32_t max_push_parts = 8;
-inline constexpr std::int32_t max_push_group = 4;
-
-/// Cuts a call into units, alike on all ranks. @param busiest_tokens tokens of the rank that has
-/// most of them
-__host__ __device__ constexpr PushUnits push_units(std::int32_t busiest_tokens, std::int32_t topk,
-                                                   std::int64_t row_bytes) {
-  constexpr std::int32_t piece_bytes = 2048;
-  PushUnits units{1, 1, static_cast<std::int32_t>(row_bytes)};
-  if (busiest_tokens > max_split_tokens) {
-    const std::int32_t together = 32 / topk;
-    units.group = together < max_push_group ? together : max_push_group;
-    return units;
-  }
-  const auto pieces = static_cast<std::int32_t>((row_bytes + piece_bytes - 1) / piece_bytes);
-  units.parts = pieces < max_push_parts ? pieces : max_push_parts;
-  units.part_bytes =
-      static_cast<std::int32_t>((row_bytes + units.parts - 1) / units.parts + 15) / 16 * 16;
-  units.parts = static_cast<std::int32_t>((row_bytes + units.part_bytes - 1) / units.part_bytes);
-  return units;
-}
-
-/// Upper limit of units for the tokens of one rank. Each unit has one flag per source rank.
-constexpr std::int64_t max_push_units(std::int64_t max_tokens, std::int32_t topk) {
-  const std::int64_t split = max_tokens < max_split_tokens ? max_tokens : max_split_tokens;
-  const std::int32_t group = push_units(max_split_tokens + 1, topk, 1).group;
-  const std::int64_t grouped = (max_tokens + group - 1) / group;
-  return split * max_push_parts > grouped ? split * max_push_parts : grouped;
-}
-
-/// How a rank moves the rows of a combine that pushes. Ranks choose independently.
-enum class PushWay : std::int32_t {
-  bulk,      ///< bulk copies (sm_90 and later); rows have multiples of 16 bytes and start at such
-             ///< addresses
-  words,     ///< words of 16 bytes; the same holds for the rows
-  elements,  ///< single elements; any rows
-};
-
-struct PushParams {
-  MoeArrive m;
-  MoeShape shape;
-  std::int32_t slots;  ///< rows per token in a slab
-  bool once;           ///< each rank sends one row per token
-  bool by_rank;  ///< that row lies at the rank's index; else at the index of the token's first topk
-                 ///< slot there
-  bool sums;     ///< a rank sums its rows of a token before it sends them
-  DType weight_dtype;
-  std::int64_t row_bytes;
-  // The pushing part.
-  const std::byte* input;
-  std::int64_t num_rows;              ///< rows of the input
-  const std::int32_t* num_recv_rows;  ///< rows that this rank has received
-  const std::int32_t* records;        ///< [W, M, record_stride]
-  const std::int32_t* num_input_tokens;
-  const std::byte* received_weights;  ///< weights of the input's rows, for sums on this rank; or
-                                      ///< null
-  NearPeers<std::byte> slabs;         ///< each rank's [M, slots] rows
-  NearPeers<std::uint64_t> flags;     ///< each rank's [units, W] flags, raised to the epoch
-  // The summing part.
-  const std::byte* own_slab;
-  const std::uint64_t* own_flags;
-  const std::int64_t* addresses;
-  const std::byte* lost_row;   ///< a row of NaN, see lost_address
-  const std::byte* weights;    ///< [T, K] or null
-  const std::byte* biases[2];  ///< [T] rows from which sums start; or null
-  std::byte* output;           ///< [T] rows
-};
-static_assert(sizeof(PushParams) <= 4096);
-
 /// Partial sums of a weight's gradient: gradient_partial_sums, for the device.
 inline constexpr int weight_gradient_sums = 256;
 
@@ -516,13 +435,6 @@ cudaError_t prepare_combine(DType tokens, DType weights, bool bulk);
 /// @param bulk bulk copies (sm_90 and later); rows have multiples of 16 bytes
 cudaError_t launch_combine(const CombineParams& params, DType tokens, DType weights, bool bulk,
                            int blocks, bool early, cudaStream_t stream);
-
-cudaError_t prepare_push_combine(DType tokens, PushWay way);
-
-/// Sums the rows of each token after each rank has pushed its rows to slabs on the tokens' home
-/// ranks. It begins and ends an epoch.
-cudaError_t launch_push_combine(const PushParams& params, DType tokens, PushWay way, int blocks,
-                                bool early, cudaStream_t stream);
 
 cudaError_t prepare_stage(DType dtype, DType weights);
 

@@ -367,7 +367,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         the next is on its way, on GPUs on a stream of its own. Windows are smaller by this factor;
         ``fixed_rows`` are those of a chunk
     :param preset: "training" or "decoding", None: "training": defaults of ``layer_options``, which
-        are arguments of ``EPAll2AllLayer``, such as ``combine="push"`` (provisional)
+        are arguments of ``EPAll2AllLayer``
     :param operations: whether calls are operations of torch.library, which needs ``fixed_rows`` and
         no chunks; None: if torch compiles and they can be. Selective checkpoints need True
     :param layer: an ``EPAll2AllLayer`` to use instead, with its world, dtypes and options

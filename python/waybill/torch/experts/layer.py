@@ -139,10 +139,8 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
         its slots: home experts, then copies. ``layout.slot_experts`` says which expert each slot
         holds
     :param limit, min_rows: as in ``even_experts``; its alignment is ``expert_alignment``
-    :param combine: provisional, until both have been timed over links: "pull": ranks fetch expert
-        outputs from where they are; "push": they send them to the ranks of the tokens, which takes
-        more memory. The same on all ranks; results are the same bits. Over several nodes they pull.
-        The attribute is ``combine_way``
+    :param combine: deprecated, goes in 0.3, as does the attribute ``combine_way``: "pull", all that
+        is left
     :param scale_layout: of scales that arrive: "rows"; "128x4": ``tile_scales`` of them, a copy,
         which Blackwell's block-scaled GEMMs read. The payload's scales are of a byte, and
         ``expert_alignment`` a multiple of 128, so that the rows of each expert begin at a tile
@@ -347,7 +345,7 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
             self.world, config.max_tokens, config.topk, config.topk, config.rank,
             config.num_experts, config.local_world_size, config.world_size,
             torch.float64 if wide else torch.float32, num_sm=self.num_sm,
-            fixed_rows=self.fixed_rows, combine=self.combine_way, **self._options,
+            fixed_rows=self.fixed_rows, **self._options,
         )  # fmt: skip
         self._slot_layers.append(layer)
 
@@ -370,8 +368,8 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
     @property
     @outside_graphs
     def memory_bytes(self) -> int:
-        """Symmetric memory of this rank for rows: windows, receive slabs, and what lies between
-        nodes; that for gradients of weights, too.
+        """Symmetric memory of this rank for rows: windows, and what lies between nodes; that for
+        gradients of weights, too.
         """
         parts = [layer.memory_bytes for layer in self._slot_layers]
         return sum(parts, int(self._layer.memory_bytes))

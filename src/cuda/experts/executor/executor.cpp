@@ -72,25 +72,17 @@ class GpuExpertExecutor final : public ExpertExecutor {
     if (nodes) nodes_ = std::make_unique<ExpertNodes>(layer_, *path, params_);
     if (layer_.options.spare_experts > 0)
       spare_ = std::make_unique<SpareExperts>(layer_, params_.experts_shape(0));
-    prepare(nodes);  // it may throw, and the flags are not allocated yet
-    if (layer_.memory.slab_slots > 0) {
-      const std::int64_t units = max_push_units(layer_.config.max_tokens, layer_.config.topk);
-      flags_ = layer.transport.allocate_signals(units * layer_.config.world_size, "combine flags");
-    }
+    prepare(nodes);
   }
   GpuExpertExecutor(const GpuExpertExecutor&) = delete;
   GpuExpertExecutor& operator=(const GpuExpertExecutor&) = delete;
   /// Frees nothing while other ranks may still use it.
-  ~GpuExpertExecutor() override {
-    layer_.transport.defer_release({pool_, barrier_epochs_});
-    layer_.transport.defer_release(std::move(flags_.memory));
-  }
+  ~GpuExpertExecutor() override { layer_.transport.defer_release({pool_, barrier_epochs_}); }
 
   void release() override {
     layer_.gpu->use();
     params_.release();
     if (nodes_ != nullptr) nodes_->release();
-    layer_.transport.release(flags_);
   }
 
   void realign(const ExpertCall& call, std::uint32_t next_dispatch,
@@ -192,16 +184,12 @@ class GpuExpertExecutor final : public ExpertExecutor {
                const ExpertTables& tables) override {
     begin();
     const auto& made_tables = static_cast<const GpuExpertTables&>(tables);
-    if (pushes(input.options)) {
-      push(call, input, made_tables);
+    stage(call, input, made_tables);
+    const CombineParams params = params_.combine(call, input, made_tables);
+    if (nodes_ != nullptr) {
+      combine_nodes(call, input, made_tables, params);
     } else {
-      stage(call, input, made_tables);
-      const CombineParams params = params_.combine(call, input, made_tables);
-      if (nodes_ != nullptr) {
-        combine_nodes(call, input, made_tables, params);
-      } else {
-        sum(params, num_sms(call), call);
-      }
+      sum(params, num_sms(call), call);
     }
     made_tables.note_use(table_call_of(call), input.options.weighted);
   }
@@ -282,16 +270,11 @@ class GpuExpertExecutor final : public ExpertExecutor {
   void prepare(bool nodes) const {
     const DType tokens = layer_.config.token_dtype;
     const DType weights = layer_.config.weight_dtype;
-    const bool has_slabs = layer_.memory.slab_slots > 0;
     const auto check_load = [](cudaError_t status) { cuda_check(status, "loading kernels"); };
     for (const bool bulk : {false, true}) {
       if (bulk && !layer_.gpu->has_bulk_copies()) continue;
       check_load(prepare_combine(tokens, weights, bulk));
       check_load(prepare_rows(bulk));
-      if (has_slabs && bulk) check_load(prepare_push_combine(tokens, PushWay::bulk));
-    }
-    for (const PushWay way : {PushWay::elements, PushWay::words}) {
-      if (has_slabs) check_load(prepare_push_combine(tokens, way));
     }
     check_load(prepare_route(nodes));
     if (params_.is_low_latency()) check_load(prepare_low_latency_route());
@@ -345,58 +328,6 @@ class GpuExpertExecutor final : public ExpertExecutor {
   [[nodiscard]] int num_route_blocks(const MoeShape& shape, const ExpertCall& call) const {
     return params_.is_low_latency() ? low_latency_route_blocks(shape, num_sms(call))
                                     : route_blocks(shape, kernel_sms(call));
-  }
-
-  /// Whether this combine pushes. All ranks get the same answer.
-  [[nodiscard]] bool pushes(const EPCombineOptions& options) const {
-    return layer_.memory.slab_slots >= slab_slots(layer_.config, is_once(options));
-  }
-
-  [[nodiscard]] PushParams push_params(const ExpertCall& call, const ExpertCombineInput& input,
-                                       const GpuExpertTables& tables) const {
-    const GpuExpertRouting& routing = tables.routing();
-    const CombineParams sum = params_.combine(call, input, tables);
-    const StageParams stage = params_.stage(call, input, tables);
-    const SymmetricBuffer& slab = layer_.memory.receive_slabs[call.parity];
-    PushParams params{};
-    params.m = sum.m;
-    params.shape = sum.shape;
-    params.once = is_once(input.options);
-    params.slots = static_cast<std::int32_t>(slab_slots(layer_.config, params.once));
-    params.by_rank = params.once && layer_.config.world_size < layer_.config.topk;
-    params.sums = sums_locally(input.options);
-    params.weight_dtype = layer_.config.weight_dtype;
-    params.row_bytes = sum.row_bytes;
-    params.input = stage.input;
-    params.num_rows = stage.num_rows;
-    params.num_recv_rows = stage.num_recv_rows;
-    params.records = routing.part(routing.tables().records);
-    params.num_input_tokens = stage.num_input_tokens;
-    if (params.sums && input.options.weighted) params.received_weights = tables.received_weights();
-    params.slabs = near_peers_of<std::byte>(slab, 0, 0, layer_.config.world_size);
-    params.flags = near_peers_of<std::uint64_t>(flags_, 0, 0, layer_.config.world_size);
-    params.own_slab = slab.local;
-    params.own_flags = flags_.local;
-    params.addresses = sum.addresses;
-    params.lost_row = sum.lost_row;
-    params.weights = sum.weights;
-    std::ranges::copy(sum.biases, params.biases);
-    params.output = sum.output;
-    return params;
-  }
-
-  void push(const ExpertCall& call, const ExpertCombineInput& input,
-            const GpuExpertTables& tables) const {
-    const PushParams params = push_params(call, input, tables);
-    const bool wide =
-        common_word({address_of(params.input), params.row_bytes, address_of(params.output),
-                     address_of(params.biases[0]), address_of(params.biases[1])}) == 16;
-    const bool bulk =
-        wide && layer_.gpu->has_bulk_copies() && waybill::detail::test_hooks().push_words == 0;
-    const PushWay way = bulk ? PushWay::bulk : wide ? PushWay::words : PushWay::elements;
-    check(launch_push_combine(params, layer_.config.token_dtype, way, num_sms(call), is_alone(),
-                              stream_of(call)),
-          call);
   }
 
   /// Brings expert outputs to where other ranks pull them. All SMs work on it, because memory
@@ -464,11 +395,6 @@ class GpuExpertExecutor final : public ExpertExecutor {
 
   [[nodiscard]] bool sums_locally(const EPCombineOptions& options) const {
     return options.local_combine && nodes_ == nullptr && layer_.options.rows == EPRows::grouped;
-  }
-
-  /// Whether each rank contributes one row per token.
-  [[nodiscard]] bool is_once(const EPCombineOptions& options) const {
-    return options.local_combine || layer_.options.rows == EPRows::compact;
   }
 
   /// Whether kernels may take their places early. With several ranks on the device early blocks
@@ -550,7 +476,6 @@ class GpuExpertExecutor final : public ExpertExecutor {
   std::shared_ptr<void> barrier_epochs_;  ///< [2] on the device: for the node, for the world
   std::unique_ptr<ExpertNodes> nodes_;    ///< null on one node
   std::unique_ptr<SpareExperts> spare_;   ///< null without spare experts
-  SignalPad flags_;                       ///< [units, W], see PushParams; of layers with slabs
   std::shared_ptr<TablePool> pool_;
   std::uint64_t last_ticket_ = 0;
 };
