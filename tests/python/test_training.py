@@ -43,6 +43,77 @@ def test_processes(tmp_path, ranks, options):
     assert "all gradients, as of one process" in shown
 
 
+PLANS = """
+import os
+import pathlib
+import sys
+
+sys.path.insert(0, "{examples}")
+import torch
+import training
+import waybill.torch as waybill
+
+WHO = pathlib.Path("{folder}", "who")
+SIZES = (training.HEADS, training.KV_HEADS, training.HEAD)
+
+
+class Planner:
+    def __init__(self, planner):
+        self.planner = planner
+
+    def plan(self, lengths):
+        with WHO.open("a") as file:
+            print(os.getpid(), file=file)
+        return self.planner.plan(lengths)
+
+
+def main():
+    own = waybill.BatchPlanner(2, *SIZES, dtype="float32", block_tokens=16, in_place=True)
+    batches = []
+    for rank in range(2):
+        documents = training.Documents(rank, range(2), Planner(own), 3)
+        loader = torch.utils.data.DataLoader(documents, batch_size=None, num_workers=1)
+        batches.append(list(loader))
+    makers = WHO.read_text().split()
+    assert len(makers) == 6 and len(set(makers)) == 2 and str(os.getpid()) not in makers
+
+    def body(world):
+        attend = waybill.ContextParallelAttention(
+            world, *SIZES, dtype=torch.float32, block_tokens=16, in_place=True,
+            kernel="dot_product",
+        )
+        for step, (packed, plan) in enumerate(batches[world.rank]):
+            here = own.plan([[len(d) for d in training.documents_of(step, r)] for r in range(2)])
+            assert plan is not here and plan.qkv_plan == here.qkv_plan
+            assert plan.work.max() > 0 and plan.home_tokens[world.rank] == len(packed.tokens)
+            random = torch.Generator().manual_seed(10 * step + world.rank)
+            q, k, v = (
+                torch.randn(len(packed.tokens), n, training.HEAD, generator=random)
+                for n in (training.HEADS, training.KV_HEADS, training.KV_HEADS)
+            )
+            attend.prepare(plan)
+            assert torch.equal(attend(plan, q, k, v), attend(here, q, k, v))
+        attend.close()
+
+    waybill.run_threads(2, body)
+    print("plans of workers are as those made here")
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_worker_processes_plan_ahead(tmp_path):
+    """Plans of the example's loader are made in other processes, come here as pickles, and are
+    those that this process makes; outputs have the same bits.
+    """
+    program = tmp_path / "plans.py"
+    program.write_text(PLANS.format(examples=PROGRAM.parent, folder=tmp_path))
+    ((status, shown),) = run_file(tmp_path, program, timeout=120)
+    assert status == 0 and shown.endswith("as those made here\n"), shown
+
+
 ROOT = PROGRAM.parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 from check_python_docs import blocks_of  # noqa: E402
