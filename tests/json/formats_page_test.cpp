@@ -12,9 +12,10 @@
 namespace waybill::json_tests {
 namespace {
 
-/// The JSON blocks of docs/formats.md by their format.
+/// The JSON blocks of docs/formats.md, and of the page of its longest example, by their format.
 std::map<std::string, std::string> examples() {
-  const std::string page = read_file(test::project_file("docs/formats.md"));
+  const std::string page = read_file(test::project_file("docs/formats.md")) +
+                           read_file(test::project_file("tests/docs/examples/formats.md"));
   const std::string fence = "```json\n";
   std::map<std::string, std::string> found;
   for (std::size_t at = page.find(fence); at != std::string::npos; at = page.find(fence, at)) {
