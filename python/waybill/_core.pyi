@@ -804,7 +804,6 @@ def layer_options(
     capacity: int,
     fixed_rows: int,
     max_per_expert: int,
-    push_combine: bool,
 ) -> LayerOptions: ...
 
 class ExpertLayer:
