@@ -186,6 +186,7 @@ TEST(GpuExpertCalls, rows_past_the_capacity_are_counted_and_not_written) {
 /// Without receive slots.
 TEST(GpuExpertCalls, rows_past_the_capacity_of_many_tokens_are_counted_and_not_written) {
   count_rows_past_the_capacity(test::config_of(2, 16, 4, 150, 256));
+  count_rows_past_the_capacity(test::config_of(2, 16, 1, 150, 256));  // a row per token
   // Placement drops the first rows of tokens that do not fit; compact rows only the sender drops.
   count_rows_past_the_capacity(test::config_of(2, 16, 4, 150, 256), EPRows::compact);
 }

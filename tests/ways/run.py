@@ -96,10 +96,14 @@ class Worker:
     def end(self) -> None:
         """Ends the process, and the ranks that it has started."""
         Worker.alive.discard(self)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.kill()
         self.process.wait()
         self.errors.close()
+
+    def kill(self) -> None:
+        """The same without waiting for it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class Run:
@@ -196,8 +200,7 @@ class Run:
 def end_all(number: int, frame: object) -> None:
     """Ends with all workers: one that stays would hold the GPU until its deadline."""
     for worker in list(Worker.alive):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker.process.pid, signal.SIGKILL)
+        worker.kill()
     os._exit(128 + number)
 
 

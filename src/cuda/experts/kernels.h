@@ -23,7 +23,6 @@ struct MoeState {
                                  ///< before the first
   std::uint32_t next_unit;  ///< the next unit of arrived rows that the running dispatch hands out
   std::uint32_t arrived_blocks;  ///< blocks of the running kernel that have reached wait_blocks()
-  std::uint32_t next_sum;        ///< the next unit that the running combine hands out
   std::uint64_t begun;           ///< epoch of the running dispatch; 0 when none runs
 };
 
