@@ -43,6 +43,7 @@
 #include "waybill/moe/simulate.h"
 #include "waybill/planner/planner.h"
 #include "waybill/planner/static_plans.h"
+#include "waybill/planner/varlen_relay.h"
 #include "waybill/report/expert_summary.h"
 #include "waybill/report/html_report.h"
 #include "waybill/report/plan_summary.h"
