@@ -111,7 +111,8 @@ class BatchPlanner(WrittenOnce, Unchanging):
         ranks_per_node: Optional[int] = None,
         who: str = "BatchPlanner",
     ) -> None:
-        self._given = {name: value for name, value in locals().items() if name != "self"}
+        given = dict(locals())  # the arguments
+        self._given = {name: given[name] for name in given if name not in ("self", "world_size")}
         self._called = f"{who}.plan"
         self.shape = _shape(heads, kv_heads, head_dim, v_head_dim, dtype, mask, window, scale, who)
         self.world_size = at_least(world_size, 1, f"{who}: world_size")
