@@ -142,7 +142,7 @@ atexit.register(_kept.clear)
 
 
 def kept_for(group: Any) -> dict[Any, Any]:
-    """All that was made for a process group: worlds, layers, modules, by whatever tells them apart."""
+    """All that was made for a process group: worlds, layers, modules, by what tells them apart."""
     return _kept.setdefault(group, {})
 
 
