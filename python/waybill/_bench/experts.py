@@ -206,17 +206,14 @@ def nccl_ep(way: Way) -> tuple[Call, Call, Call]:
     def counters() -> Any:
         return ep.LayoutInfo(expert_counters=ep.Tensor(counts), recv_total_counter=ep.Tensor(total))
 
-    def stream() -> int:
-        return int(torch.cuda.current_stream().cuda_stream)
-
     handle = group.create_handle(
         ep.Layout.FLAT, ep.Tensor(way.ids), layout_info=counters(), config=ep.HandleConfig(),
-        stream=stream(),
+        stream=_stream(),
     )  # fmt: skip
 
     def dispatch() -> None:
         nonlocal num_rows
-        handle.update(ep.Tensor(way.ids), layout_info=counters(), stream=stream())
+        handle.update(ep.Tensor(way.ids), layout_info=counters(), stream=_stream())
         num_rows = int(total)  # the host waits, as the sizes of the experts' inputs need
         again()
 
@@ -228,21 +225,25 @@ def nccl_ep(way: Way) -> tuple[Call, Call, Call]:
                 topk_idx=ep.Tensor(room_ids),
             ),
             layout_info=ep.LayoutInfo(expert_counters=ep.Tensor(counts)),
-            config=ep.DispatchConfig(send_only=0, round_scales=0), stream=stream(),
+            config=ep.DispatchConfig(send_only=0, round_scales=0), stream=_stream(),
         )  # fmt: skip
-        handle.complete(stream=stream())
+        handle.complete(stream=_stream())
         way.rows = room[:num_rows]
 
     def combine() -> None:
         handle.combine(
             ep.CombineInputs(tokens=ep.Tensor(room[: max(1, num_rows)])),
             ep.CombineOutputs(tokens=ep.Tensor(way.sums)),
-            config=ep.CombineConfig(send_only=0), stream=stream(),
+            config=ep.CombineConfig(send_only=0), stream=_stream(),
         )  # fmt: skip
-        handle.complete(stream=stream())
+        handle.complete(stream=_stream())
 
     way.close = lambda: [part.destroy() for part in (handle, group, comm)]
     return dispatch, again, combine
+
+
+def _stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream)
 
 
 OURS: dict[str, Make] = {

@@ -192,13 +192,7 @@ class ExpertLayer(OfThisProcess):
             )
             gone = "combines pull since 0.2, and the argument goes in 0.3"
             self.combine_way = choice(arg.combine, f"{who}: {gone}: combine", "pull")
-            if arg.capacity is not None:
-                factor = int64(arg.capacity, f"{who}: capacity")
-                if self.fixed_rows is not None:
-                    raise InvalidArgument(
-                        f"{who}: capacity = {factor}, expected none: fixed_rows ="
-                        f" {self.fixed_rows} says how many rows the buffers have"
-                    )
+            factor = 2 if arg.capacity is None else self._capacity(arg.capacity, who)
             if arg.max_per_expert is not None:
                 most = at_least(arg.max_per_expert, 1, f"{who}: max_per_expert")
             return {}
@@ -211,6 +205,15 @@ class ExpertLayer(OfThisProcess):
         )
         self._layer: Any = _core.ExpertLayer(self.world._world, compiled, layer_options)
         self._lock, self._unwinding = threading.RLock(), Unwinding()
+
+    def _capacity(self, capacity: Any, who: str) -> int:
+        factor = int64(capacity, f"{who}: capacity")
+        if self.fixed_rows is not None:
+            raise InvalidArgument(
+                f"{who}: capacity = {factor}, expected none: fixed_rows = {self.fixed_rows} says"
+                " how many rows the buffers have"
+            )
+        return factor
 
     def _number_of_rows(self, fixed_rows: Union[int, float, None], name: str) -> Optional[int]:
         """``fixed_rows`` as a number: a float is a share of what a rank gets at worst, when all
