@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import _core
-from .._arrays import int64, library_dtype_of
+from .._arrays import converted, int64, library_dtype_of
 from .._errors import said_by, shown
 from ..errors import InvalidArgument
 
@@ -102,7 +102,7 @@ class EPConfig:
     def _checked(self) -> tuple[dict[str, int], Any]:
         """Its sizes as plain integers, and the compiled one, which looks at their ranges."""
         names = [field.name for field in fields(self)]
-        sizes = {name: int64(getattr(self, name), f"EPConfig: {name}") for name in names[:-3]}
+        sizes = converted("EPConfig", vars(self), (int64, " ".join(names[:-3])))
         token, weight, offset = (
             named_dtype(getattr(self, name), f"EPConfig: {name}") for name in names[-3:]
         )
