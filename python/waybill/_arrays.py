@@ -195,9 +195,12 @@ def choice(value: Any, name: str, *options: str) -> str:
 
 def library_dtype_of(value: Any, name: str) -> str:
     """The library's name of a dtype that the caller named, or has of numpy or torch."""
-    text = value if isinstance(value, str) else str(getattr(value, "__name__", shown(value)))
-    if type(value).__module__.split(".")[0] in ("torch", "numpy") and not hasattr(value, "shape"):
-        text = str(getattr(value, "__name__", value))
+    if isinstance(value, (np.dtype, type)):
+        text = np.dtype(value).name
+    elif type(value).__module__ == "torch" and not hasattr(value, "shape"):
+        text = str(value)
+    else:
+        text = value if isinstance(value, str) else shown(value)
     found = text.removeprefix("torch.")
     if found not in _LIBRARY_NAMES and found not in _ALIASES:
         raise InvalidArgument(f"{name} = {shown(text)}, expected one of {sorted(_LIBRARY_NAMES)}")

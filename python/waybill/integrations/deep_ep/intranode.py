@@ -129,8 +129,9 @@ class Intranode:
 
     def again(self, x: Rows, handle: DispatchHandle, num_sms: int) -> Received:
         """Collective: other rows by the routing of a dispatch."""
-        sent = self._send(x, handle, num_sms)
-        return Received(*(_rows(one, handle.rows_out) for one in sent), None, None, None, handle)
+        rows, scales = self._send(x, handle, num_sms)
+        size = handle.rows_out
+        return Received(_rows(rows, size), _rows(scales, size), None, None, None, handle)
 
     def choices(
         self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: DispatchHandle,
