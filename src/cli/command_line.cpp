@@ -82,6 +82,13 @@ std::string complaint(const CLI::App& app, const CLI::ParseError& error) {
   if (error.get_name() == "RequiredError") {
     return concat(who.empty() ? "" : who + ": ", text, " (waybill ", who, " --help says more)");
   }
+  if (error.get_name() == "ExcludesError") {
+    constexpr std::string_view between = " excludes ";
+    const std::size_t at = text.find(between);
+    return concat(who.empty() ? "" : who + ": ", text.substr(0, at), " cannot be given with ",
+                  text.substr(at + between.size()), ", leave one of them out (waybill ", who,
+                  " --help says what each does)");
+  }
   if (error.get_name() != "ArgumentMismatch") return text;
   const bool is_missing = text.find("missing") != std::string::npos;
   return concat(text.substr(0, text.find(':')),
