@@ -1,97 +1,25 @@
 """The names that both faces have as they are: ``waybill`` for numpy and ``waybill.torch``."""
 
-from .costs import AttentionCosts, LinkSpeeds, read_links
-from .errors import (
-    CudaError,
-    Disagreement,
-    Error,
-    InternalError,
-    Interrupted,
-    InvalidArgument,
-    IoError,
-    NotThreeAxes,
-    PeerFailed,
-    RankOutOfRange,
-    ShapeMismatch,
-    Timeout,
-    TransportError,
-    Unsupported,
-    WrongType,
-)
+from . import costs, errors, planner, plans, timing
+from .costs import *  # noqa: F403
+from .errors import *  # noqa: F403
 from .metadata import AttnLayout, PackedSeqParams, QkvMetadata, RankKvLayout, RawQkvDispatch
-from .planner import AttentionPlan, RelayHop, plan
-from .plans import Finding, QkvPlan, QkvRouting, RankAttention, SparseMetadata, validate
+from .planner import *  # noqa: F403
+from .plans import *  # noqa: F403
 from .routing import length_distributions, sample_documents
 from .sequence_dispatcher import PlanHandle, TensorFormat
 from .simulate import test_qkv_dispatch
-from .timing import (
-    Comparison,
-    PhasePrediction,
-    Remedy,
-    StepCause,
-    StepPrediction,
-    compare,
-    explain,
-    per_document_plan,
-    predict_step,
-    zigzag_plan,
-)
+from .timing import *  # noqa: F403
 from .world import Topology, World, cuda_version, end_waits, num_gpus
 
 ReadyPlan = PlanHandle  # its older name
 
-__all__ = [
-    "AttentionCosts",
-    "AttentionPlan",
-    "AttnLayout",
-    "Comparison",
-    "CudaError",
-    "Disagreement",
-    "Error",
-    "Finding",
-    "InternalError",
-    "Interrupted",
-    "InvalidArgument",
-    "IoError",
-    "LinkSpeeds",
-    "NotThreeAxes",
-    "PackedSeqParams",
-    "PeerFailed",
-    "PhasePrediction",
-    "PlanHandle",
-    "QkvMetadata",
-    "QkvPlan",
-    "QkvRouting",
-    "RankAttention",
-    "RankKvLayout",
-    "RankOutOfRange",
-    "RawQkvDispatch",
-    "ReadyPlan",
-    "RelayHop",
-    "Remedy",
-    "ShapeMismatch",
-    "SparseMetadata",
-    "StepCause",
-    "StepPrediction",
-    "TensorFormat",
-    "Timeout",
-    "Topology",
-    "TransportError",
-    "Unsupported",
-    "World",
-    "WrongType",
-    "compare",
-    "cuda_version",
-    "end_waits",
-    "explain",
-    "length_distributions",
-    "num_gpus",
-    "per_document_plan",
-    "plan",
-    "predict_step",
-    "read_links",
-    "sample_documents",
-    "test_qkv_dispatch",
-    "validate",
-    "zigzag_plan",
-]
+__all__ = ["AttnLayout", "PackedSeqParams", "PlanHandle", "QkvMetadata", "RankKvLayout"]
+__all__ += ["RawQkvDispatch", "ReadyPlan", "TensorFormat", "Topology", "World", "cuda_version"]
+__all__ += ["end_waits", "length_distributions", "num_gpus", "sample_documents"]
+__all__ += ["test_qkv_dispatch"]
+__all__ += costs.__all__
+__all__ += errors.__all__
+__all__ += planner.__all__
+__all__ += plans.__all__
+__all__ += timing.__all__

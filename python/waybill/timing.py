@@ -9,7 +9,6 @@ from . import _core
 from ._arrays import (
     IntArray,
     choice,
-    flag,
     flat_list,
     instance,
     int64,
@@ -22,7 +21,7 @@ from ._errors import flat_names, said_by
 from ._lifetime import Made, OfThisProcess, forwarded
 from .costs import AttentionCosts, LinkSpeeds, check_speeds, predicted
 from .errors import InvalidArgument
-from .planner import AttentionPlan, _limit, _mask, _prefix, _world, in_words
+from .planner import AttentionPlan, _world, compiled_options, in_words
 from .plans import QkvPlan
 from .simulate import progress
 
@@ -321,33 +320,7 @@ def compare(
         relay: whether ranks of "planner" may forward K and V, where that is predicted to pay.
         head_dim: elements of a head of Q, K and V.
     """
-    planner: dict[str, Any] = {
-        "world_size": _world(world_size, "compare"),
-        "tokens_per_rank": int64(tokens_per_rank, "compare: tokens_per_rank"),
-        "q_hidden": int64(q_hidden, "compare: q_hidden"),
-        "kv_hidden": int64(kv_hidden, "compare: kv_hidden"),
-        "dtype": library_dtype_of(dtype, "compare: dtype"),
-        "mask": _mask(mask, "compare"),
-        "window": _limit(window, "window"),
-        "chunk": _limit(chunk, "chunk"),
-        **_prefix(prefix, mask, "compare"),
-        "max_tokens_per_rank": 0,
-        "relay": flag(relay, "compare: relay"),
-        "kv_layout": "per_rank",
-        "byte_weight": 0.0,
-        "block_tokens": 128,
-        "row_pairs": 0,
-        "shard_pairs": 0,
-        "tails": False,
-        "ranks_per_node": int64(ranks_per_node, "compare: ranks_per_node"),
-        **numbers(
-            "compare",
-            imbalance_target=imbalance_target,
-            message_seconds=message_seconds,
-            pairs_per_second=pairs_per_second,
-        ),
-        **check_speeds("compare", nvlink_bytes_per_second, network_bytes_per_second),
-    }
+    planner = compiled_options("compare", locals())
     lengths = flat_list(doc_lengths, "compare: doc_lengths")
     group = 0 if degree is None else _degree(degree, "compare")
     elements = within(head_dim, 1, 2**20, "compare: head_dim", "2^20")

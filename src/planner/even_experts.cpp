@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <bit>
 #include <functional>
 #include <limits>
 #include <numeric>
@@ -22,6 +23,47 @@ struct Way {
 };
 constexpr Way ways[] = {
     {true, true, false}, {false, true, false}, {false, false, false}, {false, false, true}};
+
+/// The least of some numbers and its place, the first of equal ones. A change costs a step per
+/// level of a binary tree.
+class MinTree {
+ public:
+  static constexpr std::int64_t none = std::numeric_limits<std::int64_t>::max();
+
+  void resize(std::int32_t size) {
+    first_leaf_ = static_cast<std::int32_t>(std::bit_ceil(static_cast<std::uint32_t>(size)));
+    tree_.assign(std::int64_t{2} * first_leaf_, none);
+  }
+
+  template <typename Number>
+  void fill(std::int32_t size, const Number& number) {
+    for (std::int32_t i = 0; i < size; ++i) tree_[first_leaf_ + i] = number(i);
+    for (std::int32_t i = first_leaf_ - 1; i > 0; --i)
+      tree_[i] = std::min(tree_[2 * i], tree_[2 * i + 1]);
+  }
+
+  void set(std::int32_t place, std::int64_t number) {
+    std::int32_t i = first_leaf_ + place;
+    tree_[i] = number;
+    for (i /= 2; i > 0; i /= 2) {
+      const std::int64_t least = std::min(tree_[2 * i], tree_[2 * i + 1]);
+      if (tree_[i] == least) return;
+      tree_[i] = least;
+    }
+  }
+
+  /// -1: all are `none`.
+  [[nodiscard]] std::int32_t place() const {
+    if (tree_[1] == none) return -1;
+    std::int32_t i = 1;
+    while (i < first_leaf_) i = 2 * i + (tree_[2 * i] != tree_[1] ? 1 : 0);
+    return i - first_leaf_;
+  }
+
+ private:
+  std::int32_t first_leaf_ = 1;
+  std::vector<std::int64_t> tree_;  // each the lesser of its two; numbers from first_leaf_
+};
 
 }  // namespace
 
@@ -64,8 +106,9 @@ class EvenExpertsPlanner::State {
  private:
   struct Copy {
     std::int64_t rows;
-    std::int32_t expert, rank;
+    std::int32_t expert, home, rank;
     bool is_present;
+    std::int32_t next = -1;  // place in copies_ of another copy of the expert, or -1
   };
 
   void check(const EvenExpertsOptions& options) const {
@@ -100,17 +143,11 @@ class EvenExpertsPlanner::State {
     require(std::ssize(rows) == cells, in_even_experts, ": rows has ", rows.size(),
             " numbers, expected ", num_ranks_, " x ", num_experts_);
     std::ranges::fill(expert_rows_, 0);
-    std::int64_t any = 0;  // its sign tells of a negative number, its high bits of a large one
-    for (std::int32_t r = 0; r < num_ranks_; ++r) {
-      const std::int64_t* const from = rows.data() + std::int64_t{r} * num_experts_;
-      for (std::int32_t e = 0; e < num_experts_; ++e) {
-        any |= from[e];
-        // Wraps only where a number is too large, which is an error below.
-        expert_rows_[e] = static_cast<std::int64_t>(static_cast<std::uint64_t>(expert_rows_[e]) +
-                                                    static_cast<std::uint64_t>(from[e]));
-      }
-    }
-    if (any < 0 || any > max_exact) {
+    std::uint64_t any = 0;  // its high bits tell of a number that is negative or too large
+    std::int32_t r = 0;
+    for (; r + 4 <= num_ranks_; r += 4) any |= add_rows<4>(rows.data() + row_of(r));
+    for (; r < num_ranks_; ++r) any |= add_rows<1>(rows.data() + row_of(r));
+    if (any > std::uint64_t{max_exact}) {
       for (std::int64_t i = 0; i < cells; ++i) {
         require(rows[i] >= 0 && rows[i] <= max_exact, in_even_experts, ": rows of rank ",
                 i / num_experts_, " for expert ", i % num_experts_, " = ", rows[i],
@@ -134,14 +171,35 @@ class EvenExpertsPlanner::State {
     mean_ = (total_ + num_ranks_ - 1) / num_ranks_;
   }
 
+  [[nodiscard]] std::int64_t row_of(std::int32_t rank) const {
+    return std::int64_t{rank} * num_experts_;
+  }
+
+  /// Adds rows of so many ranks to expert_rows_. @return the bits that any of the numbers has
+  template <int num>
+  [[nodiscard]] std::uint64_t add_rows(const std::int64_t* rows) {
+    std::uint64_t any = 0;
+    for (std::int32_t e = 0; e < num_experts_; ++e) {
+      // Wraps only where a number is too large, which is an error.
+      auto sum = static_cast<std::uint64_t>(expert_rows_[e]);
+      for (int i = 0; i < num; ++i) {
+        const auto n = static_cast<std::uint64_t>(rows[std::int64_t{i} * num_experts_ + e]);
+        sum += n;
+        any |= n;
+      }
+      expert_rows_[e] = static_cast<std::int64_t>(sum);
+    }
+    return any;
+  }
+
   [[nodiscard]] std::int64_t lower_bound() {
-    rank_order_.resize(num_ranks_);
-    std::iota(rank_order_.begin(), rank_order_.end(), 0);
-    std::ranges::stable_sort(rank_order_, std::greater<>(),
-                             [&](std::int32_t r) { return rank_rows_[r]; });
+    for (std::int32_t r = 0; r < num_ranks_; ++r) fullest_first_[r] = {-rank_rows_[r], r};
+    std::ranges::sort(fullest_first_);
+    largest_.clear();
+    num_looked_at_ = 0;
     std::int64_t bound = mean_, held = 0;
     for (std::int32_t k = 1; k < num_ranks_; ++k) {
-      held += rank_rows_[rank_order_[k - 1]];
+      held -= fullest_first_[k - 1].first;
       const std::int64_t room = std::int64_t{spare_} * (num_ranks_ - k);
       const std::int64_t experts = std::int64_t{k} * homes_;
       if (room >= experts) continue;
@@ -149,20 +207,23 @@ class EvenExpertsPlanner::State {
       const double kept = static_cast<double>(held) * static_cast<double>(experts - room) /
                           static_cast<double>(experts);
       if (kept < static_cast<double>(bound) * k * (1 - 1e-9)) continue;
-      bound = std::max(bound, (kept_by_fullest(k, room) + k - 1) / k);
+      bound = std::max(bound, (kept_by_fullest(k, held, room) + k - 1) / k);
     }
     return bound;
   }
 
-  /// The rows that the k fullest ranks keep if the others take their `room` largest experts.
-  [[nodiscard]] std::int64_t kept_by_fullest(std::int32_t k, std::int64_t room) {
-    sorted_.clear();
-    for (std::int32_t i = 0; i < k; ++i) {
-      const auto first = expert_rows_.begin() + std::int64_t{rank_order_[i]} * homes_;
-      sorted_.insert(sorted_.end(), first, first + homes_);
+  /// The rows that the k fullest ranks keep of the `held` that they have, if the others take their
+  /// `room` largest experts. k grows from call to call and room shrinks, so an expert that is not
+  /// among the largest is never looked at again.
+  [[nodiscard]] std::int64_t kept_by_fullest(std::int32_t k, std::int64_t held, std::int64_t room) {
+    for (; num_looked_at_ < k; ++num_looked_at_) {
+      const std::int32_t rank = fullest_first_[num_looked_at_].second;
+      const auto first = expert_rows_.begin() + std::int64_t{rank} * homes_;
+      largest_.insert(largest_.end(), first, first + homes_);
     }
-    std::nth_element(sorted_.begin(), sorted_.begin() + room, sorted_.end(), std::greater<>());
-    return std::accumulate(sorted_.begin() + room, sorted_.end(), std::int64_t{0});
+    std::ranges::nth_element(largest_, largest_.begin() + room, std::greater<>());
+    largest_.resize(room);
+    return held - std::accumulate(largest_.begin(), largest_.end(), std::int64_t{0});
   }
 
   [[nodiscard]] bool try_ways(std::int64_t limit) {
@@ -183,48 +244,57 @@ class EvenExpertsPlanner::State {
     free_.assign(num_ranks_, spare_);
     sent_.assign(num_ranks_, 0);
     copies_.clear();
+    last_copy_.assign(num_experts_, -1);
     if (way.reuse) reuse_present();
     return settle(way);
   }
 
   void reuse_present() {
     used_.assign(present_.size(), false);
+    std::ranges::fill(of_home_, 0);
+    std::ranges::fill(of_rank_, 0);
+    for (Copy& copy : present_) copy.rows = 0;
+    for (std::int32_t i = 0; i < std::ssize(present_); ++i) look_at(i);
     for (std::int32_t next = next_reuse(); next >= 0; next = next_reuse()) {
-      give(present_[next].expert, present_[next].rank, present_[next].rows);
+      const auto [rows, expert, home, rank, is_present, other] = present_[next];
+      give(expert, rank, rows);
       used_[next] = true;
+      for (const std::int32_t r : {rank, home})
+        for (std::int32_t i = on_rank_[r]; i < on_rank_[r + 1]; ++i) look_at(i);
+      for (std::int32_t i = first_of_home_[home]; i >= 0; i = present_[i].next) look_at(i);
     }
+  }
+
+  /// Brings up to date what a present copy would take now, and how many others there are like it.
+  void look_at(std::int32_t place) {
+    Copy& copy = present_[place];
+    const std::int64_t rows = used_[place] ? 0 : reusable(copy);
+    const std::int32_t more = (rows > 0 ? 1 : 0) - (copy.rows > 0 ? 1 : 0);
+    of_home_[copy.home] += more;
+    of_rank_[copy.rank] += more;
+    copy.rows = rows;
   }
 
   /// Rows that a present copy takes now; 0: none. The last slot of a rank is used only if that
   /// fills the rank. An only slot takes more than home has too much, while home's is free.
   [[nodiscard]] std::int64_t reusable(const Copy& copy) const {
-    const std::int32_t home = copy.expert / homes_;
-    const std::int64_t room = limit_ - load_[copy.rank], excess = load_[home] - limit_;
-    const bool fills = spare_ == 1 && excess > 0 && free_[home] > 0;
+    const std::int64_t room = limit_ - load_[copy.rank], excess = load_[copy.home] - limit_;
+    const bool fills = spare_ == 1 && excess > 0 && free_[copy.home] > 0;
     const std::int64_t rows = std::min({home_rows_[copy.expert], room, fills ? room : excess});
     const bool ok = rows > 0 && rows >= min_rows_ && (free_[copy.rank] > 1 || rows == room);
     return ok ? rows : 0;
   }
 
-  /// The present copy that takes rows next, or -1; `rows` of each is what it would take now. First
-  /// come those that settle a rank with no other such copy.
-  [[nodiscard]] std::int32_t next_reuse() {
-    std::ranges::fill(of_home_, 0);
-    std::ranges::fill(of_rank_, 0);
-    for (std::size_t i = 0; i < present_.size(); ++i) {
-      present_[i].rows = used_[i] ? 0 : reusable(present_[i]);
-      if (present_[i].rows == 0) continue;
-      ++of_home_[present_[i].expert / homes_];
-      ++of_rank_[present_[i].rank];
-    }
+  /// The present copy that takes rows next, or -1. First come those that settle a rank with no
+  /// other such copy.
+  [[nodiscard]] std::int32_t next_reuse() const {
     std::int32_t best = -1;
     std::pair<bool, std::int64_t> most;  // settles, rows
     for (std::size_t i = 0; i < present_.size(); ++i) {
       const Copy& copy = present_[i];
       if (copy.rows == 0) continue;
-      const std::int32_t home = copy.expert / homes_;
       const bool settles = (of_rank_[copy.rank] == 1 && copy.rows == limit_ - load_[copy.rank]) ||
-                           (of_home_[home] == 1 && copy.rows == load_[home] - limit_);
+                           (of_home_[copy.home] == 1 && copy.rows == load_[copy.home] - limit_);
       if (best >= 0 && std::pair(settles, copy.rows) <= most) continue;
       best = static_cast<std::int32_t>(i);
       most = {settles, copy.rows};
@@ -234,12 +304,16 @@ class EvenExpertsPlanner::State {
 
   /// Gives rows of ranks above the limit to the emptiest ranks. False: a rank stays above.
   [[nodiscard]] bool settle(const Way& way) {
-    for (;;) {
-      std::int32_t taker = emptiest();
-      std::int64_t room = taker < 0 ? 0 : limit_ - load_[taker];
-      const std::int32_t from = giver(way.spread, room);
-      if (from < 0) return true;
+    above_.clear();
+    for (std::int32_t r = 0; r < num_ranks_; ++r)
+      if (load_[r] > limit_) above_.push_back(r);
+    takers_.fill(num_ranks_, [&](std::int32_t r) { return taking(r); });
+    while (!above_.empty()) {
+      std::int32_t taker = takers_.place();
       if (taker < 0) return false;
+      std::int64_t room = limit_ - load_[taker];
+      const auto giver = next_giver(way.spread, room);
+      const std::int32_t from = *giver;
       std::int32_t expert = expert_of(from, max_exact);
       const std::int64_t excess = load_[from] - limit_;
       if (way.near && expert >= 0) {
@@ -253,47 +327,44 @@ class EvenExpertsPlanner::State {
       const std::int64_t rows = expert < 0 ? 0 : share(expert, from, taker);
       if (rows == 0) return false;
       give(expert, taker, rows);
+      takers_.set(taker, taking(taker));
+      if (load_[from] > limit_) continue;
+      above_.erase(giver);
+      takers_.set(from, taking(from));
     }
+    return true;
   }
 
-  /// The rank below the limit, with a free slot, that has fewest rows; -1: none.
-  [[nodiscard]] std::int32_t emptiest() const {
-    std::int64_t fewest = limit_;
-    std::int32_t taker = -1;
-    for (std::int32_t r = 0; r < num_ranks_; ++r) {
-      const bool better = free_[r] > 0 && load_[r] < fewest;
-      fewest = better ? load_[r] : fewest;
-      taker = better ? r : taker;
-    }
-    return taker;
+  /// A rank's rows, if it may take more: it is below the limit and has a free slot.
+  [[nodiscard]] std::int64_t taking(std::int32_t rank) const {
+    return free_[rank] > 0 && load_[rank] < limit_ ? load_[rank] : MinTree::none;
   }
 
   /// The emptiest rank that may take on the nodes that have the expert, if it has room for seven
   /// eighths of `rows`, which the emptiest rank of all would take; else that one, `taker`.
-  [[nodiscard]] std::int32_t nearer(std::int32_t taker, std::int32_t expert, std::int64_t rows) {
+  [[nodiscard]] std::int32_t nearer(std::int32_t taker, std::int32_t expert,
+                                    std::int64_t rows) const {
     const std::int32_t node_ranks = num_ranks_ / num_nodes_;
-    has_expert_.assign(num_nodes_, false);
-    has_expert_[expert / homes_ / node_ranks] = true;
-    for (const Copy& copy : copies_)
-      if (copy.expert == expert) has_expert_[copy.rank / node_ranks] = true;
-    std::int64_t fewest = limit_;
-    std::int32_t near = -1;
-    for (std::int32_t r = 0; r < num_ranks_; ++r) {
-      if (free_[r] == 0 || load_[r] >= fewest || !has_expert_[r / node_ranks]) continue;
-      fewest = load_[r];
-      near = r;
-    }
-    return near >= 0 && limit_ - fewest >= rows - rows / 8 ? near : taker;
+    std::pair best(limit_, num_ranks_);  // rows, rank
+    const auto look_on_node_of = [&](std::int32_t rank) {
+      const std::int32_t first = rank / node_ranks * node_ranks;
+      for (std::int32_t r = first; r < first + node_ranks; ++r)
+        best = std::min(best, std::pair(taking(r), r));
+    };
+    look_on_node_of(expert / homes_);
+    for (std::int32_t i = last_copy_[expert]; i >= 0; i = copies_[i].next)
+      look_on_node_of(copies_[i].rank);
+    return limit_ - best.first >= std::max<std::int64_t>(rows - rows / 8, 1) ? best.second : taker;
   }
 
-  /// The rank above the limit that gives next; -1: none is above.
-  [[nodiscard]] std::int32_t giver(bool spread, std::int64_t room) const {
+  /// The rank above the limit that gives next: its place in `above_`, which is not empty.
+  [[nodiscard]] std::vector<std::int32_t>::iterator next_giver(bool spread, std::int64_t room) {
     const std::int64_t weight = spread ? room : 0;
     std::int64_t most = -1;
-    std::int32_t giver = -1;
-    for (std::int32_t r = 0; r < num_ranks_; ++r) {
-      const std::int64_t key = load_[r] > limit_ ? sent_[r] * weight + load_[r] : -1;
-      giver = key > most ? r : giver;
+    auto giver = above_.begin();
+    for (auto at = above_.begin(); at != above_.end(); ++at) {
+      const std::int64_t key = sent_[*at] * weight + load_[*at];
+      giver = key > most ? at : giver;
       most = std::max(most, key);
     }
     return giver;
@@ -345,14 +416,18 @@ class EvenExpertsPlanner::State {
         !present_.empty() &&
         std::find(present_slots_.begin() + first, present_slots_.begin() + first + spare_,
                   expert) != present_slots_.begin() + first + spare_;
-    copy_of_slot_[first + num_used] = static_cast<std::int32_t>(copies_.size());
-    copies_.push_back({rows, expert, taker, is_present});
+    const auto place = static_cast<std::int32_t>(copies_.size());
+    copy_of_slot_[first + num_used] = place;
+    copies_.push_back({rows, expert, home, taker, is_present, last_copy_[expert]});
+    last_copy_[expert] = place;
     --free_[taker];
     if (!is_present) ++sent_[home];
   }
 
   /// Copies go home while home has room: new ones before present ones, smallest first.
   void send_home() {
+    const auto fits = [&](const Copy& copy) { return load_[copy.home] + copy.rows <= limit_; };
+    if (std::ranges::none_of(copies_, fits)) return;  // nor would one later
     order_.resize(copies_.size());
     std::iota(order_.begin(), order_.end(), 0);
     std::ranges::sort(order_, {}, [&](std::int32_t i) {
@@ -361,21 +436,17 @@ class EvenExpertsPlanner::State {
     });
     for (const std::int32_t i : order_) {
       Copy& copy = copies_[i];
-      const std::int32_t home = copy.expert / homes_;
-      if (load_[home] + copy.rows > limit_) continue;
-      load_[home] += copy.rows;
+      if (!fits(copy)) continue;
+      load_[copy.home] += copy.rows;
       load_[copy.rank] -= copy.rows;
       home_rows_[copy.expert] += copy.rows;
       copy.rows = 0;
     }
-    std::erase_if(copies_, [](const Copy& copy) { return copy.rows == 0; });
   }
 
   /// A present copy keeps its slot, and stays there unused until a new copy needs the slot. New
   /// copies, by expert, take empty slots first.
   void write_slots(EvenExperts& plan) {
-    std::ranges::sort(copies_, {}, [](const Copy& c) { return std::tuple(c.rank, c.expert); });
-    auto next = copies_.begin();
     for (std::int32_t r = 0; r < num_ranks_; ++r) {
       std::int32_t* const slots = plan.slots.data() + std::int64_t{r} * plan.slots_per_rank;
       std::int64_t* const quotas = plan.quotas.data() + std::int64_t{r} * plan.slots_per_rank;
@@ -383,29 +454,36 @@ class EvenExpertsPlanner::State {
         slots[h] = r * homes_ + h;
         quotas[h] = home_rows_[slots[h]];
       }
+      const std::int64_t first = std::int64_t{r} * spare_;
       std::span<std::int32_t> spare(slots + homes_, spare_);
       if (present_slots_.empty()) {
         std::ranges::fill(spare, -1);
       } else {
-        std::copy_n(present_slots_.begin() + std::int64_t{r} * spare_, spare_, spare.begin());
+        std::copy_n(present_slots_.begin() + first, spare_, spare.begin());
       }
-      const auto first = next;
-      for (; next != copies_.end() && next->rank == r; ++next) {
-        if (!next->is_present) continue;
-        quotas[homes_ + (std::ranges::find(spare, next->expert) - spare.begin())] = next->rows;
+      const std::span made(copy_of_slot_.data() + first, spare_ - free_[r]);
+      std::ranges::sort(made, {}, [&](std::int32_t i) { return copies_[i].expert; });
+      for (const std::int32_t i : made) {
+        if (!copies_[i].is_present) continue;
+        const auto place = std::ranges::find(spare, copies_[i].expert) - spare.begin();
+        quotas[homes_ + place] = copies_[i].rows;
       }
-      for (auto copy = first; copy != next; ++copy) {
-        if (copy->is_present) continue;
-        auto place = std::ranges::find(spare, -1);
-        if (place == spare.end())  // then one that is present and not used
-          place = spare.begin() +
-                  (std::find(quotas + homes_, quotas + homes_ + spare_, 0) - (quotas + homes_));
-        *place = copy->expert;
-        quotas[homes_ + (place - spare.begin())] = copy->rows;
-        ++plan.weights_out[copy->expert / homes_];
-        ++plan.weights_in[r];
-      }
+      for (const std::int32_t i : made)
+        if (!copies_[i].is_present && copies_[i].rows > 0) write_new(copies_[i], spare, plan);
     }
+  }
+
+  /// Writes a new copy into one of its rank's spare slots.
+  void write_new(const Copy& copy, std::span<std::int32_t> spare, EvenExperts& plan) {
+    std::int64_t* const quotas =
+        plan.quotas.data() + std::int64_t{copy.rank} * plan.slots_per_rank + homes_;
+    auto place = std::ranges::find(spare, -1) - spare.begin();
+    if (place == spare_)  // then one that is present and not used
+      place = std::find(quotas, quotas + spare_, 0) - quotas;
+    spare[place] = copy.expert;
+    quotas[place] = copy.rows;
+    ++plan.weights_out[copy.home];
+    ++plan.weights_in[copy.rank];
   }
 
   void write_quotas(std::span<const std::int64_t> rows, EvenExperts& plan) {
@@ -423,7 +501,9 @@ class EvenExpertsPlanner::State {
   std::int32_t num_ranks_, num_experts_, homes_, spare_, num_nodes_;
   std::int64_t min_rows_, alignment_;
   double limit_factor_;
-  std::vector<Copy> present_;                // by rank, then expert
+  std::vector<Copy> present_;                // by rank, then expert; next: of the same home
+  std::vector<std::int32_t> on_rank_;        // [R + 1] the first in present_ of each rank
+  std::vector<std::int32_t> first_of_home_;  // [R] the first in present_ of a home's experts, or -1
   std::vector<std::int32_t> present_slots_;  // [R, spare]
   std::vector<std::int64_t> expert_rows_, rank_rows_;
   std::int64_t mean_ = 0, total_ = 0;
@@ -434,12 +514,17 @@ class EvenExpertsPlanner::State {
   std::vector<std::int32_t> free_, sent_;
   std::vector<Copy> copies_;
   std::vector<std::int32_t> copy_of_slot_;  // [R, spare] places in copies_, in order of use
+  std::vector<std::int32_t> last_copy_;     // [E] place in copies_ of the newest, or -1
+  std::vector<std::int32_t> above_;         // ranks above the limit, in order
+  MinTree takers_;                          // rows of the ranks that may take
   std::vector<std::int32_t> of_home_, of_rank_;
   std::vector<bool> used_;
-  std::vector<bool> has_expert_;  // by node; the expert is the one that is given
 
-  std::vector<std::int32_t> rank_order_, order_;
-  std::vector<std::int64_t> sorted_, next_row_;
+  std::vector<std::pair<std::int64_t, std::int32_t>> fullest_first_;  // -rows, rank
+  std::vector<std::int32_t> order_;
+  std::int32_t num_looked_at_ = 0;     // ranks whose experts are in largest_, or were
+  std::vector<std::int64_t> largest_;  // experts of the fullest ranks
+  std::vector<std::int64_t> next_row_;
 };
 
 EvenExpertsPlanner::State::State(std::int32_t num_ranks, std::int32_t num_experts,
@@ -457,7 +542,7 @@ EvenExpertsPlanner::State::State(std::int32_t num_ranks, std::int32_t num_expert
   for (std::size_t i = 0; i < present_slots_.size(); ++i) {
     const std::int32_t expert = present_slots_[i];
     const auto rank = static_cast<std::int32_t>(i / spare_);
-    if (expert >= 0) present_.push_back({0, expert, rank, true});
+    if (expert >= 0) present_.push_back({0, expert, expert / homes_, rank, true});
   }
   std::ranges::sort(present_, {}, [](const Copy& c) { return std::tuple(c.rank, c.expert); });
   const auto repeated = std::ranges::adjacent_find(present_, [](const Copy& a, const Copy& b) {
@@ -468,12 +553,21 @@ EvenExpertsPlanner::State::State(std::int32_t num_ranks, std::int32_t num_expert
           repeated == present_.end() ? 0 : repeated->rank);
   expert_rows_.resize(num_experts);
   rank_rows_.resize(num_ranks);
+  on_rank_.assign(num_ranks + 1, 0);
+  first_of_home_.assign(num_ranks, -1);
+  for (auto i = static_cast<std::int32_t>(std::ssize(present_)) - 1; i >= 0; --i) {
+    present_[i].next = std::exchange(first_of_home_[present_[i].home], i);
+    ++on_rank_[present_[i].rank + 1];
+  }
+  std::partial_sum(on_rank_.begin(), on_rank_.end(), on_rank_.begin());
+  fullest_first_.resize(num_ranks);
+  takers_.resize(num_ranks);
+  above_.reserve(num_ranks);
   copies_.reserve(std::int64_t{num_ranks} * spare_);
   copy_of_slot_.resize(std::int64_t{num_ranks} * spare_);
   of_home_.resize(num_ranks);
   of_rank_.resize(num_ranks);
   next_row_.resize(num_experts);
-  has_expert_.resize(num_nodes_);
 }
 
 EvenExpertsPlanner::EvenExpertsPlanner(std::int32_t num_ranks, std::int32_t num_experts,

@@ -152,13 +152,13 @@ def test_memory_that_a_call_did_not_write_is_found(monkeypatch):
 
 
 def test_a_call_that_nobody_compared_is_no_success(monkeypatch):
-    correct = _repeat._Compared.add
+    correct = _repeat._Rank._compare
 
-    def forgetful(compared, slot, number, results):
+    def forgetful(rank, slot, number, results):
         if slot != 50:
-            correct(compared, slot, number, results)
+            correct(rank, slot, number, results)
 
-    monkeypatch.setattr(_repeat._Compared, "add", forgetful)
+    monkeypatch.setattr(_repeat._Rank, "_compare", forgetful)
     with pytest.raises(AssertionError, match="a call was not made"):
         repeated("kv_gradient", "cpu")
 

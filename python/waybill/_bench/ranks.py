@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import torch
 from torch import distributed, multiprocessing
@@ -64,21 +64,18 @@ class Rank:
     def __init__(self, rank: int, size: int, device: torch.device, group: Any) -> None:
         self.rank, self.size, self.device, self.group = rank, size, device, group
 
-    def gather(self, value: Any) -> list[Any]:
-        """Each rank's value, on the host."""
-        raise NotImplementedError
+    if TYPE_CHECKING:
+        # Each rank's value, on the host.
+        def gather(self, value: Any) -> list[Any]: ...
 
-    def exchanged(self, rows: Any, received: list[int], sent: list[int]) -> torch.Tensor:
-        """``sent[r]`` rows to rank r, one after another; ``received[r]`` from rank r."""
-        raise NotImplementedError
+        # sent[r] rows to rank r, one after another; received[r] from rank r.
+        def exchanged(self, rows: Any, received: list[int], sent: list[int]) -> torch.Tensor: ...
 
-    def gathered(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks, as many of each."""
-        raise NotImplementedError
+        # The rows of all ranks, as many of each.
+        def gathered(self, rows: torch.Tensor) -> torch.Tensor: ...
 
-    def scattered(self, rows: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sums over all ranks."""
-        raise NotImplementedError
+        # This rank's part of the sums over all ranks.
+        def scattered(self, rows: torch.Tensor) -> torch.Tensor: ...
 
     def settle(self) -> None:
         """Returns when this rank's work is done."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -22,13 +22,9 @@ from ..torch.experts.autograd import tied_to_parameters
 from ..torch.experts.copies import Copies, checked_copies
 from ..torch.experts.device_copies import copies_for
 from ..torch.experts.grouped import ends_within
-from ..torch.moe import EPAll2AllLayer
-from ..torch.world import world_of
+from ..torch.moe import EPAll2AllLayer, EPAllToAllLayoutDesc
+from ..torch.world import kept_for, world_of
 from ..world import agree_on
-
-_Key = Tuple[int, int, int, torch.dtype, torch.device, Tuple[Any, ...]]
-# A group that is destroyed takes its layers along.
-_made: weakref.WeakKeyDictionary[Any, Dict[_Key, EPAll2AllLayer]] = weakref.WeakKeyDictionary()
 
 
 def shared_layer(
@@ -49,10 +45,10 @@ def shared_layer(
     :param grows: all ranks have as many tokens, so that one with room for more can be made
     :param copied: experts that have copies on other ranks
     """
-    layers = _made.setdefault(group, {})
+    layers = kept_for(group)
     plan = () if copied is None else copied.plan
-    key = (rows.shape[1], topk, num_experts, rows.dtype, rows.device, plan)
-    layer = layers.get(key)
+    key = (EPAll2AllLayer, rows.shape[1], topk, num_experts, rows.dtype, rows.device, plan)
+    layer: Optional[EPAll2AllLayer] = layers.get(key)
     tokens = rows.shape[0]
     if layer is not None and (tokens <= layer.max_tokens or not grows):
         if tokens > layer.max_tokens:
@@ -80,6 +76,30 @@ def shared_layer(
             )
         raise
     return layer
+
+
+def to_experts(
+    group: Any,
+    tokens: Tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    num_experts: int,
+    who: str,
+    max_tokens: Optional[int],
+    copied: Optional[CopiedExperts],
+    training: bool,
+    *,
+    grows: bool = False,
+) -> Tuple[EPAll2AllLayer, torch.Tensor, torch.Tensor, EPAllToAllLayoutDesc]:
+    """Collective: the layer of a group, which brought rows, weights and layout of these tokens, ids
+    and weights.
+    """
+    rows, ids, weights = tokens
+    layer = shared_layer(
+        group, rows, ids.shape[1], num_experts, who, max_tokens, grows=grows, copied=copied
+    )
+    present = None if copied is None else copied.before_dispatch(layer, training)
+    came, came_weights, layout = layer.dispatch(rows, ids, weights, present=present)
+    assert came_weights is not None
+    return layer, came, came_weights, layout
 
 
 class CopiedExperts:
@@ -170,9 +190,6 @@ class Pieces:
 class SharedRanks:
     """The ranks of a process group, and the modules that they made."""
 
-    # A group that is destroyed takes its modules along.
-    _known: ClassVar[weakref.WeakKeyDictionary[Any, SharedRanks]] = weakref.WeakKeyDictionary()
-
     def __init__(self, group: Any, device: Any) -> None:
         kind = None if device is None else torch.device(device).type
         self.world: World = world_of(group, None, "cpu" if kind == "cpu" else None, "SharedRanks")
@@ -186,9 +203,10 @@ class SharedRanks:
         """
         group = group_of(ranks, who, "ranks")
         place = require_device(device, f"{who}: device")
-        found = cls._known.get(group)
+        kept = kept_for(group)
+        found: Optional[SharedRanks] = kept.get(cls)
         if found is None:
-            found = cls._known[group] = cls(group, place)
+            found = kept[cls] = cls(group, place)
         return found
 
     @property

@@ -24,7 +24,7 @@ from .._graphs import outside_graphs
 from ..errors import Error, InvalidArgument, Unsupported
 from ..torch import ContextParallelAttention
 from ..torch.attention.plan import Piece, RankPieces, piece_table
-from ._shared import CopiedExperts, Pieces, SharedRanks, pieces_of, shared_layer
+from ._shared import CopiedExperts, Pieces, SharedRanks, pieces_of, to_experts
 
 __all__ = [
     "SharedSeqParams",
@@ -272,16 +272,12 @@ class WaybillTokenDispatcher(MoETokenDispatcher):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        if config.moe_pad_expert_input_to_capacity:
-            raise Unsupported(
-                "WaybillTokenDispatcher: moe_pad_expert_input_to_capacity, expected False: rows of"
-                " an expert are not padded"
-            )
-        if getattr(config, "moe_router_padding_for_quantization", False):
-            raise Unsupported(
-                "WaybillTokenDispatcher: moe_router_padding_for_quantization, expected False: rows"
-                " of an expert are not padded"
-            )
+        for name in ("moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization"):
+            if getattr(config, name, False):
+                raise Unsupported(
+                    f"WaybillTokenDispatcher: {name}, expected False: rows of an expert are not"
+                    " padded"
+                )
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices
         self.router_topk = config.moe_router_topk
@@ -328,18 +324,11 @@ class WaybillTokenDispatcher(MoETokenDispatcher):
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> Tuple[torch.Tensor, torch.Tensor]:
         """Collective: rows and probabilities, by expert, source rank, token and topk slot."""
-        self._layer = shared_layer(
-            self.tp_ep_group, hidden_states, self._ids.shape[1],
-            self.num_local_experts * self.tp_size * self.ep_size, "WaybillTokenDispatcher",
-            self.max_tokens, copied=self.copied,
+        experts = self.num_local_experts * self.tp_size * self.ep_size
+        self._layer, rows, weights, self._layout = to_experts(
+            self.tp_ep_group, (hidden_states, self._ids, probs), experts, "WaybillTokenDispatcher",
+            self.max_tokens, self.copied, self.training,
         )  # fmt: skip
-        present = None
-        if self.copied is not None:
-            present = self.copied.before_dispatch(self._layer, self.training)
-        rows, weights, self._layout = self._layer.dispatch(
-            hidden_states, self._ids, probs, present=present
-        )
-        assert weights is not None
         return rows, weights
 
     def dispatch_postprocess(

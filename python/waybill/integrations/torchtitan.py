@@ -28,8 +28,7 @@ from .._errors import said_by
 from .._graphs import outside_graphs
 from ..errors import InvalidArgument, Unsupported
 from ..torch.attention.plan import RankPieces
-from ..torch.moe import EPAllToAllLayoutDesc
-from ._shared import COPY_OPTIONS, CopiedExperts, Pieces, SharedRanks, pieces_of, shared_layer
+from ._shared import COPY_OPTIONS, CopiedExperts, Pieces, SharedRanks, pieces_of, to_experts
 
 __all__ = [
     "SharedDocuments",
@@ -173,15 +172,6 @@ def _whole_documents(masks: Any, rows: int, ranks: SharedRanks) -> Pieces:
     return pieces_of(masks.cu_seq_q, ranks, make)
 
 
-@dataclass(frozen=True)
-class DispatchMetadata:
-    """Data of a dispatch for its combine."""
-
-    layout: EPAllToAllLayoutDesc
-    scores_R: torch.Tensor
-    layer: Any
-
-
 class WaybillTokenDispatcher(BaseEPTokenDispatcher):
     """Tokens to their experts by ``EPAll2AllLayer``; without a mesh of experts, on this rank alone.
 
@@ -209,25 +199,22 @@ class WaybillTokenDispatcher(BaseEPTokenDispatcher):
         topk_expert_ids_TK: torch.Tensor,
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> Any:
-        """(rows by expert, source rank, token, topk slot; rows of each expert; metadata)"""
+        """(rows by expert, source rank, token, topk slot; rows of each expert; metadata for
+        combine: layer, layout and scores)
+        """
         if self.ep_mesh is None:
             return LocalTokenDispatcher.dispatch(
                 self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
             )
-        layer = shared_layer(
-            self.ep_mesh.get_group(), x_TD, topk_expert_ids_TK.shape[1], self.num_experts,
-            "WaybillTokenDispatcher", self.num_max_tokens_per_rank,
-            grows=self.num_max_tokens_per_rank is None, copied=self.copied,
+        most = self.num_max_tokens_per_rank
+        layer, rows_RD, scores_R, layout = to_experts(
+            self.ep_mesh.get_group(), (x_TD, topk_expert_ids_TK, topk_scores_TK.to(torch.float32)),
+            self.num_experts, "WaybillTokenDispatcher", most, self.copied, self.training,
+            grows=most is None,
         )  # fmt: skip
-        present = None
-        if self.copied is not None:
-            present = self.copied.before_dispatch(layer, self.training)
-        rows_RD, scores_R, layout = layer.dispatch(
-            x_TD, topk_expert_ids_TK, topk_scores_TK.to(torch.float32), present=present
-        )
-        assert scores_R is not None and layout.recv_expert_counts is not None
+        assert layout.recv_expert_counts is not None
         counts_e = layout.recv_expert_counts.to(num_local_tokens_per_expert_E.dtype)
-        return rows_RD, counts_e, DispatchMetadata(layout, scores_R, layer)
+        return rows_RD, counts_e, (layer, layout, scores_R)
 
     @outside_graphs
     @said_by("WaybillTokenDispatcher")
@@ -237,8 +224,9 @@ class WaybillTokenDispatcher(BaseEPTokenDispatcher):
         """(T, D): each row times its score, rounded as torchtitan does, and summed in float32."""
         if self.ep_mesh is None:
             return LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
-        scored = routed_output_RD.to(torch.float32) * metadata.scores_R[:, None]
-        return metadata.layer.combine(scored.to(routed_output_RD.dtype), metadata.layout)
+        layer, layout, scores_R = metadata
+        scored = routed_output_RD.to(torch.float32) * scores_R[:, None]
+        return layer.combine(scored.to(routed_output_RD.dtype), layout)
 
 
 class _ByCounts(torch.nn.Module):
@@ -294,7 +282,7 @@ class WaybillRoutedExperts(RoutedExperts):
             num_local_tokens_per_expert_E,
         )  # fmt: skip
         with maybe_set_sparse_mesh():
-            routed_RD = dispatcher.copied.run(metadata.layer, metadata.layout, rows_RD)
+            routed_RD = dispatcher.copied.run(*metadata[:2], rows_RD)
         out_TD = dispatcher.combine(routed_RD, metadata, x_TD)
         return out_TD.view(x_BLD.shape[0], -1, x_BLD.shape[2])
 

@@ -20,6 +20,8 @@ from .._arrays import (
 )
 from ..errors import InvalidArgument
 
+__all__ = ["EvenExperts", "ExpertPlacement", "even_experts", "plan_expert_placement", "slot_ids"]
+
 
 @dataclass(frozen=True, eq=False)
 class EvenExperts:

@@ -15,6 +15,11 @@ from .config import EPConfig
 from .even_experts import spare_options
 from .simulate import ids_of_ranks
 
+__all__ = [
+    "ExpertCallPrediction", "ExpertCopyPrices", "ExpertStepSeconds", "ExpertSummary",
+    "break_even_rows", "predict", "price_copies", "summarize",
+]  # fmt: skip
+
 
 def choices_of(
     config: Any,

@@ -27,6 +27,11 @@ from .config import EPConfig
 from .even_experts import present_copies, spare_options
 from .payloads import Payload, as_items, payload_of, row_bits, scale_bits, shown_scales
 
+__all__ = [
+    "EPAllToAllLayoutDesc", "ExpertDispatch", "simulate_dispatch", "simulate_expert_copies",
+    "simulate_expert_copy_gradients",
+]  # fmt: skip
+
 _NUMPY = {"float32": np.float32, "float16": np.float16, "float64": np.float64}
 
 

@@ -52,84 +52,27 @@ class Calls(NamedTuple):
     close: Callable[[], None]
 
 
-#: Makes a rank's calls, collectively.
-Make = Callable[[World], Calls]
-
-
 class Kind(NamedTuple):
-    """A name, and what computes the simulation of all ranks once."""
+    """A kind of call: of a layer of experts, or of sequences."""
 
     name: str
-    prepare: Callable[[Sizes], Make]
-    graphs: bool = True  #: whether a CUDA graph can hold its calls
-
-
-class _Layer(NamedTuple):
-    """Which layer of experts, and which of its calls."""
-
+    #: Computes the simulation of all ranks once; returns what makes a rank's calls, collectively.
+    prepare: Callable[[Any, Sizes], Callable[[World], Calls]]
+    sums: bool = False  #: combine, of what one dispatch of each input brought; kv_gradient
+    #: A CUDA graph can hold its calls; without fixed_rows the host waits for counts.
+    graphs: bool = True
     rows: str = "grouped"
     payload: str = "plain"
     few: bool = False
     known: bool = False  #: dispatches by the routing of an earlier one
-    fixed: bool = True  #: has fixed_rows; else the host waits for the counts of each dispatch
     local_combine: bool = False
     weighted: bool = False
-
-    def config(self, sizes: Sizes) -> EPConfig:
-        """The layer's sizes; one for few tokens has no room for more."""
-        most = self.tokens(sizes) if self.few else max(sizes.tokens, _FEW_TOKENS + 1)
-        experts = _EXPERTS_PER_RANK * sizes.ranks
-        return EPConfig(most, sizes.hidden, _TOPK, experts, 0, sizes.ranks, sizes.ranks)
-
-    def tokens(self, sizes: Sizes) -> int:
-        return min(sizes.tokens, _FEW_TOKENS) if self.few else sizes.tokens
 
 
 def _numbers(random: np.random.Generator, *shape: int) -> Any:
     """float32 that bfloat16 can hold."""
     values = torch.from_numpy(random.standard_normal(shape, np.float32))
     return values.bfloat16().float().numpy()
-
-
-class _Batch:
-    """One input of a layer on all ranks, and its simulation."""
-
-    def __init__(self, layer: _Layer, sizes: Sizes, seed: int) -> None:
-        random = np.random.default_rng(seed)
-        config = layer.config(sizes)
-        tokens, experts = layer.tokens(sizes), config.num_experts
-        self.tokens = [_numbers(random, tokens, sizes.hidden) for _ in range(sizes.ranks)]
-        self.ids, self.weights = [], []
-        for _ in range(sizes.ranks):
-            ids = random.random((tokens, experts)).argsort(1)[:, :_TOPK]
-            ids[random.random(ids.shape) < _DROPPED] = experts
-            self.ids.append(ids)
-            self.weights.append(random.random((tokens, _TOPK), np.float32))
-        self.arrived = simulate_dispatch(
-            config, self.tokens, self.ids, self.weights, rows=layer.rows, payload=layer.payload
-        )
-        self.num_rows = [int(n) for n in self.arrived.num_recv_tokens_per_rank]
-        self._random, self._hidden = random, sizes.hidden
-
-    def wanted_rows(self, rank: int) -> List[torch.Tensor]:
-        """Rows, weights, and scales where rows have them."""
-        rows = torch.from_numpy(np.asarray(self.arrived.recv_tokens[rank]).view(np.uint8)).clone()
-        assert self.arrived.recv_weights is not None
-        weights = torch.from_numpy(self.arrived.recv_weights[rank].copy())
-        if self.arrived.recv_scales is None:
-            return [rows.view(torch.float32).bfloat16(), weights]
-        scales = torch.from_numpy(self.arrived.recv_scales[rank].copy())
-        return [rows.view(torch.float8_e4m3fn), weights, scales]
-
-    def answer(self, layer: _Layer) -> None:
-        """Draws an output of the experts for each row, and computes their sums."""
-        self.answers = [_numbers(self._random, n, self._hidden) for n in self.num_rows]
-        self.sums = self.arrived.combine(self.answers, layer.local_combine, weighted=layer.weighted)
-
-
-def _on(world: World, array: Any, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return (tensor if dtype is None else tensor.to(dtype)).to(world.device)
 
 
 def settle(world: World) -> None:
@@ -141,133 +84,160 @@ def settle(world: World) -> None:
     world.barrier()
 
 
-def _calls_of(layer: _Layer, combines: bool = False) -> Callable[[Sizes], Make]:
-    """Dispatches of a layer, or combines of what one dispatch of each input brought."""
-
-    def prepare(sizes: Sizes) -> Make:
-        batches = [_Batch(layer, sizes, seed) for seed in range(INPUTS)]
-        for batch in batches if combines else []:
-            batch.answer(layer)
-        return lambda world: _calls_on(world, layer, combines, sizes, batches)
-
-    return prepare
+#: One input on one rank: tensors in host memory, and the results by the simulation.
+_Case = Tuple[List[torch.Tensor], List[torch.Tensor]]
 
 
-def _calls_on(
-    world: World, layer: _Layer, combines: bool, sizes: Sizes, batches: List[_Batch]
-) -> Calls:
-    """A layer on one rank, with its inputs there."""
-    config, rank = layer.config(sizes), world.rank
-    most = max(rows for batch in batches for rows in batch.num_rows)
+def _expert_cases(kind: Kind, config: EPConfig, tokens: int, seed: int) -> List[_Case]:
+    """One input of a layer on each rank: tokens, ids and weights; for a combine also an output of
+    the experts for each row that came. A dispatch brings rows, weights, and scales where rows have
+    them.
+    """
+    random = np.random.default_rng(seed)
+    ranks, hidden, experts = config.world_size, config.hidden, config.num_experts
+    given = [_numbers(random, tokens, hidden) for _ in range(ranks)]
+    ids, weights = [], []
+    for _ in range(ranks):
+        chosen = random.random((tokens, experts)).argsort(1)[:, :_TOPK]
+        chosen[random.random(chosen.shape) < _DROPPED] = experts
+        ids.append(chosen)
+        weights.append(random.random((tokens, _TOPK), np.float32))
+    arrived = simulate_dispatch(config, given, ids, weights, rows=kind.rows, payload=kind.payload)
     inputs = [
-        (
-            _on(world, batch.tokens[rank], torch.bfloat16),
-            _on(world, batch.ids[rank], torch.int32),
-            _on(world, batch.weights[rank]),
-        )
+        [torch.from_numpy(x).bfloat16(), torch.from_numpy(i).int(), torch.from_numpy(w)]
+        for x, i, w in zip(given, ids, weights)
+    ]
+    if kind.sums:
+        answers = [_numbers(random, int(n), hidden) for n in arrived.num_recv_tokens_per_rank]
+        sums = arrived.combine(answers, kind.local_combine, weighted=kind.weighted)
+        wanted = [[torch.from_numpy(rows).bfloat16()] for rows in sums]
+        inputs = [[*g, torch.from_numpy(a).bfloat16()] for g, a in zip(inputs, answers)]
+        return [*zip(inputs, wanted)]
+    assert arrived.recv_weights is not None
+    wanted = []
+    for rank, came in enumerate(arrived.recv_tokens):
+        rows = torch.from_numpy(np.asarray(came).view(np.uint8)).clone()
+        parts = [torch.from_numpy(arrived.recv_weights[rank].copy())]
+        if arrived.recv_scales is None:
+            rows = rows.view(torch.float32).bfloat16()
+        else:
+            rows = rows.view(torch.float8_e4m3fn)
+            parts.append(torch.from_numpy(arrived.recv_scales[rank].copy()))
+        wanted.append([rows, *parts])
+    return [*zip(inputs, wanted)]
+
+
+def _experts(kind: Kind, sizes: Sizes) -> Callable[[World], Calls]:
+    """Dispatches of a layer, or combines."""
+    tokens = min(sizes.tokens, _FEW_TOKENS) if kind.few else sizes.tokens
+    # A layer for few tokens has no room for more.
+    most = tokens if kind.few else max(tokens, _FEW_TOKENS + 1)
+    experts = _EXPERTS_PER_RANK * sizes.ranks
+    config = EPConfig(most, sizes.hidden, _TOPK, experts, 0, sizes.ranks, sizes.ranks)
+    batches = [_expert_cases(kind, config, tokens, seed) for seed in range(INPUTS)]
+    return lambda world: _expert_calls(kind, world, config, batches)
+
+
+def _expert_calls(kind: Kind, world: World, config: EPConfig, batches: List[List[_Case]]) -> Calls:
+    """A layer on one rank, with its inputs there."""
+    counts_of_all = [
+        [len(given[3]) if kind.sums else len(wanted[0]) for given, wanted in batch]
         for batch in batches
     ]
+    counts = [of_ranks[world.rank] for of_ranks in counts_of_all]
+    cases = [batch[world.rank] for batch in batches]
+    inputs = [[tensor.to(world.device) for tensor in given] for given, _ in cases]
+    wanted = [results for _, results in cases]
     module = EPAll2AllLayer(
-        world, config.max_tokens, config.hidden, _TOPK, rank, config.num_experts,
-        sizes.ranks, sizes.ranks, rows=layer.rows, payload=layer.payload,
-        enable_local_combine=layer.local_combine, copy_out=False,
-        fixed_rows=max(most, 1) if layer.fixed else None,
+        world, config.max_tokens, config.hidden, _TOPK, world.rank, config.num_experts,
+        config.world_size, config.world_size, rows=kind.rows, payload=kind.payload,
+        enable_local_combine=kind.local_combine, copy_out=False,
+        fixed_rows=max(1, *map(max, counts_of_all)) if kind.graphs else None,
     )  # fmt: skip
-    answers = [_on(world, batch.answers[rank], torch.bfloat16) for batch in batches if combines]
-    quantized = layer.payload == "quantized"
+    quantized = kind.payload == "quantized"
 
     def dispatch(number: int, layout: Any = None) -> Tuple[Any, List[torch.Tensor]]:
         """The descriptor, and the rows that came with what belongs to them."""
-        rows, weights, made = module.dispatch(*inputs[number], layout_desc=layout)
+        rows, weights, made = module.dispatch(*inputs[number][:3], layout_desc=layout)
         parts: List[Any] = [rows, weights, *([made.recv_scales] if quantized else [])]
-        return made, [part[: batches[number].num_rows[rank]] for part in parts]
+        return made, [part[: counts[number]] for part in parts]
 
     settle(world)
-    known = combines or layer.known
+    known = kind.sums or kind.known
     layouts: List[Any] = [dispatch(n)[0] if known else None for n in range(INPUTS)]
 
     def combine(number: int) -> List[torch.Tensor]:
-        return [module.combine(answers[number], layouts[number], weighted=layer.weighted)]
+        return [module.combine(inputs[number][3], layouts[number], weighted=kind.weighted)]
 
-    held = [*answers, *(one for given in inputs for one in given)]
-    ends = (module.synchronize, module.finalize)
-    if combines:
-        sums = [[torch.from_numpy(batch.sums[rank]).bfloat16()] for batch in batches]
-        return Calls(combine, ("sums",), sums, held, *ends)
     names = ("rows", "weights", "scales") if quantized else ("rows", "weights")
-    wanted = [batch.wanted_rows(rank) for batch in batches]
-    return Calls(lambda n: dispatch(n, layouts[n])[1], names, wanted, held, *ends)
+    held = [tensor for given in inputs for tensor in given]
+    return Calls(
+        combine if kind.sums else lambda n: dispatch(n, layouts[n])[1],
+        ("sums",) if kind.sums else names, wanted, held, module.synchronize, module.finalize,
+    )  # fmt: skip
 
 
-def _documents(sizes: Sizes) -> List[int]:
-    """Documents of all ranks: half of the tokens are in one, so that ranks need copies of it."""
-    left = sizes.ranks * sizes.tokens
-    found = []
+def _sequences(kind: Kind, sizes: Sizes) -> Callable[[World], Calls]:
+    """Rows of Q to the attention layout; or the sums of the gradients of K, in float32. Half of the
+    tokens are in one document, so that ranks need copies of it.
+    """
+    left, documents = sizes.ranks * sizes.tokens, []
     while left > 0:
-        found.append(max(left // 2, 1))
-        left -= found[-1]
-    return found
+        documents.append(max(left // 2, 1))
+        left -= documents[-1]
+    planned = plan(documents, sizes.ranks, 0)
+    metadata, routing = planned.to_metadata(), planned.to_routing()
+    qkv = planned.to_qkv_plan()
+    ends = qkv.rank_shard_offsets
+    own = [int(qkv.shard_len[ends[r] : ends[r + 1]].sum()) for r in range(sizes.ranks)]
+    given, wanted = [], []
+    for seed in range(INPUTS):
+        random = np.random.default_rng(seed)
+        rows = [_numbers(random, n, sizes.hidden) for n in own]
+        there = expected_rows(rows, metadata.fwd_kv if kind.sums else metadata.fwd_q)
+        if kind.sums:
+            rows = [_numbers(random, *array.shape) for array in there]
+            there = expected_gradients(rows, metadata, own)
+        given.append(rows)
+        wanted.append(there)
 
+    def make(world: World) -> Calls:
+        dtype = torch.float32 if kind.sums else torch.bfloat16
+        rows, results = (
+            [torch.from_numpy(one[world.rank].copy()).to(dtype) for one in arrays]
+            for arrays in (given, wanted)
+        )
+        rows = [one.to(world.device) for one in rows]
+        dispatcher = SequenceDispatcher(world, local_by_copy_engine=False)
+        if kind.sums:
+            ready = dispatcher.plan_kv_gradient((routing.fwd_kv, rows[0]))
+        else:
+            ready = dispatcher.plan_dispatch((routing.fwd_q, rows[0]))
+        dispatcher.reserve(ready)
+        operation: Any = dispatcher.kv_gradient if kind.sums else dispatcher.dispatch
+        return Calls(
+            lambda number: [operation(ready, rows[number])[0][: len(results[number])]],
+            ("sums" if kind.sums else "rows",), [[one] for one in results], rows,
+            dispatcher.synchronize, dispatcher.close,
+        )  # fmt: skip
 
-def _sequences(gradient: bool) -> Callable[[Sizes], Make]:
-    """Rows of Q to the attention layout; or the sums of the gradients of K, in float32."""
-
-    def prepare(sizes: Sizes) -> Make:
-        planned = plan(_documents(sizes), sizes.ranks, 0)
-        metadata, routing = planned.to_metadata(), planned.to_routing()
-        qkv = planned.to_qkv_plan()
-        ends = qkv.rank_shard_offsets
-        own = [int(qkv.shard_len[ends[r] : ends[r + 1]].sum()) for r in range(sizes.ranks)]
-        table = metadata.fwd_kv if gradient else metadata.fwd_q
-        given, wanted = [], []
-        for seed in range(INPUTS):
-            random = np.random.default_rng(seed)
-            rows = [_numbers(random, n, sizes.hidden) for n in own]
-            there = expected_rows(rows, table)
-            if gradient:
-                rows = [_numbers(random, *array.shape) for array in there]
-                there = expected_gradients(rows, metadata, own)
-            given.append(rows)
-            wanted.append(there)
-
-        def make(world: World) -> Calls:
-            rank = world.rank
-            dtype = torch.float32 if gradient else torch.bfloat16
-            rows = [_on(world, one[rank], dtype) for one in given]
-            dispatcher = SequenceDispatcher(world, local_by_copy_engine=False)
-            if gradient:
-                ready = dispatcher.plan_kv_gradient((routing.fwd_kv, rows[0]))
-            else:
-                ready = dispatcher.plan_dispatch((routing.fwd_q, rows[0]))
-            dispatcher.reserve(ready)
-            operation: Any = dispatcher.kv_gradient if gradient else dispatcher.dispatch
-            results = [[torch.from_numpy(one[rank].copy()).to(dtype)] for one in wanted]
-            sizes_of = [len(result[0]) for result in results]
-            return Calls(
-                lambda number: [operation(ready, rows[number])[0][: sizes_of[number]]],
-                ("sums" if gradient else "rows",), results, rows,
-                dispatcher.synchronize, dispatcher.close,
-            )  # fmt: skip
-
-        return make
-
-    return prepare
+    return make
 
 
 KINDS = [
-    Kind("dispatch, counting", _calls_of(_Layer())),
-    Kind("dispatch, counts on the host", _calls_of(_Layer(fixed=False)), graphs=False),
-    Kind("dispatch, known routing", _calls_of(_Layer(known=True))),
-    Kind("dispatch, compact rows", _calls_of(_Layer(rows="compact"))),
-    Kind("dispatch, few tokens", _calls_of(_Layer(few=True))),
-    Kind("dispatch, float8", _calls_of(_Layer(payload="quantized"))),
-    Kind("combine, grouped rows", _calls_of(_Layer(), combines=True)),
-    Kind("combine, compact rows", _calls_of(_Layer(rows="compact"), combines=True)),
-    Kind("combine, weighted", _calls_of(_Layer(weighted=True), combines=True)),
-    Kind("combine, local sums", _calls_of(_Layer(local_combine=True), combines=True)),
-    Kind("combine, few tokens", _calls_of(_Layer(few=True), combines=True)),
-    Kind("sequence dispatch", _sequences(False)),
-    Kind("kv_gradient", _sequences(True)),
+    Kind("dispatch, counting", _experts),
+    Kind("dispatch, counts on the host", _experts, graphs=False),
+    Kind("dispatch, known routing", _experts, known=True),
+    Kind("dispatch, compact rows", _experts, rows="compact"),
+    Kind("dispatch, few tokens", _experts, few=True),
+    Kind("dispatch, float8", _experts, payload="quantized"),
+    Kind("combine, grouped rows", _experts, sums=True),
+    Kind("combine, compact rows", _experts, sums=True, rows="compact"),
+    Kind("combine, weighted", _experts, sums=True, weighted=True),
+    Kind("combine, local sums", _experts, sums=True, local_combine=True),
+    Kind("combine, few tokens", _experts, sums=True, few=True),
+    Kind("sequence dispatch", _sequences),
+    Kind("kv_gradient", _sequences, sums=True),
 ]
 
 
@@ -316,66 +286,10 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(_WORDS[8 if wide else size])
 
 
-class _Compared:
-    """Compares results of calls with the references, on the device; slot by slot of a batch."""
-
-    def __init__(self, wanted: List[List[torch.Tensor]], device: str) -> None:
-        self.references = [[tensor.to(device) for tensor in tensors] for tensors in wanted]
-        self._words = [[_words(tensor) for tensor in tensors] for tensors in self.references]
-        outputs = range(len(wanted[0]))
-        most = [max(len(words[o]) for words in self._words) for o in outputs]
-        self._unequal = [torch.zeros(n, dtype=torch.bool, device=device) for n in most]
-        shape = (len(most), _BATCH, 1)
-        #: 0: the same, 1: it differs, _NOT_COMPARED
-        self._differs = torch.zeros(shape, dtype=torch.uint8, device=device)
-        self._index = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._got = [
-            torch.zeros(_BATCH, 1, dtype=self._words[0][o].dtype, device=device) for o in outputs
-        ]
-
-    def begin(self) -> None:
-        """Before a batch: a verdict that stays as it is now was not given."""
-        self._differs.fill_(_NOT_COMPARED)
-
-    def add(self, slot: int, number: int, results: Sequence[torch.Tensor]) -> None:
-        """Queues the comparison of one call. Nothing waits for it."""
-        for o, (want, result) in enumerate(zip(self._words[number], results)):
-            if len(want) == 0:
-                self._differs[o, slot].zero_()
-                continue
-            words = _words(result)
-            unequal = self._unequal[o][: len(want)]
-            torch.ne(words, want, out=unequal)
-            bits = unequal.view(torch.uint8)
-            index = self._index[o, slot]
-            torch.argmax(bits, 0, True, out=index)
-            torch.index_select(bits, 0, index, out=self._differs[o, slot])
-            torch.index_select(words, 0, index, out=self._got[o][slot])
-
-    def differing(self, slots: int) -> List[Tuple[int, int]]:
-        """(slot, output) of what differed in a batch whose calls are done."""
-        verdicts = self._differs[:, :slots, 0].cpu()
-        if (verdicts == _NOT_COMPARED).any():
-            raise AssertionError("a call was not made: its result was not compared")
-        return sorted((int(slot), int(o)) for o, slot in verdicts.nonzero().tolist())
-
-    def describe(self, slot: int, output: int, number: int) -> Tuple[int, int, str, str]:
-        """(row, element, its bits, the reference's bits)."""
-        reference = self.references[number][output]
-        size = reference.element_size()
-        word = int(self._index[output, slot].cpu())
-        got = self._got[output][slot].cpu().numpy().view(f"u{size}")
-        want = self._words[number][output][word : word + 1].cpu().numpy().view(f"u{size}")
-        inside = int(np.flatnonzero(got != want)[0])
-        flat = word * len(got) + inside
-        columns = reference.shape[-1] if reference.ndim > 1 else 1
-        digits = 2 * size + 2
-        shown = (f"{int(bits[inside]):#0{digits}x}" for bits in (got, want))
-        return (flat // columns, flat % columns, *shown)  # type: ignore[return-value]
-
-
 class _Rank:
-    """Repeats one kind on one rank."""
+    """Repeats one kind on one rank. Results of calls are compared with the references on the
+    device, slot by slot of a batch.
+    """
 
     def __init__(
         self, world: World, calls: Calls, total: int, progress: Any, in_graphs: bool
@@ -388,12 +302,23 @@ class _Rank:
         calls.synchronize()
         settle(world)
         self._inputs = [tensor.clone() for tensor in calls.inputs]
-        self._compared = _Compared(calls.wanted, world.device)
+        device = world.device
+        self._references = [[tensor.to(device) for tensor in tensors] for tensors in calls.wanted]
+        self._words = [[_words(tensor) for tensor in tensors] for tensors in self._references]
+        most = [max(map(len, words)) for words in zip(*self._words)]
+        self._unequal = [torch.zeros(n, dtype=torch.bool, device=device) for n in most]
+        shape = (len(most), _BATCH, 1)
+        #: 0: the same, 1: it differs, _NOT_COMPARED
+        self._differs = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self._index = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._got = [
+            torch.zeros(_BATCH, 1, dtype=words.dtype, device=device) for words in self._words[0]
+        ]
         # The kernels that compare are loaded now, and torch's cache gets what calls return: on a
         # GPU that happens while nobody waits there.
         for number in range(INPUTS):
-            self._compared.add(0, number, self._compared.references[number])
-        kept = [torch.empty_like(t) for _ in range(4) for t in self._compared.references[0]]
+            self._compare(0, number, self._references[number])
+        kept = [torch.empty_like(t) for _ in range(4) for t in self._references[0]]
         del kept
         settle(self._world)
 
@@ -426,13 +351,28 @@ class _Rank:
             self._done += 1
         settle(self._world)
 
+    def _compare(self, slot: int, number: int, results: Sequence[torch.Tensor]) -> None:
+        """Queues the comparison of one call. Nothing waits for it."""
+        for o, (want, result) in enumerate(zip(self._words[number], results)):
+            if len(want) == 0:
+                self._differs[o, slot].zero_()
+                continue
+            words = _words(result)
+            unequal = self._unequal[o][: len(want)]
+            torch.ne(words, want, out=unequal)
+            bits = unequal.view(torch.uint8)
+            index = self._index[o, slot]
+            torch.argmax(bits, 0, True, out=index)
+            torch.index_select(bits, 0, index, out=self._differs[o, slot])
+            torch.index_select(words, 0, index, out=self._got[o][slot])
+
     def _eager(self, until: int) -> None:
         while self._done < until:
             slots = min(_BATCH, until - self._done)
-            self._compared.begin()
+            self._differs.fill_(_NOT_COMPARED)
             for slot in range(slots):
                 number = (self._done + slot) % INPUTS
-                self._compared.add(slot, number, self._calls.call(number))
+                self._compare(slot, number, self._calls.call(number))
             self._look(slots, self._done % INPUTS, False)
 
     def _graphs(self, graphs: int) -> None:
@@ -447,11 +387,11 @@ class _Rank:
             graph.capture_begin(capture_error_mode="thread_local")
             for slot in range(_BATCH):
                 number = (first + slot) % INPUTS
-                self._compared.add(slot, number, self._calls.call(number))
+                self._compare(slot, number, self._calls.call(number))
             graph.capture_end()
         self._world.barrier()
         for _ in range(graphs):
-            self._compared.begin()
+            self._differs.fill_(_NOT_COMPARED)
             graph.replay()
             self._look(_BATCH, first, True)
         settle(self._world)
@@ -461,11 +401,14 @@ class _Rank:
     def _look(self, slots: int, first: int, in_graph: bool) -> None:
         """Reads the verdicts of a batch."""
         self._calls.synchronize()
-        differing = self._compared.differing(slots)
+        verdicts = self._differs[:, :slots, 0].cpu()
+        if (verdicts == _NOT_COMPARED).any():
+            raise AssertionError("a call was not made: its result was not compared")
+        differing = sorted((int(slot), int(o)) for o, slot in verdicts.nonzero().tolist())
         self._bad_calls += len({slot for slot, _ in differing})
         if differing and self._first is None:
             slot, output = differing[0]
-            place = self._compared.describe(slot, output, (first + slot) % INPUTS)
+            place = self._describe(slot, output, (first + slot) % INPUTS)
             self._first = Difference(
                 self._done + slot, self._world.rank, self._calls.names[output], *place, in_graph
             )
@@ -474,12 +417,26 @@ class _Rank:
         if self._world.rank == 0:
             self._progress(self._done)
 
+    def _describe(self, slot: int, output: int, number: int) -> Tuple[int, int, str, str]:
+        """(row, element, its bits, the reference's bits)."""
+        reference = self._references[number][output]
+        size = reference.element_size()
+        word = int(self._index[output, slot].cpu())
+        got = self._got[output][slot].cpu().numpy().view(f"u{size}")
+        want = self._words[number][output][word : word + 1].cpu().numpy().view(f"u{size}")
+        inside = int(np.flatnonzero(got != want)[0])
+        flat = word * len(got) + inside
+        columns = reference.shape[-1] if reference.ndim > 1 else 1
+        digits = 2 * size + 2
+        shown = (f"{int(bits[inside]):#0{digits}x}" for bits in (got, want))
+        return (flat // columns, flat % columns, *shown)  # type: ignore[return-value]
+
 
 def repeat_kind(kind: Kind, total: int, sizes: Sizes, device: str, progress: Any) -> List[Found]:
     """Repeats one kind on ranks that are threads; what each rank saw."""
     if device == "cuda" and not kind.graphs:
         total = max(total // _EAGER_SHARE, INPUTS)  # as many as the others have outside of graphs
-    make = kind.prepare(sizes)
+    make = kind.prepare(kind, sizes)
 
     def body(world: World) -> Found:
         with torch.no_grad():

@@ -260,9 +260,9 @@ def require_tensor(value: Any, name: str) -> torch.Tensor:
 
 def require_rows(value: Any, name: str) -> torch.Tensor:
     """A tensor that has a first axis."""
-    found = require_tensor(value, name)
-    if found.ndim == 0:
+    if require_tensor(value, name).ndim == 0:
         raise InvalidArgument(f"{name} has no axes, expected [rows, ...]")
+    found: torch.Tensor = value
     return found
 
 
@@ -357,13 +357,8 @@ def callers_level() -> int:
 
 def bits_of(value: torch.Tensor, name: str) -> torch.Tensor:
     """The same memory as integers of the element's size."""
-    size = value.element_size()
-    if size not in _BITS:
-        raise Unsupported(
-            f"{name} has dtype {value.dtype} of {size} bytes, expected elements of 1, 2, 4 or 8"
-            " bytes"
-        )
-    return value.detach().view(_BITS[size])
+    library_name(value.dtype, name)
+    return value.detach().view(_BITS[value.element_size()])
 
 
 def save_mark(ctx: Any, like: torch.Tensor) -> None:
@@ -388,9 +383,20 @@ def payload(value: torch.Tensor, name: str) -> Tuple[AnyArray, str]:
 Given = Tuple[int, str, Tuple[int, ...]]
 
 
-@functools.cache
-def _library_name(dtype: torch.dtype) -> str:
-    return library_dtype(dtype_name(dtype), dtype.itemsize)
+_NAMES: dict[torch.dtype, str] = {}
+
+
+def library_name(dtype: torch.dtype, name: str) -> str:
+    """The compiled part's name for the elements of the tensor ``name``."""
+    known = _NAMES.get(dtype)
+    if known is not None:
+        return known
+    if dtype.itemsize not in _BITS:
+        raise Unsupported(
+            f"{name} has dtype {dtype} of {dtype.itemsize} bytes, expected elements of 1, 2, 4 or 8"
+            " bytes"
+        )
+    return _NAMES.setdefault(dtype, library_dtype(dtype_name(dtype), dtype.itemsize))
 
 
 def given(
@@ -406,7 +412,7 @@ def given(
         raise InvalidArgument(f"{name} has no axes, expected a row for each token")
     if type(tensor) is not torch.Tensor or not tensor.is_contiguous():
         tensor = tensor.detach().contiguous()
-    return (tensor.data_ptr(), _library_name(tensor.dtype), tuple(tensor.shape)), tensor
+    return (tensor.data_ptr(), library_name(tensor.dtype, name), tuple(tensor.shape)), tensor
 
 
 def view_of(bits: Any, dtype: torch.dtype) -> Optional[torch.Tensor]:
@@ -482,5 +488,5 @@ def torch_dtype(value: Any, name: str) -> torch.dtype:
     """torch's dtype of that name, or itself."""
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype):
-        raise InvalidArgument(f"{name} = {shown(value)}, expected a torch dtype")
+        raise InvalidArgument(f"{name} = {shown(value)}, expected a dtype of torch, or its name")
     return found

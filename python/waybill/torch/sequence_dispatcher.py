@@ -7,20 +7,19 @@ from typing import Any, Tuple
 
 import torch
 
-from .._arrays import library_dtype
-from .._errors import shown
 from .._graphs import outside_graphs
-from ..errors import InvalidArgument, Unsupported
+from ..errors import InvalidArgument
 from ..sequence_dispatcher import Dispatcher, PlanHandle, Rows, TensorFormat, row_layout, row_shape
 from ..world import World
 from ._tensors import (
-    dtype_name,
     is_plain,
+    library_name,
     require_moved,
     require_rows,
     say_no_gradients,
     shown_memory,
     stream_of,
+    torch_dtype,
 )
 
 __all__ = ["SequenceDispatcher"]
@@ -65,7 +64,7 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
         else:
             tensor = require_rows(value, name)
             format_ = TensorFormat(tensor.dtype, tuple(tensor.shape[1:]))
-        return format_, _library_name(format_.dtype, name)
+        return format_, library_name(format_.dtype, name)
 
     def _rows(self, value: Any, name: str, writable: bool) -> Tuple[Rows, Any]:
         plain = is_plain(value)
@@ -74,7 +73,7 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
             raise InvalidArgument(
                 f"{name} lies on {tensor.device}, expected {self._device}, that of the world"
             )
-        library_name = _library_name(tensor.dtype, name)
+        dtype = library_name(tensor.dtype, name)
         if not plain and (tensor.is_neg() or tensor.is_conj()):
             raise InvalidArgument(f"{name} is a lazy view, expected memory: resolve it first")
         rows = tensor.shape[0] if tensor.ndim > 0 else 0
@@ -82,7 +81,7 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
             layout = (rows, tensor.numel() // rows, tensor.stride(0))
         else:
             layout = row_layout(tensor.shape, tensor.stride(), name)
-        return (tensor.data_ptr(), library_name, *layout), tensor
+        return (tensor.data_ptr(), dtype, *layout), tensor
 
     def _placed(self, format_: TensorFormat, rows: int, offset: int) -> Any:
         shape, strides = (rows, *format_.row_shape), [1]
@@ -103,7 +102,7 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
     def _read(self, plan: PlanHandle, tensors: Iterable[torch.Tensor]) -> list[Rows]:
         """The memory of tensors that were looked at."""
         return [
-            (t.data_ptr(), _library_name(t.dtype, "a tensor"), t.shape[0], hidden, t.stride(0))
+            (t.data_ptr(), library_name(t.dtype, "a tensor"), t.shape[0], hidden, t.stride(0))
             for t, hidden in zip(tensors, plan._hidden)
         ]
 
@@ -111,14 +110,7 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def _dtype(self, value: Any, name: str) -> torch.dtype:
-        found = value
-        if isinstance(value, str):
-            found = getattr(torch, value.removeprefix("torch."), None)
-        if not isinstance(found, torch.dtype):
-            raise InvalidArgument(
-                f"{name} = {shown(value)}, expected a dtype of torch, or its name"
-            )
-        return found
+        return torch_dtype(value, name)
 
 
 class _Window(dict[torch.dtype, torch.Tensor]):
@@ -134,18 +126,3 @@ class _Window(dict[torch.dtype, torch.Tensor]):
         with torch.inference_mode(False):
             made = self[dtype] = whole.view(dtype)
         return made
-
-
-_NAMES: dict[torch.dtype, str] = {}
-
-
-def _library_name(dtype: torch.dtype, name: str) -> str:
-    known = _NAMES.get(dtype)
-    if known is not None:
-        return known
-    if dtype.itemsize not in (1, 2, 4, 8):
-        raise Unsupported(
-            f"{name} has dtype {dtype} of {dtype.itemsize} bytes, expected elements of 1, 2, 4 or 8"
-            " bytes"
-        )
-    return _NAMES.setdefault(dtype, library_dtype(dtype_name(dtype), dtype.itemsize))

@@ -136,18 +136,14 @@ def _number(name: str, who: str) -> int:
 _TIMEOUT_S = 60.0
 
 
-class _SharedWorlds:
-    """The worlds of one group, by kind of device and ranks of a node."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.node_size: Optional[int] = None  #: ranks of a host
-        self.worlds: dict[tuple[bool, int], World] = {}
+# A group that is destroyed takes along what was made for it, which does not keep it.
+_kept: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+atexit.register(_kept.clear)
 
 
-# A group that is destroyed takes its worlds along; they do not keep it.
-_shared: weakref.WeakKeyDictionary[Any, _SharedWorlds] = weakref.WeakKeyDictionary()
-atexit.register(_shared.clear)
+def kept_for(group: Any) -> dict[Any, Any]:
+    """All that was made for a process group: worlds, layers, modules, by what tells them apart."""
+    return _kept.setdefault(group, {})
 
 
 def world_of(
@@ -194,19 +190,18 @@ def shared_world(
     """The world that all layers of the group share; the first one makes it, which is collective."""
     group = group_of(group, who, name)
     named = device_of(group, device)
-    shared = _shared.setdefault(group, _SharedWorlds())
-    with shared.lock:
+    kept = kept_for(group)
+    with kept.setdefault("lock", threading.RLock()):
         if ranks_per_node is None:
-            if shared.node_size is None:
-                shared.node_size = nodes_of_group(group, _TIMEOUT_S, who)
-            ranks_per_node = shared.node_size
-        key = (named != "cpu", ranks_per_node)
-        world = shared.worlds.get(key)
+            if "ranks of a host" not in kept:
+                kept["ranks of a host"] = nodes_of_group(group, _TIMEOUT_S, who)
+            ranks_per_node = kept["ranks of a host"]
+        key = (World, named != "cpu", ranks_per_node)
+        world: Optional[World] = kept.get(key)
         if world is None:
-            world = World.from_process_group(
+            world = kept[key] = World.from_process_group(
                 group, device=device, ranks_per_node=ranks_per_node, timeout_s=_TIMEOUT_S
             )
-            shared.worlds[key] = world
     if named == "cuda":
         named = f"cuda:{torch.cuda.current_device()}"
     if named != world.device:

@@ -156,31 +156,6 @@ class FixedRows:
         put_rows(target, self._numbers, sums.to(target.dtype))
 
 
-class FixedSequences:
-    """Sequences in tables of one size: after those of a plan come some that cover the other rows,
-    queries without keys and keys without queries, and then sequences of no rows.
-    """
-
-    def __init__(
-        self, q_rows: int, kv_rows: int, capacities: Capacities, device: torch.device
-    ) -> None:
-        self._ends, self._longest = (q_rows, kv_rows), capacities.max_seqlen
-        behind = sum(-(-rows // self._longest) for rows in self._ends)
-        self._most = capacities.max_sequences + behind
-        self._tables = [
-            torch.zeros(self._most + 1, dtype=torch.int32, device=device) for _ in range(2)
-        ]
-        self.sequences: Any = None
-
-    def replace(self, table: Any) -> None:
-        lens = with_gaps(table[:, :4].tolist(), *self._ends, self._longest)
-        full = [tuple(of) + (0,) * (self._most - len(of)) for of in lens]
-        for device_table, lengths in zip(self._tables, full):
-            _copy(device_table, np.cumsum((0, *lengths), dtype=np.int32))
-        cu_q, cu_k = self._tables
-        self.sequences = Sequences(cu_q, cu_k, self._longest, self._longest, full[0], full[1])
-
-
 class FixedMoves(Moves):
     """Calls of the dispatcher whose tables stay where they are."""
 
@@ -232,7 +207,10 @@ class FixedMoves(Moves):
 
 
 class FixedStep(RankStep):
-    """A rank's tables for any plan within the capacities."""
+    """A rank's tables for any plan within the capacities. After the sequences of a plan come some
+    that cover the other rows, queries without keys and keys without queries, and then sequences of
+    no rows.
+    """
 
     _moves: FixedMoves
     uploads_ahead = False  # they go on the stream of the calls
@@ -251,26 +229,41 @@ class FixedStep(RankStep):
         self.q_rows: Any = FixedRows(self.rows, fits.max_q_rows, device)
         self.kv_rows: Any = FixedRows(self.rows, self.rows, device)
         self.moves = True  # in some plan, perhaps: also one rank sends itself rows
-        self._home = FixedSequences(fits.max_rows, fits.max_rows, fits, device)
-        self._came = FixedSequences(fits.max_q_rows, fits.max_kv_rows, fits, device)
+        #: Rows of queries and of keys, and the sequences, of what stays and of what comes.
+        self._places = [
+            (ends, self._cu_seqlens(ends))
+            for ends in ((self.rows, self.rows), (fits.max_q_rows, fits.max_kv_rows))
+        ]
         self._moves = FixedMoves(plan.routing(), self.dispatcher, self.shape, fits)
         self.replace(plan)
+
+    def _cu_seqlens(self, ends: Tuple[int, int]) -> list[torch.Tensor]:
+        fits = self.capacities
+        most = fits.max_sequences + sum(-(-rows // fits.max_seqlen) for rows in ends)
+        return [torch.zeros(most + 1, dtype=torch.int32, device=self.device) for _ in ends]
 
     def replace(self, plan: BatchPlan) -> None:
         relay = plan.tables().relay if check_fits(plan, self.capacities) else None
         self.planner, self.pieces = plan.planner, plan._pieces
         rank, routing = self.dispatcher.world.rank, plan.routing()
         home, came, q_rows, kv_rows = routing.rank(rank)
-        self._home.replace(home.reshape(-1, 5))
-        whole = slice(0, self.rows)
-        self.home = [Call(whole, whole, self._home.sequences, self.shape)]
-        self._came.replace(came.reshape(-1, 5))
-        room = slice(0, self.capacities.max_q_rows), slice(0, self.capacities.max_kv_rows)
-        self.arrived = [Call(*room, self._came.sequences, self.shape)]
+        self.home, self.arrived = (
+            [self._call(table, *place)] for table, place in zip((home, came), self._places)
+        )
         self.q_rows.replace(q_rows.reshape(-1, 2))
         self.kv_rows.replace(kv_rows.reshape(-1, 2))
         self._moves.replace(routing, relay)
         self.generation += 1
+
+    def _call(self, table: Any, ends: Tuple[int, int], cu_seqlens: list[torch.Tensor]) -> Call:
+        """The call of a plan's sequences, whose tables stay where they are."""
+        longest = self.capacities.max_seqlen
+        lens = with_gaps(table.reshape(-1, 5)[:, :4].tolist(), *ends, longest)
+        full = [tuple(of) + (0,) * (len(cu_seqlens[0]) - 1 - len(of)) for of in lens]
+        for device_table, lengths in zip(cu_seqlens, full):
+            _copy(device_table, np.cumsum((0, *lengths), dtype=np.int32))
+        sequences = Sequences(*cu_seqlens, longest, longest, *full)
+        return Call(slice(0, ends[0]), slice(0, ends[1]), sequences, self.shape)
 
     def prepare(self) -> None:
         """All is there."""

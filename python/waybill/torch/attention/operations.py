@@ -122,26 +122,26 @@ def _(
     )
 
 
-def _kept(step: RankStep, saved: Saved) -> Tuple[torch.Tensor, ...]:
+def _kept(step: RankStep, saved: Saved) -> Saved:
     """Tensors that backward needs, each in its own memory and of the shape in the graph."""
     shape, needs_lse = step.shape, step.kernel.needs_lse
     q_rows, kv_rows = step.arrived_rows
-    kept = [saved.home_lse if needs_lse else saved.lse.new_empty(0)]
-    if needs_lse and not saved.home_lse.numel():  # all rows travel
-        kept = [saved.lse.new_empty(shape.heads, step.rows)]
-    for tensor, rows, heads, size in (
-        (saved.q, q_rows, shape.heads, shape.head_dim),
-        (saved.k, kv_rows, shape.kv_heads, shape.head_dim),
-        (saved.v, kv_rows, shape.kv_heads, shape.v_head_dim),
-        (saved.out, q_rows, shape.heads, shape.v_head_dim),
-    ):
+    home_lse, *came, lse = saved
+    if not needs_lse:
+        home_lse, lse = lse.new_empty(0), lse.new_empty(0)
+    elif not home_lse.numel():  # all rows travel
+        home_lse = lse.new_empty(shape.heads, step.rows)
+    for i, (rows, heads, size) in enumerate((
+        (q_rows, shape.heads, shape.head_dim),
+        (kv_rows, shape.kv_heads, shape.head_dim),
+        (kv_rows, shape.kv_heads, shape.v_head_dim),
+        (q_rows, shape.heads, shape.v_head_dim),
+    )):  # fmt: skip
         if rows < _LEAST:
-            tensor = _pad(tensor.reshape(rows, heads, size), (0, 0, 0, 0, 0, _LEAST - rows))
-        kept.append(tensor)
-    lse = saved.lse if needs_lse else saved.lse.new_empty(0)
+            came[i] = _pad(came[i].reshape(rows, heads, size), (0, 0, 0, 0, 0, _LEAST - rows))
     if needs_lse and q_rows < _LEAST:
         lse = _pad(lse.reshape(shape.heads, q_rows), (0, _LEAST - q_rows))
-    return (*kept, lse)
+    return (home_lse, *came, lse)
 
 
 def _as_saved(step: RankStep, kept: Sequence[torch.Tensor]) -> Saved:
@@ -149,7 +149,7 @@ def _as_saved(step: RankStep, kept: Sequence[torch.Tensor]) -> Saved:
     q_rows, kv_rows = step.arrived_rows
     if q_rows < _LEAST and step.kernel.needs_lse:
         lse = lse[:, :q_rows].contiguous()
-    return Saved(home_lse, q[:q_rows], k[:kv_rows], v[:kv_rows], out[:q_rows], lse)
+    return home_lse, q[:q_rows], k[:kv_rows], v[:kv_rows], out[:q_rows], lse
 
 
 @operation(

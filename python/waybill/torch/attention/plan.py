@@ -111,6 +111,8 @@ class BatchPlanner(WrittenOnce, Unchanging):
         ranks_per_node: Optional[int] = None,
         who: str = "BatchPlanner",
     ) -> None:
+        given = dict(locals())  # the arguments
+        self._given = {name: given[name] for name in given if name not in ("self", "world_size")}
         self._called = f"{who}.plan"
         self.shape = _shape(heads, kv_heads, head_dim, v_head_dim, dtype, mask, window, scale, who)
         self.world_size = at_least(world_size, 1, f"{who}: world_size")
@@ -122,7 +124,6 @@ class BatchPlanner(WrittenOnce, Unchanging):
             raise InvalidArgument(f'{who}: chunk = {chunk}, expected None with mask = "prefix"')
         self.relay = choice(relay, f"{who}: relay", "auto", "never", "always")
         nodes = max(8, self.world_size) if ranks_per_node is None else ranks_per_node
-        self._given = (heads, kv_heads, head_dim, v_head_dim)
         shape = self.shape
         kv_row = shape.kv_heads * (shape.head_dim + shape.v_head_dim)
         self._options = {
@@ -219,20 +220,7 @@ class BatchPlanner(WrittenOnce, Unchanging):
         return zlib.crc32(repr((self.world_size, self.facts())).encode())
 
     def __reduce__(self) -> Tuple[Any, ...]:
-        shape, options = self.shape, self._options
-        return _planner, (
-            self.world_size, self._given,
-            {
-                "dtype": shape.dtype, "mask": shape.mask, "window": shape.window,
-                "scale": shape.scale, "in_place": self.in_place, "costs": self.costs,
-                "latent_dim": self.latent_dim or None,
-                "block_tokens": options["block_tokens"],
-                "imbalance_target": options["imbalance_target"],
-                "chunk": self.chunk, "relay": self.relay,
-                "ranks_per_node": options["ranks_per_node"],
-                "who": self._called.removesuffix(".plan"),
-            },
-        )  # fmt: skip
+        return _planner, (self.world_size, (), self._given)
 
     def __repr__(self) -> str:
         return f"BatchPlanner(world_size={self.world_size}, {self.attends_as})"
@@ -410,38 +398,32 @@ def piece_table(held: Any, rank: int, who: str, mask: str = "prefix") -> IntArra
     gathered = "" if who.endswith("held") else ": gather gives those of all ranks"
     sequence(held, of_rank, f"a list of lengths and pieces{gathered}")
     for i, item in enumerate(held):
+        unnumbered = _UNNUMBERED - (rank * 2**32 + i) - 1
         if _is_plain(item):
-            rows.append((_unnumbered(rank, i), 0, item, 0))
+            rows.append((unnumbered, 0, item, 0))
         elif isinstance(item, (tuple, list)) or getattr(item, "ndim", 0) > 0:
-            rows.append(_row_of(item, rank, i, of_rank, mask))
+            rows.append(_row_of(item, unnumbered, f"{of_rank}: [{i}]", mask))
         else:
-            rows.append((_unnumbered(rank, i), 0, int64(item, f"{of_rank}: [{i}]"), 0))
+            rows.append((unnumbered, 0, int64(item, f"{of_rank}: [{i}]"), 0))
     return np.array(rows, np.int64).reshape(-1, 4)
 
 
-def _row_of(item: Any, rank: int, i: int, of_rank: str, mask: str) -> Tuple[int, ...]:
+def _row_of(item: Any, unnumbered: int, name: str, mask: str) -> Tuple[int, ...]:
     """The row of an entry of two to four numbers."""
     if not 2 <= len(item) <= 4:
         raise InvalidArgument(
-            f"{of_rank}: [{i}] has {len(item)} numbers, expected (document, offset, length)"
+            f"{name} has {len(item)} numbers, expected (document, offset, length)"
             " with or without a prefix, or (length, prefix)"
         )
-    row = [n if _is_plain(n) else int64(n, f"{of_rank}: [{i}]") for n in item]
+    row = [n if _is_plain(n) else int64(n, name) for n in item]
     if len(row) == 2:
-        row = [_unnumbered(rank, i), 0, *row]
+        row = [unnumbered, 0, *row]
+    elif _UNNUMBERED <= row[0] < 0:
+        raise InvalidArgument(f"{name} has document {row[0]}, expected >= 0")
     row += [0] * (4 - len(row))
-    if row[0] < 0 and row[0] >= _UNNUMBERED:
-        raise InvalidArgument(f"{of_rank}: [{i}] has document {row[0]}, expected >= 0")
     if row[3] and mask != "prefix":
-        raise InvalidArgument(
-            f'{of_rank}: [{i}] has prefix {row[3]}, expected none with mask = "{mask}"'
-        )
+        raise InvalidArgument(f'{name} has prefix {row[3]}, expected none with mask = "{mask}"')
     return tuple(row)
-
-
-def _unnumbered(rank: int, place: int) -> int:
-    """The number of a document that got none."""
-    return _UNNUMBERED - (rank * 2**32 + place) - 1
 
 
 def _prefixes(pieces: IntArray) -> list[int]:

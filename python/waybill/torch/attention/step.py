@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Optional, Tuple, TypeVar, cast
 
 import torch
@@ -22,71 +21,14 @@ from .._tensors import (
     wants_gradients,
     without_autocast,
 )
-from ..kernels import AttentionKernel, AttentionShape
+from ..kernels import AttentionKernel
 from ..kernels.seam import attention, gradients, mismatch
 from ..sequence_dispatcher import SequenceDispatcher
 from .moves import WHO, Call, Moves, Rows, SideStream, Uploads, calls_of, first_difference
 from .plan import BatchPlan
 
+#: A function of latent rows and weights that makes K and V of them.
 Project = Callable[..., Tuple[torch.Tensor, torch.Tensor]]
-
-
-class Projector(NamedTuple):
-    """The caller's function from latent rows and weights to K and V, computed wherever rows are as
-    it is around the call.
-    """
-
-    function: Project
-    shape: AttentionShape
-    casts: bool  #: to the module's dtype
-    autocast: Callable[[], AbstractContextManager[Any]]
-    device: torch.device
-    at: str
-
-    def __call__(self, rows: torch.Tensor, *weights: torch.Tensor) -> Any:
-        """K and V of rows that came."""
-        with self.autocast():
-            given = self.function(rows, *weights)
-        return self.fitting(given, rows.shape[0])
-
-    def fitting(self, given: Any, rows: int) -> Tuple[torch.Tensor, torch.Tensor]:
-        """K and V, of what the function returned."""
-        who = "ContextParallelAttention: project"
-        if not isinstance(given, (tuple, list)) or len(given) != 2:
-            got = f"{len(given)} results" if isinstance(given, (tuple, list)) else shown(given)
-            raise InvalidArgument(f"{who} returned {got} {self.at}, expected k and v")
-        shape, fits = self.shape, []
-        for name, tensor, size in zip("kv", given, (shape.head_dim, shape.v_head_dim)):
-            if self.casts and isinstance(tensor, torch.Tensor):
-                tensor = tensor.to(shape.dtype)
-            wrong = mismatch(tensor, (rows, shape.kv_heads, size), self.device, shape.dtype)
-            if wrong is not None:
-                raise InvalidArgument(f"{who} {self.at}: its {name} {wrong}")
-            fits.append(tensor)
-        return fits[0], fits[1]
-
-    def again(
-        self, came: torch.Tensor, *weights: torch.Tensor
-    ) -> Tuple[torch.Tensor, torch.Tensor, Callable[..., Tuple[Any, ...]]]:
-        """(K and V of rows that came, computed again for backward; a function that makes the
-        gradients of the rows and of each weight from theirs, zeros where nothing depends on it).
-        """
-        with torch.enable_grad():
-            inputs = [t.detach() for t in (came, *weights)]
-            inputs = [t.requires_grad_() if t.is_floating_point() else t for t in inputs]
-            k, v = self(*inputs)
-
-        def gradients(dk: torch.Tensor, dv: torch.Tensor) -> Tuple[Any, ...]:
-            pairs = [(t, g) for t, g in ((k, dk), (v, dv)) if t.requires_grad]
-            wanted = [t for t in inputs if t.requires_grad]
-            found: Any = [torch.zeros_like(t) for t in wanted]
-            if pairs:
-                outputs, grads = zip(*pairs)
-                found = torch.autograd.grad(outputs, wanted, grads, materialize_grads=True)
-            rest = iter(found)
-            return tuple(next(rest) if t.requires_grad else None for t in inputs)
-
-        return k.detach().contiguous(), v.detach().contiguous(), gradients
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -96,15 +38,9 @@ ORDER = "calls are for the same plans in the same order"
 GRADIENTS = f"{ORDER}, and q, as well as k or v, require gradients on all ranks or on none"
 
 
-class Saved(NamedTuple):
-    """Tensors that backward needs besides q, k, v and out. Without rows where nothing came."""
-
-    home_lse: torch.Tensor
-    q: torch.Tensor  #: dispatched to this rank, as the next four
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
+#: Tensors that backward needs besides q, k, v and out: the log-sum-exp of rows in place; q, k, v,
+#: output and log-sum-exp of rows that were dispatched to this rank. Without rows where none came.
+Saved = Tuple[torch.Tensor, ...]
 
 
 class StepMemory(NamedTuple):
@@ -158,7 +94,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, step: RankStep, keep: bool, want_lse: bool, project: Optional[Projector],
+        ctx: Any, step: RankStep, keep: bool, want_lse: bool, project: Optional[Project],
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *latent: torch.Tensor,
     ) -> Any:  # fmt: skip
         out, lse, saved, ctx.number = step.forward(q, k, v, keep, want_lse, project, latent)
@@ -174,7 +110,6 @@ class Attention(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         q, k, v, out, *rest = ctx.saved_tensors  # first: a checkpoint makes its calls here
-        saved, latent = Saved(*rest[:6]), tuple(rest[6:])
         needs = ctx.needs_input_grad[4:]
         if ctx.generation != ctx.step.generation:
             raise InvalidArgument(
@@ -182,8 +117,9 @@ class Attention(torch.autograd.Function):
                 " one FixedPlan for each microbatch in flight"
             )
         found = ctx.step.backward(
-            grad, q, k, v, out, saved, ctx.number, (needs[0], any(needs[1:])), ctx.project, latent
-        )
+            grad, q, k, v, out, rest[:6], ctx.number, (needs[0], any(needs[1:])), ctx.project,
+            rest[6:],
+        )  # fmt: skip
         found += (None,) * (len(needs) - len(found))
         return (None, None, None, None, *(t if n else None for t, n in zip(found, needs)))
 
@@ -271,13 +207,12 @@ class RankStep:
 
         :param kv: K and V; with ``project`` latent rows and weights
         """
-        made: Optional[Projector] = None
         latent: Tuple[torch.Tensor, ...] = ()
         if project is not None:
-            made, latent, kv = self._projected(project, kv[0], kv[1:], casts)
-        q, k, v = self.checked(q, kv[0], kv[1], casts, made is not None)
+            project, latent, kv = self._projected(project, kv[0], kv[1:], casts)
+        q, k, v = self.checked(q, kv[0], kv[1], casts, project is not None)
         keep = keeps(self.kernel, self.device, q, *(latent or (k, v)))
-        out, lse = Attention.apply(self, keep, want_lse, made, q, k, v, *latent)
+        out, lse = Attention.apply(self, keep, want_lse, project, q, k, v, *latent)
         return (out, lse) if want_lse else out
 
     def checked(
@@ -302,8 +237,10 @@ class RankStep:
     def _projected(
         self, project: Project, rows: torch.Tensor, weights: Sequence[torch.Tensor],
         casts: Callable[[], bool],
-    ) -> Tuple[Projector, Tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:  # fmt: skip
-        """(how latent rows are projected, these and the weights, K and V of those that stay)."""
+    ) -> Tuple[Project, Tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:  # fmt: skip
+        """(the function for rows that come, latent rows and weights, K and V of those that stay).
+        Wherever rows are, the function computes under autocast as it is around the call.
+        """
         if not self.latent_dim:
             raise InvalidArgument(f"{WHO}: got latent rows, expected k and v: latent_dim is None")
         rows = self._checked("rows", rows, (self.rows, self.latent_dim), casts)
@@ -311,10 +248,32 @@ class RankStep:
             require_moved(weight, f"{WHO}: weights[{i}]")
         if not callable(project):
             raise InvalidArgument(f"{WHO}: project = {shown(project)}, expected a function")
-        autocast = autocast_now(self.device.type)
-        made = Projector(project, self.shape, casts(), autocast, self.device, self.at)
+        autocast, cast = autocast_now(self.device.type), casts()
+
+        def there(came: torch.Tensor, *weights: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+            with autocast():
+                given = project(came, *weights)
+            return self._fitting(given, came.shape[0], cast)
+
         mine = rows if self.home else rows[:0]
-        return made, (rows, *weights), made.fitting(project(mine, *weights), mine.shape[0])
+        kv = self._fitting(project(mine, *weights), mine.shape[0], cast)
+        return there, (rows, *weights), kv
+
+    def _fitting(self, given: Any, rows: int, cast: bool) -> Tuple[torch.Tensor, torch.Tensor]:
+        """K and V, of what the caller's function returned."""
+        who = f"{WHO}: project"
+        if not isinstance(given, (tuple, list)) or len(given) != 2:
+            got = f"{len(given)} results" if isinstance(given, (tuple, list)) else shown(given)
+            raise InvalidArgument(f"{who} returned {got} {self.at}, expected k and v")
+        shape, fits = self.shape, []
+        for name, tensor, size in zip("kv", given, (shape.head_dim, shape.v_head_dim)):
+            if cast and isinstance(tensor, torch.Tensor):
+                tensor = tensor.to(shape.dtype)
+            wrong = mismatch(tensor, (rows, shape.kv_heads, size), self.device, shape.dtype)
+            if wrong is not None:
+                raise InvalidArgument(f"{who} {self.at}: its {name} {wrong}")
+            fits.append(tensor)
+        return fits[0], fits[1]
 
     def _checked(
         self, name: str, tensor: torch.Tensor, expected: Tuple[int, ...], casts: Callable[[], bool]
@@ -362,7 +321,7 @@ class RankStep:
     @_call_of_all("forward", ORDER)
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keep: bool, want_lse: bool,
-        project: Optional[Projector] = None, latent: Sequence[torch.Tensor] = (),
+        project: Optional[Project] = None, latent: Sequence[torch.Tensor] = (),
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Saved, int]:  # fmt: skip
         """(output, log-sum-exp [rows, heads] where it is wanted, what backward needs, the number of
         the dispatch). With ``keep`` what came is copied from the window. Of latent rows, k and v
@@ -401,7 +360,7 @@ class RankStep:
         results = self._at_home(home, back, want_lse)
         none, no_lse = self._nothing
         kept = home[1] if home and self.kernel.needs_lse else no_lse
-        saved = Saved(kept, *(there or (none, none, none, none, no_lse)))
+        saved = (kept, *(there or (none, none, none, none, no_lse)))
         return results[0], results[1] if want_lse else None, saved, number
 
     def _at_home(
@@ -419,7 +378,7 @@ class RankStep:
 
     def _attend_there(
         self, views: Sequence[torch.Tensor], keep: bool, want_lse: bool,
-        project: Optional[Projector], latent: Sequence[torch.Tensor],
+        project: Optional[Project], latent: Sequence[torch.Tensor],
     ) -> Tuple[Tuple[torch.Tensor, ...], torch.Tensor]:  # fmt: skip
         """(q, k, v, output and log-sum-exp of rows that came, as Saved has them; the last)."""
         shape = self.shape
@@ -461,8 +420,8 @@ class RankStep:
     @_call_of_all("backward", GRADIENTS)
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, saved: Saved, number: int, needs: Tuple[bool, bool],
-        project: Optional[Projector] = None, latent: Sequence[torch.Tensor] = (),
+        out: torch.Tensor, saved: Sequence[torch.Tensor], number: int, needs: Tuple[bool, bool],
+        project: Optional[Project] = None, latent: Sequence[torch.Tensor] = (),
     ) -> Tuple[Optional[torch.Tensor], ...]:  # fmt: skip
         """Gradients of q, k and v; then of latent rows and weights. ``needs``: of q, and of k or v;
         the same on all ranks.
@@ -483,10 +442,12 @@ class RankStep:
         dq, dk, dv = None, k, v  # latent rows leave none
         if not self._all_travel:
             with profiled("backward in place", device):
-                dq, dk, dv = self._gradients(self.home, grad, q, k, v, out, saved.home_lse)
+                dq, dk, dv = self._gradients(self.home, grad, q, k, v, out, saved[0])
         if self.moves:
             with side.run(), profiled("backward of rows that travel", device):
-                found, of_weights = self._gradients_there(there()[0], saved, project, latent[1:])
+                found, of_weights = self._gradients_there(
+                    there()[0], saved[1:], project, latent[1:]
+                )
                 if needs[1]:
                     sums = moves.sums(number, found[1:], made)
                 # Last: its view holds until the dispatcher's next call.
@@ -506,20 +467,19 @@ class RankStep:
         return dq if needs[0] else None, *(t if needs[1] else None for t in of_kv)
 
     def _gradients_there(
-        self, grad: torch.Tensor, saved: Saved, project: Optional[Projector],
+        self, grad: torch.Tensor, came: Sequence[torch.Tensor], project: Optional[Project],
         weights: Sequence[torch.Tensor],
     ) -> Tuple[Tuple[torch.Tensor, ...], Tuple[Optional[torch.Tensor], ...]]:  # fmt: skip
         """(of q, k and v, or of q and the latent rows; of weights)."""
+        q, k, v, out, lse = came
         if not self.arrived:
-            kv = (saved.k, saved.v) if project is None else (saved.k,)
+            kv = (k, v) if project is None else (k,)
             zeros = (torch.zeros_like(w) if w.is_floating_point() else None for w in weights)
-            return (saved.q, *kv), tuple(zeros)
-        k, v, again = saved.k, saved.v, None
+            return (q, *kv), tuple(zeros)
+        again = None
         if project is not None:
-            k, v, again = project.again(saved.k, *weights)
-        found: Tuple[torch.Tensor, ...] = self._gradients(
-            self.arrived, grad, saved.q, k, v, saved.out, saved.lse
-        )
+            k, v, again = _projected_again(project, k, *weights)
+        found: Tuple[torch.Tensor, ...] = self._gradients(self.arrived, grad, q, k, v, out, lse)
         of_weights: Tuple[Optional[torch.Tensor], ...] = ()
         if again is not None:
             of_rows, *rest = again(found[1], found[2])
@@ -548,6 +508,30 @@ class RankStep:
             else:
                 dk[call.kv], dv[call.kv] = found[1:]
         return dq, dk, dv
+
+
+def _projected_again(
+    project: Project, *given: torch.Tensor
+) -> Tuple[torch.Tensor, torch.Tensor, Callable[..., Tuple[Any, ...]]]:
+    """(K and V of rows that came, computed again for backward; a function that makes the gradients
+    of the rows and of each weight from theirs, zeros where nothing depends on it).
+    """
+    with torch.enable_grad():
+        inputs = [t.detach() for t in given]
+        inputs = [t.requires_grad_() if t.is_floating_point() else t for t in inputs]
+        k, v = project(*inputs)
+
+    def gradients(dk: torch.Tensor, dv: torch.Tensor) -> Tuple[Any, ...]:
+        pairs = [(t, g) for t, g in ((k, dk), (v, dv)) if t.requires_grad]
+        wanted = [t for t in inputs if t.requires_grad]
+        found: Any = [torch.zeros_like(t) for t in wanted]
+        if pairs:
+            outputs, grads = zip(*pairs)
+            found = torch.autograd.grad(outputs, wanted, grads, materialize_grads=True)
+        rest = iter(found)
+        return tuple(next(rest) if t.requires_grad else None for t in inputs)
+
+    return k.detach().contiguous(), v.detach().contiguous(), gradients
 
 
 @functools.cache
