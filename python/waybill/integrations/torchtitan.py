@@ -152,12 +152,8 @@ class WaybillAttention(VarlenAttention):
 
 
 def _whole_documents(masks: Any, rows: int, ranks: SharedRanks) -> Pieces:
-    instance(
-        masks,
-        VarlenMetadata,
-        f"{_WHO}: attention_masks on rank {ranks.rank}",
-        "VarlenMetadata, or SharedDocuments, as of share_documents",
-    )
+    expected = "VarlenMetadata, or SharedDocuments, as of share_documents"
+    instance(masks, VarlenMetadata, f"{_WHO}: attention_masks on rank {ranks.rank}", expected)
 
     def make() -> Pieces:
         lengths = masks.cu_seq_q.diff().tolist()

@@ -32,20 +32,16 @@ __all__ = ["Chunk", "PlannedBatch", "SharedAttention", "attention_forward", "no_
 _own: Any = PreTrainedModel.__dict__["loss_function"]
 
 
-def guard_losses(name: str) -> None:
-    """From now on the losses of transformers refuse what would be a wrong number where a model's
-    attention is ``name``: labels that are shifted by rows, and means over one rank's labels. Those
-    of other models, and functions of the user's, stay as they are.
+def _loss_function(model: Any) -> Any:
+    """Losses of transformers refuse what would be a wrong number where a model's attention is
+    "waybill": labels that are shifted by rows, and means over one rank's labels. Those of other
+    models, and functions of the user's, stay as they are.
     """
-
-    def loss_function(model: Any) -> Any:
-        found = _own.fget(model)
-        uses = getattr(model.config.get_text_config(), "_attn_implementation", None) == name
-        if not uses or found not in LOSS_MAPPING.values():
-            return found
-        return _guarded(found, type(model).__name__)
-
-    PreTrainedModel.loss_function = property(loss_function, _own.fset)
+    found = _own.fget(model)
+    uses = getattr(model.config.get_text_config(), "_attn_implementation", None) == "waybill"
+    if not uses or found not in LOSS_MAPPING.values():
+        return found
+    return _guarded(found, type(model).__name__)
 
 
 def _guarded(loss: Callable[..., Any], who: str) -> Callable[..., Any]:
@@ -351,4 +347,4 @@ def no_mask(*args: Any, attention_mask: Optional[torch.Tensor] = None, **options
 
 AttentionInterface.register("waybill", attention_forward)
 AttentionMaskInterface.register("waybill", no_mask)
-guard_losses("waybill")
+PreTrainedModel.loss_function = property(_loss_function, _own.fset)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Optional, Tuple, Union
 import numpy as np
 import torch
 
-from ..._arrays import int64
+from ..._arrays import within
 from ..._graphs import outside_graphs
 from ...costs import AttentionCosts
 from ...errors import InvalidArgument
@@ -69,11 +69,11 @@ def calibrate_attention(
         rows: of queries in a call: enough that the device is full.
         repeats: the median of so many is taken.
     """
-    place = require_device(device, f"{_WHO}: device")
-    if place is None:
+    device = require_device(device, f"{_WHO}: device")
+    if device is None:
         raise InvalidArgument(f"{_WHO}: device = None, expected a device")
-    device = place
-    rows, repeats = int64(rows, f"{_WHO}: rows"), int64(repeats, f"{_WHO}: repeats")
+    rows = within(rows, 256, 2**24, f"{_WHO}: rows", "2^24")
+    repeats = within(repeats, 1, 2**24, f"{_WHO}: repeats", "2^24")
     planner = BatchPlanner(
         1, heads, kv_heads, head_dim, v_head_dim, dtype=dtype, mask=mask, window=window, who=_WHO
     )
@@ -81,9 +81,6 @@ def calibrate_attention(
     found = choose_kernel(kernel, device, _WHO)
     found.check(shape, device, _WHO)
     found.check_training(device, _WHO)
-    for name, value, least in (("rows", rows, 256), ("repeats", repeats, 1)):
-        if not least <= value <= 2**24:
-            raise InvalidArgument(f"{_WHO}: {name} = {value}, expected {least}..2^24")
     cases = _cases(rows, mask)
     times = [_timed(case, found, shape, device, repeats) for case in cases]
     about: dict[str, Any] = {
@@ -129,15 +126,12 @@ def _timed(
     at = f"on {device}"
     out, lse = attention(kernel, q, k, v, sequences, shape, False, at)
     gradients(kernel, grad, q, k, v, out, lse, sequences, shape, at)
-    forward = [
-        _seconds(lambda: kernel.forward(q, k, v, sequences, shape, False), device)
-        for _ in range(repeats)
-    ]
-    backward = [
-        _seconds(lambda: kernel.backward(grad, q, k, v, out, lse, sequences, shape), device)
-        for _ in range(repeats)
-    ]
-    return statistics.median(forward), statistics.median(backward)
+
+    def median(call: Callable[[], Any]) -> float:
+        return statistics.median(_seconds(call, device) for _ in range(repeats))
+
+    forward = median(lambda: kernel.forward(q, k, v, sequences, shape, False))
+    return forward, median(lambda: kernel.backward(grad, q, k, v, out, lse, sequences, shape))
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:

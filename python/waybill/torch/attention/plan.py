@@ -606,13 +606,7 @@ def unpack(rows: torch.Tensor, pieces: Sequence[Union[int, Piece]]) -> list[torc
     """The rows of each piece, views: the inverse of pack for whatever was computed from it."""
     require_rows(rows, "unpack: rows")
     instance(pieces, Sequence, "unpack: pieces", "a list")
-    lengths = [
-        int64(
-            _length_of(piece),
-            f"unpack: pieces[{i}]",
-        )
-        for i, piece in enumerate(pieces)
-    ]
+    lengths = [int64(_length_of(piece), f"unpack: pieces[{i}]") for i, piece in enumerate(pieces)]
     if min(lengths, default=0) < 0:
         raise InvalidArgument(f"unpack: pieces hold the length {min(lengths)}, expected >= 0")
     if sum(lengths) != len(rows):
