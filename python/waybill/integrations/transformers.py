@@ -19,6 +19,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from .._arrays import instance
 from .._errors import said_by, shown
 from .._graphs import outside_graphs
 from ..errors import InvalidArgument, Unsupported
@@ -166,30 +167,22 @@ class SharedAttention:
 
     def batch(self, plans: Mapping[Window, BatchPlan]) -> PlannedBatch:
         """The batch of plans that were made elsewhere, one for each of ``planners``."""
-        if not isinstance(plans, Mapping):
-            raise InvalidArgument(
-                f"SharedAttention.batch: plans = {shown(plans)} on rank {self.rank}, expected a"
-                " dict of plans by window"
-            )
+        who = f"SharedAttention.batch: rank {self.rank}"
+        instance(plans, Mapping, f"{who}: plans", "a dict of plans by window")
         for window, plan in plans.items():
-            if not isinstance(plan, BatchPlan):
-                raise InvalidArgument(
-                    f"SharedAttention.batch: plans[{window}] = {shown(plan)} on rank {self.rank},"
-                    " expected a BatchPlan, as of planners"
-                )
+            instance(plan, BatchPlan, f"{who}: plans[{window}]", "a BatchPlan, as of planners")
         missing = [window for window in self.modules if window not in plans]
         if missing:
             raise InvalidArgument(
-                f"SharedAttention.batch: plans on rank {self.rank} have none for window"
-                f" {missing[0]}, expected one for each of {list(self.modules)}"
+                f"{who}: plans have none for window {missing[0]}, expected one for each of"
+                f" {list(self.modules)}"
             )
         found = getattr(self._config, "_attn_implementation", None)
         if found != "waybill":
             raise InvalidArgument(
-                f"SharedAttention.batch: the attention of config on rank {self.rank} is {found!r},"
-                " expected that of model.config behind model.set_attn_implementation('waybill'),"
-                " which takes models with an attention interface: another attention would not"
-                " notice the plans"
+                f"{who}: the attention of config is {found!r}, expected that of model.config behind"
+                " model.set_attn_implementation('waybill'), which takes models with an attention"
+                " interface: another attention would not notice the plans"
             )
         return PlannedBatch(self, plans)
 
