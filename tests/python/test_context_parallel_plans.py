@@ -134,6 +134,7 @@ def test_pack_cut_and_unpack():
         ([[], [(1, -1, 4)]], r"pieces of rank 1: \[0\] has offset -1"),
         ([[], [(-1, 0, 4)]], r"pieces of rank 1: \[0\] has document -1, expected >= 0"),
         ([[], [(1, 0, 4, 2, 3)]], r"pieces of rank 1: \[0\] has 5 numbers"),
+        ([4, 4], "pieces of rank 0 = 4, expected .*: gather gives those of all ranks"),
         ([["x"], []], r"pieces of rank 0: \[0\]"),
     ],
 )

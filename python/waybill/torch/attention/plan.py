@@ -394,7 +394,8 @@ def piece_table(held: Any, rank: int, who: str, mask: str = "prefix") -> IntArra
         return held.copy()
     rows: list[Tuple[int, ...]] = []
     of_rank = f"{who}: pieces of rank {rank}"
-    sequence(held, of_rank, "a list of lengths and pieces")
+    gathered = "" if who.endswith("held") else ": gather gives those of all ranks"
+    sequence(held, of_rank, f"a list of lengths and pieces{gathered}")
     for i, item in enumerate(held):
         unnumbered = _UNNUMBERED - (rank * 2**32 + i) - 1
         if _is_plain(item):
