@@ -1,25 +1,32 @@
 """The names that both faces have as they are: ``waybill`` for numpy and ``waybill.torch``."""
 
-from . import costs, errors, planner, plans, timing
-from .costs import *  # noqa: F403
-from .errors import *  # noqa: F403
+# ruff: noqa: F403, F405
+
+from .costs import *
+from .errors import *
 from .metadata import AttnLayout, PackedSeqParams, QkvMetadata, RankKvLayout, RawQkvDispatch
-from .planner import *  # noqa: F403
-from .plans import *  # noqa: F403
+from .planner import *
+from .plans import *
 from .routing import length_distributions, sample_documents
 from .sequence_dispatcher import PlanHandle, TensorFormat
 from .simulate import test_qkv_dispatch
-from .timing import *  # noqa: F403
+from .timing import *
 from .world import Topology, World, cuda_version, end_waits, num_gpus
 
 ReadyPlan = PlanHandle  # its older name
 
-__all__ = ["AttnLayout", "PackedSeqParams", "PlanHandle", "QkvMetadata", "RankKvLayout"]
-__all__ += ["RawQkvDispatch", "ReadyPlan", "TensorFormat", "Topology", "World", "cuda_version"]
-__all__ += ["end_waits", "length_distributions", "num_gpus", "sample_documents"]
+#: By file: costs, errors, metadata, planner, plans, routing, sequence_dispatcher, simulate, timing,
+#: world. (Checkers of types read lists, not ``module.__all__``.)
+__all__ = ["AttentionCosts", "LinkSpeeds", "read_links"]
+__all__ += ["CudaError", "Disagreement", "Error", "InternalError", "Interrupted", "InvalidArgument"]
+__all__ += ["IoError", "NotThreeAxes", "PeerFailed", "RankOutOfRange", "ShapeMismatch", "Timeout"]
+__all__ += ["TransportError", "Unsupported", "WrongType"]
+__all__ += ["AttnLayout", "PackedSeqParams", "QkvMetadata", "RankKvLayout", "RawQkvDispatch"]
+__all__ += ["AttentionPlan", "RelayHop", "plan"]
+__all__ += ["Finding", "QkvPlan", "QkvRouting", "RankAttention", "SparseMetadata", "validate"]
+__all__ += ["length_distributions", "sample_documents"]
+__all__ += ["PlanHandle", "ReadyPlan", "TensorFormat"]
 __all__ += ["test_qkv_dispatch"]
-__all__ += costs.__all__
-__all__ += errors.__all__
-__all__ += planner.__all__
-__all__ += plans.__all__
-__all__ += timing.__all__
+__all__ += ["Comparison", "PhasePrediction", "Remedy", "StepCause", "StepPrediction", "compare"]
+__all__ += ["explain", "per_document_plan", "predict_step", "zigzag_plan"]
+__all__ += ["Topology", "World", "cuda_version", "end_waits", "num_gpus"]

@@ -11,6 +11,7 @@ from ._arrays import (
     IntArray,
     at_least,
     choice,
+    converted,
     flag,
     flat_list,
     int64,
@@ -23,7 +24,7 @@ from ._arrays import (
 )
 from ._errors import flat_names, reworded, shown
 from ._lifetime import Made, Unchanging, forwarded
-from .costs import AttentionCosts, LinkSpeeds, check_speeds, planned
+from .costs import AttentionCosts, LinkSpeeds, check_speed, planned
 from .errors import InvalidArgument
 from .metadata import QkvMetadata
 from .plans import MASKS, Finding, QkvPlan, QkvRouting, validate
@@ -285,28 +286,28 @@ def compiled_options(who: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The options of the compiled planner, from arguments of ``plan`` by name: those that a caller
     does not have are as of ``plan``.
     """
-    made: dict[str, Any] = {
+    return {
         "tails": False, "kv_layout": "per_rank", "byte_weight": 0.0, "block_tokens": 128,
         "max_tokens_per_rank": 0, "row_pairs": 0, "shard_pairs": 0,
-        "world_size": _world(given["world_size"], who),
-        "dtype": library_dtype_of(given["dtype"], f"{who}: dtype"),
-        "mask": choice(given["mask"], f"{who}: mask", *MASKS),
+        **converted(
+            who, given,
+            (_world, "world_size"), (library_dtype_of, "dtype"), (_mask, "mask"),
+            (int64, "tokens_per_rank q_hidden kv_hidden block_tokens ranks_per_node"),
+            (_limit, "window chunk max_tokens_per_rank"),
+            (number, "imbalance_target byte_weight message_seconds pairs_per_second"),
+            (check_speed, "nvlink_bytes_per_second network_bytes_per_second"),
+            (flag, "relay tails"), (lambda value, _: value, "kv_layout"),
+        ),
         **_prefix(given["prefix"], given["mask"], who),
-        **check_speeds(who, given["nvlink_bytes_per_second"], given["network_bytes_per_second"]),
     }  # fmt: skip
-    for names, convert in (
-        (("tokens_per_rank", "q_hidden", "kv_hidden", "block_tokens", "ranks_per_node"), int64),
-        (("window", "chunk", "max_tokens_per_rank"), _limit),
-        (("imbalance_target", "byte_weight", "message_seconds", "pairs_per_second"), number),
-        (("relay", "tails"), flag),
-        (("kv_layout",), lambda value, _: value),
-    ):
-        made.update({n: convert(given[n], f"{who}: {n}") for n in names if n in given})
-    return made
 
 
-def _world(value: Any, who: str) -> int:
-    return within(value, 1, 2**20, f"{who}: world_size", "2^20")
+def _mask(value: Any, name: str) -> str:
+    return choice(value, name, *MASKS)
+
+
+def _world(value: Any, name: str) -> int:
+    return within(value, 1, 2**20, name, "2^20")
 
 
 def _limit(value: Optional[int], name: str) -> int:

@@ -430,10 +430,11 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
     def _plan(self, who: str, gradient: bool, parts: Sequence[Any]) -> PlanHandle:
         given, formats = self._parts(who, parts)
         plan = self._dispatcher.plan(gradient, given, self._stream())
-        ready = PlanHandle.__new__(PlanHandle)
-        ready._dispatcher, ready._plan, ready.formats = self, plan, tuple(formats)
-        ready.operation = "kv_gradient" if gradient else "dispatch"
-        ready._hidden = [format_.hidden for format_ in formats]
+        ready = PlanHandle._with(
+            _dispatcher=self, _plan=plan, formats=tuple(formats),
+            operation="kv_gradient" if gradient else "dispatch",
+            _hidden=[format_.hidden for format_ in formats],
+        )  # fmt: skip
         self._place(ready)
         return ready
 

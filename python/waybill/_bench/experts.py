@@ -121,7 +121,7 @@ def all_to_all(way: Way) -> tuple[Call, Call, Call]:
         back = rank.exchanged(way.rows, sends, receives)
         sums = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         # Rank by rank, so that no two rows of a call go to the same token, and the order is fixed.
-        for tokens, rows in zip(order.split(sends), back.split(sends), strict=True):
+        for tokens, rows in zip(*(torch.split(one, sends) for one in (order, back)), strict=True):
             sums.index_add_(0, tokens, rows.float())
         way.sums = sums.bfloat16()
 

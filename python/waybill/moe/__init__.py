@@ -8,22 +8,59 @@ Rows are ordered by local expert, then source rank, then token, then topk slot: 
 import typing as _typing
 
 from .. import compat as _compat
-from . import even_experts as _even_experts
-from . import payloads as _payloads
-from . import predict as _predict
-from . import simulate as _simulate
 from .config import EPConfig
-from .even_experts import *  # noqa: F403
+from .even_experts import (
+    EvenExperts,
+    ExpertPlacement,
+    even_experts,
+    plan_expert_placement,
+    slot_ids,
+)
 from .layer import EPAll2AllLayer
-from .payloads import *  # noqa: F403
-from .predict import *  # noqa: F403
-from .simulate import *  # noqa: F403
+from .payloads import quantize_fp8, quantize_rows, tile_scales
+from .predict import (
+    ExpertCallPrediction,
+    ExpertCopyPrices,
+    ExpertStepSeconds,
+    ExpertSummary,
+    break_even_rows,
+    predict,
+    price_copies,
+    summarize,
+)
+from .simulate import (
+    EPAllToAllLayoutDesc,
+    ExpertDispatch,
+    simulate_dispatch,
+    simulate_expert_copies,
+    simulate_expert_copy_gradients,
+)
 
-__all__ = ["EPAll2AllLayer", "EPConfig"]
-__all__ += _even_experts.__all__
-__all__ += _payloads.__all__
-__all__ += _predict.__all__
-__all__ += _simulate.__all__
+__all__ = [
+    "EPAll2AllLayer",
+    "EPAllToAllLayoutDesc",
+    "EPConfig",
+    "EvenExperts",
+    "ExpertCallPrediction",
+    "ExpertCopyPrices",
+    "ExpertDispatch",
+    "ExpertPlacement",
+    "ExpertStepSeconds",
+    "ExpertSummary",
+    "break_even_rows",
+    "even_experts",
+    "plan_expert_placement",
+    "predict",
+    "price_copies",
+    "quantize_fp8",
+    "quantize_rows",
+    "simulate_dispatch",
+    "simulate_expert_copies",
+    "simulate_expert_copy_gradients",
+    "slot_ids",
+    "summarize",
+    "tile_scales",
+]
 
 if not _typing.TYPE_CHECKING:
     __getattr__ = _compat.say_where(__name__)

@@ -13,13 +13,23 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Sequence, Tuple
 import numpy as np
 
 from .. import _core
-from .._arrays import BITS, AnyArray, ArrayLike, at_least, choice, flag, instance, int64
+from .._arrays import (
+    BITS,
+    AnyArray,
+    ArrayLike,
+    at_least,
+    choice,
+    flag,
+    instance,
+    int64,
+    library_dtype_of,
+)
 from .._errors import on_rank, said_by
 from .._graphs import outside_graphs
 from .._lifetime import OfThisProcess, Unwinding
 from ..errors import InvalidArgument, Unsupported, WrongType
 from ..world import World, agreed_world
-from .config import EPConfig, named_dtype
+from .config import EPConfig
 from .even_experts import spare_options
 from .payloads import (
     Payload,
@@ -521,7 +531,7 @@ class EPAll2AllLayer(ExpertLayer):
     def __repr__(self) -> str:
         return f"EPAll2AllLayer({self._described()})"
 
-    _known_dtype = staticmethod(named_dtype)
+    _known_dtype = staticmethod(library_dtype_of)
 
     def _suggested_sms(self) -> int:
         return _HOST_SMS

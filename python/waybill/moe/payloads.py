@@ -13,8 +13,6 @@ from .._arrays import AnyArray, as_numpy, choice, instance
 from .._errors import said_by
 from ..errors import InvalidArgument
 
-__all__ = ["quantize_fp8", "quantize_rows", "tile_scales"]
-
 
 @dataclass(frozen=True)
 class Payload:

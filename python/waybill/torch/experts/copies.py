@@ -92,8 +92,7 @@ class StackedExperts:
     ) -> torch.Tensor:
         """Computes the module's outputs with these parameters."""
         replaced, given = dict(zip(self._names, tensors)), (rows, ends, *weights)
-        outputs: torch.Tensor = torch.func.functional_call(self.module, replaced, given)
-        return outputs
+        return torch.func.functional_call(self.module, replaced, given)
 
     def _apart(
         self, home: Tensors, copies: Tensors, rows: torch.Tensor, of_home: torch.Tensor,
@@ -113,8 +112,7 @@ class StackedExperts:
         second = [_only(of_copy_rows, one.index_select(0, there)) for one in given]
         made = self._made(home, of_home, *first)
         turned = self._made(copies, of_copies - split, *second).index_select(0, back)
-        outputs: torch.Tensor = torch.where(of_home_rows[:, None], made, turned)
-        return outputs
+        return torch.where(of_home_rows[:, None], made, turned)
 
 
 def local_part(value: Any) -> torch.Tensor:
@@ -510,8 +508,7 @@ class Copies:
             return outputs
         token, *given = _Fetch.apply(self, call, rows[:0], *home)
         outputs = self._experts.run(given[: len(home)], given[len(home) :], rows, ends, weights)
-        again: torch.Tensor = _Again.apply(self, call, outputs, token, rows, *weights)
-        return again
+        return _Again.apply(self, call, outputs, token, rows, *weights)
 
     def parts_of(self, store: Any) -> List[torch.Tensor]:
         """[spare slots, ...] of each part of an expert, in a store."""
@@ -532,8 +529,7 @@ class Copies:
 
     def split(self, store: Any) -> List[torch.Tensor]:
         """Those as the experts take them."""
-        made: List[torch.Tensor] = self._experts.split(self.parts_of(store))
-        return made
+        return self._experts.split(self.parts_of(store))
 
     @outside_graphs
     def fetch(self, call: Call) -> None:
