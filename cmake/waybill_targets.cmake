@@ -38,9 +38,19 @@ endfunction()
 # driver compiles for what comes. "90-real" is machine code, "120" that and PTX.
 set(WAYBILL_CUDA_ARCHITECTURES "80-real;90-real;100-real;120"
     CACHE STRING "Compute capabilities to compile for")
-# CMake 3.25 does not know how nvcc is told about C++20.
+# CMake 3.25 does not know how nvcc is told about C++20. nvcc puts a hash of a source's path into the names
+# of its anonymous namespaces: it is told the path below this project, so that any folder gives the
+# same bytes (the last of two options counts).
 function(waybill_cuda_options target)
   set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES OFF)
+  get_target_property(sources ${target} SOURCES)
+  list(FILTER sources INCLUDE REGEX "\\.cu$")
+  foreach(source IN LISTS sources)
+    cmake_path(ABSOLUTE_PATH source OUTPUT_VARIABLE path)
+    cmake_path(RELATIVE_PATH path BASE_DIRECTORY ${PROJECT_SOURCE_DIR})
+    set_source_files_properties(
+      ${source} PROPERTIES COMPILE_OPTIONS "-Xcudafe;--orig_src_path_name=${path}")
+  endforeach()
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20>)
   foreach(arch IN LISTS WAYBILL_CUDA_ARCHITECTURES)
     if(NOT arch MATCHES "^([0-9]+)([af]?)(-real)?$")

@@ -39,7 +39,7 @@ export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct)}
 is_new() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))'; }
 
 build=$work/${cuda:-host}
-options=(-Cbuild-dir="$build")
+options=(-Cbuild-dir="$build" -Ccmake.define.WAYBILL_PCH=OFF) # what they hold is an image of gcc's memory
 if [[ -z $cuda ]]; then
   options+=(-Ccmake.define.WAYBILL_CUDA=OFF)
 else
@@ -68,6 +68,9 @@ for interpreter in "${interpreters[@]}"; do
   "$check/bin/auditwheel" show "$wheel" >"$scratch/audit.txt" 2>/dev/null
   platform=$(grep -o '"manylinux_[0-9_]*_[a-z0-9_]*"' "$scratch/audit.txt" | tail -1 | tr -d '"')
   name=$("$venv/bin/python" -m wheel tags --remove --platform-tag "$platform" "$wheel")
-  mv "$scratch/$name" "$out/"
+  # Packed again, in the order of names: scikit-build-core takes that of the file system for metadata.
+  "$venv/bin/python" -m wheel unpack --dest "$scratch/files" "$scratch/$name" >/dev/null
+  "$venv/bin/python" -m wheel pack --dest-dir "$out" "$scratch"/files/waybill-* >/dev/null
+  rm -rf "$scratch/files" "${scratch:?}/$name"
   echo "wheel: $out/$name, $(stat -c %s "$out/$name") bytes"
 done

@@ -5,7 +5,8 @@
 #
 #   scripts/release.sh [--twice] [--cuda ARCHITECTURES]
 #
-# --twice: builds everything a second time from nothing in another folder, and compares the bytes.
+# --twice: builds everything a second time from nothing, from a clone of the commit in a folder with
+# another name, and compares the bytes.
 # --cuda: quicker, to try this script: 90a in place of all architectures; none: host memory alone.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -26,7 +27,9 @@ done
 started=$SECONDS
 if [[ -n $(git status --porcelain) ]]; then
   echo "release: NOTE: the tree has changes that are in no commit" >&2
+  [[ $twice == no ]] || { echo "release: --twice compares with a clone, which has no such changes" >&2; exit 2; }
 fi
+export CCACHE_DISABLE=1 # what it kept may have been compiled elsewhere
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)
 export SOURCE_DATE_EPOCH
 cuda=(--cuda "$architectures")
@@ -37,25 +40,32 @@ if [[ $architectures == none ]]; then
 fi
 mapfile -t pythons < <(scripts/find_pythons.sh)
 echo "release: interpreters: ${pythons[*]}"
-build_venv=$(scripts/locked_venv.sh build "${pythons[0]}")
 
-# make FOLDER OUT: the source distribution into OUT, unpacked in FOLDER, and wheels from that.
-make_all() {
-  rm -rf "$1" "$2"
-  mkdir -p "$1" "$2"
-  "$build_venv/bin/python" -m build --sdist --no-isolation --outdir "$2" . >"$1/sdist.log" 2>&1 ||
-    { cat "$1/sdist.log" >&2; exit 1; }
-  tar -xzf "$2"/waybill-*.tar.gz -C "$1" --strip-components 1
-  scripts/build_wheel.sh "${cuda[@]}" --from "$1" --out "$2" "${pythons[@]}"
-  (cd "$2" && sha256sum -- *.tar.gz *.whl >SHA256SUMS)
-}
+# make_all TREE: in TREE, the source distribution into dist, unpacked, and wheels from that.
+make_all() (
+  cd "$1"
+  source=$PWD/build/wheel/source
+  build_venv=$(scripts/locked_venv.sh build "${pythons[0]}")
+  rm -rf "$source" "$PWD/build/wheel/${architectures/none/host}" dist
+  mkdir -p "$source" dist
+  "$build_venv/bin/python" -m build --sdist --no-isolation --outdir dist . >"$source/sdist.log" 2>&1 ||
+    { cat "$source/sdist.log" >&2; exit 1; }
+  tar -xzf dist/waybill-*.tar.gz -C "$source" --strip-components 1
+  scripts/build_wheel.sh "${cuda[@]}" --from "$source" --out dist "${pythons[@]}"
+  cd dist
+  sha256sum -- *.tar.gz *.whl >SHA256SUMS
+)
 
-make_all "$PWD/build/wheel/source" dist
+make_all "$PWD"
 if [[ $twice == yes ]]; then
-  rm -rf "$PWD/build/wheel/${architectures/none/host}"
-  CCACHE_DISABLE=1 make_all "$PWD/build/wheel/source-again" build/wheel/again
+  scratch=$(mktemp -d)
+  trap 'rm -rf "$scratch"' EXIT
+  git clone -q . "$scratch/again"
+  make_all "$scratch/again"
+  rm -rf build/wheel/again
+  cp -r "$scratch/again/dist" build/wheel/again
   diff dist/SHA256SUMS build/wheel/again/SHA256SUMS
-  echo "release: built twice, from two folders: the same bytes"
+  echo "release: built twice, in two folders: the same bytes"
 fi
 scripts/try_wheel.sh "${tried[@]}" dist/*.tar.gz dist/*.whl
 cat dist/SHA256SUMS

@@ -40,6 +40,19 @@ clean() {
   env -i HOME="$scratch" PATH="$scratch/venv/bin" LANG=C.UTF-8 "${kept[@]}" "$@"
 }
 
+# What a GPU world says beside a driver of CUDA 12.4: one that knows its version alone.
+try_old_driver() {
+  local said expected='the driver takes CUDA 12.4 at most, and this build is of CUDA 13'
+  mkdir -p driver
+  gcc -shared -fPIC -x c -o driver/libcuda.so.1 - <<<'int cuInit(unsigned flags) { return 0; }
+    int cuDriverGetVersion(int* version) { return *version = 12040, 0; }'
+  said=$(clean LD_LIBRARY_PATH="$scratch/driver" waybill doctor | tr -s '[:space:]' ' ' || true)
+  [[ $said == *"$expected"* ]] || { echo "try_wheel: doctor says: $said" >&2; return 1; }
+  said=$(clean LD_LIBRARY_PATH="$scratch/driver" venv/bin/python -c \
+    'import waybill; waybill.run_threads(1, print, device="cuda")' 2>&1 || true)
+  [[ $said == *"$expected"* ]] || { echo "try_wheel: a GPU world says: $said" >&2; return 1; }
+}
+
 try() {
   local wheel
   wheel=$(realpath "$1")
@@ -57,6 +70,7 @@ try() {
     clean waybill demo --help >/dev/null
     clean waybill doctor || true # it may not like this machine
     clean waybill selftest --no-gpus
+    ((${#cuda[@]} == 0)) || try_old_driver
   )
   scripts/check_install.sh --package "$scratch/venv/bin/python" >/dev/null
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Tuple, Union
 
 import numpy as np
@@ -195,9 +195,12 @@ def choice(value: Any, name: str, *options: str) -> str:
 
 def library_dtype_of(value: Any, name: str) -> str:
     """The library's name of a dtype that the caller named, or has of numpy or torch."""
-    text = value if isinstance(value, str) else str(getattr(value, "__name__", shown(value)))
-    if type(value).__module__.split(".")[0] in ("torch", "numpy") and not hasattr(value, "shape"):
-        text = str(getattr(value, "__name__", value))
+    if isinstance(value, (np.dtype, type)):
+        text = np.dtype(value).name
+    elif type(value).__module__ == "torch" and not hasattr(value, "shape"):
+        text = str(value)
+    else:
+        text = value if isinstance(value, str) else shown(value)
     found = text.removeprefix("torch.")
     if found not in _LIBRARY_NAMES and found not in _ALIASES:
         raise InvalidArgument(f"{name} = {shown(text)}, expected one of {sorted(_LIBRARY_NAMES)}")
@@ -218,9 +221,23 @@ def sequence(value: Any, name: str, expected: str) -> Any:
     return value
 
 
-def numbers(who: str, **values: Any) -> dict[str, float]:
-    """Options that are floats, by name."""
-    return {name: number(value, f"{who}: {name}") for name, value in values.items()}
+def converted(
+    who: str, given: Mapping[str, Any], *kinds: Tuple[Callable[[Any, str], Any], str]
+) -> dict[str, Any]:
+    """Arguments by name. A kind is a function of a value and its name in errors, such as ``int64``,
+    and the names of the arguments that it converts. A name that is not there is left out.
+    """
+    return {
+        name: convert(given[name], f"{who}: {name}")
+        for convert, names in kinds
+        for name in names.split()
+        if name in given
+    }
+
+
+def count(value: Any, name: str) -> int:
+    """An int64 that is not negative."""
+    return at_least(value, 0, name)
 
 
 def library_dtype(dtype_name: str, itemsize: int) -> str:

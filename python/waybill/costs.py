@@ -30,15 +30,6 @@ def check_speed(value: Any, name: str) -> float:
     return speed
 
 
-def check_speeds(
-    who: str, nvlink: Any, network: Any, may_be_none: bool = False
-) -> dict[str, float]:
-    """Both, as the arguments that calls have; one that may be None, and is, is left out."""
-    given = {"nvlink_bytes_per_second": nvlink, "network_bytes_per_second": network}
-    left = {k: v for k, v in given.items() if not (may_be_none and v is None)}
-    return {k: check_speed(v, f"{who}: {k}") for k, v in left.items()}
-
-
 @dataclass(frozen=True)
 class LinkSpeeds:
     """Bytes per second of a rank, one direction. The defaults are those of 8 x H200, with which all
@@ -161,10 +152,3 @@ def planned(costs: Optional[AttentionCosts], who: str) -> dict[str, Any]:
         "shard_pairs": int(costs.shard_pairs),
         "pairs_per_second": float(costs.pairs_per_second),
     }
-
-
-def predicted(costs: AttentionCosts, forward_flops_per_second: float) -> dict[str, Any]:
-    """The options of predict_step; backward has 2.5 times the operations of forward."""
-    given = planned(costs, "predict_step")
-    ratio = 2.5 / costs.backward_ratio
-    return {**given, "backward_flops_per_second": float(forward_flops_per_second) * ratio}

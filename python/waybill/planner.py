@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Optional, Sequence, Union
 
 from . import _core, _report
@@ -10,19 +11,20 @@ from ._arrays import (
     IntArray,
     at_least,
     choice,
+    converted,
     flag,
     flat_list,
     int64,
     json_text,
     kept,
     library_dtype_of,
-    numbers,
+    number,
     sequence,
     within,
 )
 from ._errors import flat_names, reworded, shown
 from ._lifetime import Made, Unchanging, forwarded
-from .costs import AttentionCosts, LinkSpeeds, check_speeds, planned
+from .costs import AttentionCosts, LinkSpeeds, check_speed, planned
 from .errors import InvalidArgument
 from .metadata import QkvMetadata
 from .plans import MASKS, Finding, QkvPlan, QkvRouting, validate
@@ -238,33 +240,9 @@ def plan(
         InvalidArgument: names the option or document; "infeasible: rank 3 needs 71680 tokens,
             max_tokens_per_rank has 65536" if no plan within the limit is found.
     """
-    given: dict[str, Any] = {
-        "world_size": _world(world_size, "plan"),
-        "tokens_per_rank": int64(tokens_per_rank, "plan: tokens_per_rank"),
-        "q_hidden": int64(q_hidden, "plan: q_hidden"),
-        "kv_hidden": int64(kv_hidden, "plan: kv_hidden"),
-        "dtype": library_dtype_of(dtype, "plan: dtype"),
-        "mask": _mask(mask, "plan"),
-        "window": _limit(window, "window"),
-        "chunk": _limit(chunk, "chunk"),
-        **_prefix(prefix, mask, "plan"),
-        "max_tokens_per_rank": _limit(max_tokens_per_rank, "max_tokens_per_rank"),
-        "relay": flag(relay, "plan: relay"),
-        "kv_layout": kv_layout,
-        "block_tokens": int64(block_tokens, "plan: block_tokens"),
-        "ranks_per_node": int64(ranks_per_node, "plan: ranks_per_node"),
-        **numbers(
-            "plan",
-            imbalance_target=imbalance_target,
-            byte_weight=byte_weight,
-            message_seconds=message_seconds,
-            pairs_per_second=pairs_per_second,
-        ),
-        **check_speeds("plan", nvlink_bytes_per_second, network_bytes_per_second),
-        "tails": flag(tails, "plan: tails"),
-    }
+    given = compiled_options("plan", locals())
     known = planned(costs, "plan")
-    given.update({k: v for k, v in known.items() if not given.get(k)})
+    given.update({k: v for k, v in known.items() if not given[k]})
     sequence(doc_lengths, "plan: doc_lengths", "lengths, or a list of them for each rank")
     first = doc_lengths[0] if len(doc_lengths) > 0 else 0
     lengths: list[Any]
@@ -304,19 +282,39 @@ def _prefix(prefix: Any, mask: str, who: str) -> dict[str, Any]:
     return {"prefix": 0, "prefixes": flat}
 
 
-def _mask(value: Any, who: str) -> str:
-    return choice(value, f"{who}: mask", *MASKS)
+def compiled_options(who: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the compiled planner, from arguments of ``plan`` by name: those that a caller
+    does not have are as of ``plan``.
+    """
+    return {
+        "tails": False, "kv_layout": "per_rank", "byte_weight": 0.0, "block_tokens": 128,
+        "max_tokens_per_rank": 0, "row_pairs": 0, "shard_pairs": 0,
+        **converted(
+            who, given,
+            (_world, "world_size"), (library_dtype_of, "dtype"), (_mask, "mask"),
+            (int64, "tokens_per_rank q_hidden kv_hidden block_tokens ranks_per_node"),
+            (_limit, "window chunk max_tokens_per_rank"),
+            (number, "imbalance_target byte_weight message_seconds pairs_per_second"),
+            (check_speed, "nvlink_bytes_per_second network_bytes_per_second"),
+            (flag, "relay tails"), (lambda value, _: value, "kv_layout"),
+        ),
+        **_prefix(given["prefix"], given["mask"], who),
+    }  # fmt: skip
 
 
-def _world(value: Any, who: str) -> int:
-    return within(value, 1, 2**20, f"{who}: world_size", "2^20")
+def _mask(value: Any, name: str) -> str:
+    return choice(value, name, *MASKS)
+
+
+def _world(value: Any, name: str) -> int:
+    return within(value, 1, 2**20, name, "2^20")
 
 
 def _limit(value: Optional[int], name: str) -> int:
     """None is none, which the compiled part writes as 0; 0 itself would be a mistake."""
     if value is None:
         return 0
-    number = int64(value, f"plan: {name}")
-    if number < 1:
-        raise InvalidArgument(f"plan: {name} = {number}, expected >= 1, or None for none")
-    return number
+    most = int64(value, name)
+    if most < 1:
+        raise InvalidArgument(f"{name} = {most}, expected >= 1, or None for none")
+    return most

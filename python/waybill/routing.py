@@ -106,11 +106,10 @@ def _fields_of_both(
     choice(undispatched, "compute_metadata: undispatched", "reject", "keep")
     intermediate = flag(return_intermediate, "compute_metadata: return_intermediate")
     lens, ranks = _tables("compute_metadata", seq_len=seq_len, global_dispatch=global_dispatch)
-    result: Tuple[Fields, Fields, Any] = _core.compute_metadata(
+    return _core.compute_metadata(
         lens, ranks, intermediate, undispatched == "keep", capsules, callers_seq_len,
         callers_dispatch,
     )  # fmt: skip
-    return result
 
 
 @overload

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from typing import (
+    TYPE_CHECKING,
     Any,
     Callable,
     Generic,
@@ -125,10 +127,7 @@ class TensorFormat(NamedTuple):
     @property
     def hidden(self) -> int:
         """Elements of a row."""
-        elements = 1
-        for extent in self.row_shape:
-            elements *= extent
-        return elements
+        return math.prod(self.row_shape)
 
 
 class PlanHandle(OfThisProcess, Made):
@@ -374,40 +373,30 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
             f" device={self.world.device!r}, num_sms={self.num_sms}, {state})"
         )
 
-    # A face says this about its arrays.
+    if TYPE_CHECKING:  # a face says this about its arrays
 
-    def _check_world(self, world: World) -> None:
-        raise NotImplementedError
+        def _check_world(self, world: World) -> None: ...
+        def _stream(self) -> int: ...
+        def _empty(self, shape: Tuple[int, ...], dtype: Any) -> _Array: ...
 
-    def _stream(self) -> int:
-        raise NotImplementedError
+        # Its format, and the library's name of its dtype.
+        def _format(self, value: Any, name: str) -> Tuple[TensorFormat, str]: ...
 
-    def _format(self, value: Any, name: str) -> Tuple[TensorFormat, str]:
-        """Its format, and the library's name of its dtype."""
-        raise NotImplementedError
+        # Its memory, and what must live until the call is over.
+        def _rows(self, value: Any, name: str, writable: bool) -> Tuple[Rows, Any]: ...
 
-    def _rows(self, value: Any, name: str, writable: bool) -> Tuple[Rows, Any]:
-        """Its memory, and what must live until the call is over."""
-        raise NotImplementedError
+        # Where [rows, ...] lie in a window, from ``offset`` bytes on, as _shown reads it.
+        def _placed(self, format_: TensorFormat, rows: int, offset: int) -> Any: ...
 
-    def _placed(self, format_: TensorFormat, rows: int, offset: int) -> Any:
-        """Where [rows, ...] lie in a window, from ``offset`` bytes on, as _shown reads it."""
-        raise NotImplementedError
+        # Views of the tensors of a plan in a window.
+        def _shown(self, plan: PlanHandle, window: Any) -> Tuple[_Array, ...]: ...
 
-    def _shown(self, plan: PlanHandle, window: Any) -> Tuple[_Array, ...]:
-        """Views of the tensors of a plan in a window."""
-        raise NotImplementedError
+        # The dtype of the face, from it or its name.
+        def _dtype(self, value: Any, name: str) -> Any: ...
 
     def _apart(self, views: Tuple[_Array, ...]) -> Tuple[_Array, ...]:
         """The views as callers get them."""
         return views
-
-    def _empty(self, shape: Tuple[int, ...], dtype: Any) -> _Array:
-        raise NotImplementedError
-
-    def _dtype(self, value: Any, name: str) -> Any:
-        """The dtype of the face, from it or its name."""
-        raise NotImplementedError
 
     # The rest follows from that.
 
@@ -441,10 +430,11 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
     def _plan(self, who: str, gradient: bool, parts: Sequence[Any]) -> PlanHandle:
         given, formats = self._parts(who, parts)
         plan = self._dispatcher.plan(gradient, given, self._stream())
-        ready = PlanHandle.__new__(PlanHandle)
-        ready._dispatcher, ready._plan, ready.formats = self, plan, tuple(formats)
-        ready.operation = "kv_gradient" if gradient else "dispatch"
-        ready._hidden = [format_.hidden for format_ in formats]
+        ready = PlanHandle._with(
+            _dispatcher=self, _plan=plan, formats=tuple(formats),
+            operation="kv_gradient" if gradient else "dispatch",
+            _hidden=[format_.hidden for format_ in formats],
+        )  # fmt: skip
         self._place(ready)
         return ready
 

@@ -9,20 +9,20 @@ from . import _core
 from ._arrays import (
     IntArray,
     choice,
-    flag,
+    converted,
     flat_list,
     instance,
     int64,
     kept,
     library_dtype_of,
-    numbers,
+    number,
     within,
 )
 from ._errors import flat_names, said_by
 from ._lifetime import Made, OfThisProcess, forwarded
-from .costs import AttentionCosts, LinkSpeeds, check_speeds, predicted
+from .costs import AttentionCosts, LinkSpeeds, check_speed, planned
 from .errors import InvalidArgument
-from .planner import AttentionPlan, _limit, _mask, _prefix, _world, in_words
+from .planner import AttentionPlan, _world, compiled_options, in_words
 from .plans import QkvPlan
 from .simulate import progress
 
@@ -245,28 +245,21 @@ def predict_step(
         InvalidArgument: naming the option, got and expected.
     """
     who = "predict_step"
-    given: dict[str, Any] = numbers(
-        who, phase_seconds=phase_seconds, pull_share=pull_share, forward_share=forward_share,
-        network_message_seconds=network_message_seconds,
-        forward_flops_per_second=forward_flops_per_second,
-        backward_flops_per_second=backward_flops_per_second,
+    given = {name: value for name, value in locals().items() if value is not None}
+    said = converted(
+        who, given, (library_dtype_of, "dtype"),
+        (number, "phase_seconds pull_share forward_share message_seconds network_message_seconds"),
+        (number, "pairs_per_second forward_flops_per_second backward_flops_per_second"),
+        (int64, "q_hidden kv_hidden window chunk ranks_per_node forward_chunk_bytes"),
+        (check_speed, "nvlink_bytes_per_second network_bytes_per_second"),
     )  # fmt: skip
-    given["forward_chunk_bytes"] = int64(forward_chunk_bytes, f"{who}: forward_chunk_bytes")
-    whole = {
-        "q_hidden": q_hidden, "kv_hidden": kv_hidden, "window": window,
-        "chunk": chunk, "ranks_per_node": ranks_per_node,
-    }  # fmt: skip
-    given.update({k: int64(v, f"{who}: {k}") for k, v in whole.items() if v is not None})
     if costs is not None:
-        given.update(predicted(costs, forward_flops_per_second))
-    real = {"message_seconds": message_seconds, "pairs_per_second": pairs_per_second}
-    given.update(numbers(who, **{k: v for k, v in real.items() if v is not None}))
-    given.update(check_speeds(who, nvlink_bytes_per_second, network_bytes_per_second, True))
-    if dtype is not None:
-        given["dtype"] = library_dtype_of(dtype, f"{who}: dtype")
+        said = {**planned(costs, who), **said}
+        ratio = 2.5 / costs.backward_ratio  # backward has 2.5 times the operations of forward
+        said["backward_flops_per_second"] = said["forward_flops_per_second"] * ratio
     compiled, num_shards = _of_plan(plan)
     with said_by(who, words=flat_names):
-        options = _core.step_options(compiled, transfer, **given)
+        options = _core.step_options(compiled, transfer, **said)
         step = _core.predict_step(compiled, options)
     return StepPrediction._wrap(step, step.transfer, num_shards, compiled)
 
@@ -321,33 +314,7 @@ def compare(
         relay: whether ranks of "planner" may forward K and V, where that is predicted to pay.
         head_dim: elements of a head of Q, K and V.
     """
-    planner: dict[str, Any] = {
-        "world_size": _world(world_size, "compare"),
-        "tokens_per_rank": int64(tokens_per_rank, "compare: tokens_per_rank"),
-        "q_hidden": int64(q_hidden, "compare: q_hidden"),
-        "kv_hidden": int64(kv_hidden, "compare: kv_hidden"),
-        "dtype": library_dtype_of(dtype, "compare: dtype"),
-        "mask": _mask(mask, "compare"),
-        "window": _limit(window, "window"),
-        "chunk": _limit(chunk, "chunk"),
-        **_prefix(prefix, mask, "compare"),
-        "max_tokens_per_rank": 0,
-        "relay": flag(relay, "compare: relay"),
-        "kv_layout": "per_rank",
-        "byte_weight": 0.0,
-        "block_tokens": 128,
-        "row_pairs": 0,
-        "shard_pairs": 0,
-        "tails": False,
-        "ranks_per_node": int64(ranks_per_node, "compare: ranks_per_node"),
-        **numbers(
-            "compare",
-            imbalance_target=imbalance_target,
-            message_seconds=message_seconds,
-            pairs_per_second=pairs_per_second,
-        ),
-        **check_speeds("compare", nvlink_bytes_per_second, network_bytes_per_second),
-    }
+    planner = compiled_options("compare", locals())
     lengths = flat_list(doc_lengths, "compare: doc_lengths")
     group = 0 if degree is None else _degree(degree, "compare")
     elements = within(head_dim, 1, 2**20, "compare: head_dim", "2^20")
@@ -385,7 +352,7 @@ def per_document_plan(
 def _static(
     who: str, doc_lengths: Any, world_size: Any, tokens_per_rank: Any, degree: Any, mask: str
 ) -> QkvPlan:
-    world = _world(world_size, who)
+    world = _world(world_size, f"{who}: world_size")
     group = _core.static_degree(world, 8) if degree is None else _degree(degree, who)
     lengths = flat_list(doc_lengths, f"{who}: doc_lengths")
     rows = int64(tokens_per_rank, f"{who}: tokens_per_rank")

@@ -524,8 +524,7 @@ def _torch_on(gpu: int, is_shared: bool) -> AbstractContextManager[Any]:
     torch.cuda.set_device(gpu)
     if not is_shared:
         return nullcontext()
-    own: AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.Stream(gpu))
-    return own
+    return torch.cuda.stream(torch.cuda.Stream(gpu))
 
 
 def seconds_of(timeout_s: Any, who: str) -> float:

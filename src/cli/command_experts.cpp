@@ -433,7 +433,7 @@ void add_id_options(Command command, ExpertsOptions& o) {
       "--ids", o.ids_path,
       "The ids of each token's experts, -1 for a dropped topk slot: text with a line for each "
       "token, or JSON (a list of a list per token, or an object with it as \"ids\"). Ranks get "
-      "equal parts, in order. - is standard input");
+      "equal parts, in order. It says --tokens and --topk, too. - is standard input");
   file.excludes(counts);
   add_drawing_options(command, o);
   for (const char* name : {"--tokens", "--topk", "--skew", "--groups", "--top-groups", "--seed"})

@@ -79,18 +79,18 @@ std::string complaint(const CLI::App& app, const CLI::ParseError& error) {
   const auto chosen = app.get_subcommands();
   const std::string who = chosen.empty() ? "" : chosen.front()->get_name();
   std::string text = error.what();
-  if (error.get_name() == "RequiredError") {
+  const bool excluded = error.get_name() == "ExcludesError";
+  if (excluded) text.replace(text.find("excludes"), 8, "cannot be given with");
+  if (excluded || error.get_name() == "RequiredError")
     return concat(who.empty() ? "" : who + ": ", text, " (waybill ", who, " --help says more)");
-  }
   if (error.get_name() != "ArgumentMismatch") return text;
-  const bool is_missing = text.find("missing") != std::string::npos;
   return concat(text.substr(0, text.find(':')),
-                is_missing ? ": got nothing, expected a value" : ": got it twice, expected once",
+                text.find("missing") != std::string::npos ? ": got nothing, expected a value"
+                                                          : ": got it twice, expected once",
                 " (waybill ", who.empty() ? "" : who + " ", "--help lists them)");
 }
 
-// Names, value and default alone: an error says which options exclude each other, and the name of a
-// check says nothing.
+// Names, value and default alone: names of checks say nothing, errors say what excludes what.
 class HelpFormatter : public CLI::Formatter {
  public:
   std::string make_option_opts(const CLI::Option* option) const override {

@@ -45,8 +45,10 @@ TEST_F(BadInputTest, WrongUsageExitsWith2) {
   EXPECT_TRUE(fails(run("demo --lengths a --corpus b"), 2, {"--corpus", "--lengths"}));
   EXPECT_TRUE(fails(run("simulate"), 2, {"FILE"}));
   EXPECT_TRUE(fails(run("metadata p.json --rank 1"), 2, {"--table"}));
-  EXPECT_TRUE(fails(run("plan --lengths a --seed 1"), 2, {"--lengths excludes --seed"}));
-  EXPECT_TRUE(fails(run("plan --corpus a --seed 1"), 2, {"--corpus excludes --seed"}));
+  EXPECT_TRUE(
+      fails(run("plan --lengths a --seed 1"), 2, {"plan: --lengths cannot be given with --seed"}));
+  EXPECT_TRUE(
+      fails(run("plan --corpus a --seed 1"), 2, {"plan: --corpus cannot be given with --seed"}));
   EXPECT_TRUE(fails(run("show p.json --rank -3"), 2, {"--rank: got -3, expected a number from 0"}));
   EXPECT_TRUE(
       fails(run("validate p.json --max-findings 0"), 2, {"got 0, expected a number from 1\n"}));

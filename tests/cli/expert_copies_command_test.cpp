@@ -202,8 +202,8 @@ TEST_F(ExpertCopiesCommandTest, NamesWhatIsWrongInAnOption) {
   EXPECT_TRUE(misused("--spare 1 --flops 0", {"--flops", "0"}));
   EXPECT_TRUE(misused("--limit 2", {"--limit", "--spare"}));
   EXPECT_TRUE(misused("--html x.html", {"--html", "--spare"}));
-  EXPECT_TRUE(misused("--counts rows.json --topk 3", {"--counts", "excludes", "--topk"}));
-  EXPECT_TRUE(misused("--counts rows.json --ids x", {"--counts", "excludes", "--ids"}));
+  EXPECT_TRUE(misused("--counts rows.json --topk 3", {"--counts cannot be given with --topk"}));
+  EXPECT_TRUE(misused("--counts rows.json --ids x", {"--counts cannot be given with --ids"}));
   EXPECT_TRUE(misused("--counts rows.json --ranks 2",
                       {"--ranks: 2, expected 4, the ranks (rows of the table) in rows.json"}));
   EXPECT_TRUE(misused("--counts rows.json --experts 4", {"--experts: 4, expected 8"}));

@@ -113,7 +113,8 @@ TEST_F(ExpertsCommandTest, NamesWhatIsWrong) {
   EXPECT_TRUE(misused("--groups 64 --top-groups 1", {"--topk: 8, expected at most 4"}));
   EXPECT_TRUE(misused("--path fast", {"--path", "waiting"}));
   EXPECT_TRUE(misused("--sms 0", {"--sms"}));
-  EXPECT_TRUE(misused("--ids a --topk 2", {"--topk", "excludes"}));
+  EXPECT_TRUE(misused("--ids a --topk 2",
+                      {"experts: --ids cannot be given with --topk (waybill experts --help"}));
   EXPECT_TRUE(misused("--payload fp4", {"--payload: got fp4", "mxfp8|", "bytes(ROW,SCALES)"}));
   const ProgramResult scales = run("experts --payload float8 --hidden 100 --tokens 4");
   EXPECT_EQ(scales.exit_code, 1);

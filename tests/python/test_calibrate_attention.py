@@ -22,7 +22,8 @@ def test_finds_what_was_put_in(options, row, shard, call):
     shape = shape_of(**options)
     cases = calibrate._cases(16384, shape.mask)
     forward = [
-        (case.pairs(shape) + row * case.rows + shard * case.shards) * 1e-12 + call / 3.5
+        (calibrate.pairs(case, shape) + row * case[0] * case[1] + shard * case[0]) * 1e-12
+        + call / 3.5
         for case in cases
     ]
     costs = calibrate.fit(cases, [(t, 2.5 * t) for t in forward], shape, {})
@@ -35,16 +36,17 @@ def test_finds_what_was_put_in(options, row, shard, call):
 def test_what_would_be_negative_is_nothing():
     shape = shape_of()
     cases = calibrate._cases(16384, shape.mask)
-    times = [(1e-12 * (case.pairs(shape) + 1000 - 1e-4 * case.rows), 1e-9) for case in cases]
+    found = [calibrate.pairs(case, shape) - 1e-4 * case[0] * case[1] for case in cases]
+    times = [(1e-12 * (n + 1000), 1e-9) for n in found]
     costs = calibrate.fit(cases, times, shape, {})
     assert costs.row_pairs >= 0 and costs.shard_pairs >= 0
 
 
 def test_pairs_are_those_of_the_mask():
-    case = calibrate._Case(3, 4, 10)
-    assert case.pairs(shape_of()) == 3 * (7 + 8 + 9 + 10)
-    assert case.pairs(shape_of(window=8)) == 3 * (7 + 8 + 8 + 8)
-    assert case.pairs(shape_of(mask="full")) == 3 * 40
+    case = (3, 4, 10)
+    assert calibrate.pairs(case, shape_of()) == 3 * (7 + 8 + 9 + 10)
+    assert calibrate.pairs(case, shape_of(window=8)) == 3 * (7 + 8 + 8 + 8)
+    assert calibrate.pairs(case, shape_of(mask="full")) == 3 * 40
 
 
 def test_on_this_machine(monkeypatch):
@@ -53,7 +55,8 @@ def test_on_this_machine(monkeypatch):
 
     def measured(case, kernel, shape, device, repeats):
         assert min(timed(case, kernel, shape, device, repeats)) > 0
-        return 1e-9 * case.pairs(shape), 3e-9 * case.pairs(shape)
+        pairs = calibrate.pairs(case, shape)
+        return 1e-9 * pairs, 3e-9 * pairs
 
     monkeypatch.setattr(calibrate, "_timed", measured)
     costs = wt.calibrate_attention(

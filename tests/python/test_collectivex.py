@@ -2,6 +2,7 @@
 computed here; the oracle itself runs with bench/collectivex/run.py, from a checkout.
 """
 
+import json
 import pathlib
 import textwrap
 
@@ -97,3 +98,61 @@ def test_a_checkout_is_asked_for(tmp_path):
     ((status, said),) = run_file(tmp_path, FOLDER / "run.py", [tmp_path, "--device", "cpu"])
     assert status == 2
     assert "no checkout of CollectiveX" in said and str(tmp_path) in said
+
+
+#: Files of a checkout, with no more than what add_backend.py changes in each.
+CHECKOUT = {
+    "sweep_matrix.py": "BACKEND_PRECISIONS = {\n}\n",
+    "bench/ep_harness.py": "",
+    "bench/run_ep.py": (
+        '    choices=["deepep-v2", "mori"]\n    if args.backend in ("mori", "x"):\n'
+        "    else:\n        from ep_deepep_v2 import Backend\n"
+    ),
+    "runtime/prepare_backend.sh": "    mori)\n",
+    "launchers/launch_single-slurm.sh": "  deepep-v2 | nccl-ep) ;;\n",
+    "launchers/launch_gb-nv.sh": "  deepep-v2 | nccl-ep) ;;\n",
+    "configs/platform_config.json": json.dumps(
+        {
+            "backend_maturity": {},
+            "platforms": {
+                "h200": {"gpus_per_node": 8, "backends": {"deepep-v2": [8, 16]}},
+                "gb200": {"gpus_per_node": 4, "backends": {"deepep-v2": [8]}},
+            },
+        }
+    ),
+}
+
+
+def added(tmp_path, files):
+    """Runs add_backend.py on a checkout of these files: its status, what it said, the files."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "tests").mkdir(exist_ok=True)
+    ((status, said),) = run_file(tmp_path, FOLDER / "add_backend.py", [tmp_path])
+    return status, said, {name: (tmp_path / name).read_text() for name in files}
+
+
+def test_a_checkout_gets_the_backend(tmp_path):
+    status, said, after = added(tmp_path, CHECKOUT)
+    assert status == 0, said
+    assert '"waybill": ("bf16", "fp8")' in after["sweep_matrix.py"]
+    assert after["bench/run_ep.py"].count("waybill") == 4
+    assert after["bench/run_ep.py"].index("from ep_waybill") < after["bench/run_ep.py"].index(
+        "else:"
+    )
+    assert after["launchers/launch_gb-nv.sh"] == "  deepep-v2 | waybill | nccl-ep) ;;\n"
+    platforms = json.loads(after["configs/platform_config.json"])["platforms"]
+    assert platforms["h200"]["ll_backends"] == {"waybill": [8]}
+    assert "waybill" not in platforms["gb200"]["backends"]
+    assert (tmp_path / "bench/ep_waybill.py").read_text() == (FOLDER / "ep_waybill.py").read_text()
+    assert (tmp_path / "tests/test_waybill.py").exists()
+    status, said, again = added(tmp_path, after)
+    assert status == 1 and "there already" in said and again == after
+
+
+def test_a_checkout_of_another_version_stays(tmp_path):
+    other = CHECKOUT | {"runtime/prepare_backend.sh": "nothing\n"}
+    status, said, after = added(tmp_path, other)
+    assert status == 1 and "runtime/prepare_backend.sh" in said and after == other
+    assert not (tmp_path / "bench/ep_waybill.py").exists()

@@ -109,17 +109,18 @@ def test_heads_of_v_may_be_smaller_on_a_gpu(name):
     compare(name, GAPS, "cuda", torch.bfloat16, 0.06, (192, 128))
 
 
-def test_a_block_mask_of_ranges_that_overlap():
-    """Two sequences of queries that meet the same keys, as cu_seqlens cannot say."""
+def test_a_block_mask_names_the_blocks_that_meet():
     from waybill.torch.kernels.backends import block_mask
 
     shape = wt.BatchPlanner(1, 2, 2, 16, dtype=torch.float32).shape
-    q_begin, q_len, k_begin, k_len = [0, 100], [100, 200], [50, 50], [150, 350]
-    mask = block_mask(q_begin, q_len, k_begin, k_len, 300, 400, shape, "cpu")
+    q_lens, k_lens = [100, 20, 0, 180], [150, 0, 30, 220]
+    mask = block_mask(wt.kernels.Sequences.of(q_lens, k_lens), shape, "cpu")
     visible = torch.zeros(300, 400, dtype=torch.bool)
-    for begin, rows, first, keys in zip(q_begin, q_len, k_begin, k_len):
+    row = first = 0
+    for rows, keys in zip(q_lens, k_lens):
         seen = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
-        visible[begin : begin + rows, first : first + keys] = seen
+        visible[row : row + rows, first : first + keys] = seen
+        row, first = row + rows, first + keys
     rows, keys = torch.meshgrid(torch.arange(300), torch.arange(400), indexing="ij")
     assert torch.equal(mask.mask_mod(0, 0, rows, keys), visible)
     met = torch.nn.functional.pad(visible, (0, 512 - 400, 0, 384 - 300))

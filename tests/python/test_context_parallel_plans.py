@@ -134,6 +134,7 @@ def test_pack_cut_and_unpack():
         ([[], [(1, -1, 4)]], r"pieces of rank 1: \[0\] has offset -1"),
         ([[], [(-1, 0, 4)]], r"pieces of rank 1: \[0\] has document -1, expected >= 0"),
         ([[], [(1, 0, 4, 2, 3)]], r"pieces of rank 1: \[0\] has 5 numbers"),
+        ([4, 4], "pieces of rank 0 = 4, expected .*: gather gives those of all ranks"),
         ([["x"], []], r"pieces of rank 0: \[0\]"),
     ],
 )
@@ -295,15 +296,24 @@ def test_ranks_that_disagree():
 
 
 def test_a_wide_v_and_many_ranges():
-    """More ranges of rows than are copied one by one."""
-    pieces = [[(d, 0, 4) for d in range(12)], [(d, 4, 9) for d in range(12)]]
+    """More ranges of rows than are copied one by one: of every second document the queries of its
+    second half travel, with all of its keys.
+    """
+    lengths, shards = [3, 4, 5] * 6, [*range(18)]
+    ends = [end for pair in range(6) for end in (3 * pair, 3 * pair + 2)] + [18]
+    given = waybill.QkvPlan(2, [0, 18, 18], lengths, [0, 1, 0] * 6, ends, shards)
+    pieces = [[(d, 0, 7 if d % 2 == 0 else 5) for d in range(12)], []]
     tensors = tensors_of(pieces, 2, 1, 4, 8)
 
     def body(world):
         attend = module(world, head_dim=4, v_head_dim=8)
         q, k, v = leaves_of(tensors[world.rank])
-        out = attend(attend.plan(pieces), q, k, v)
+        plan = attend.plan(given)
+        out = attend(plan, q, k, v)
         (out * tensors[world.rank][3]).sum().backward()
+        step = attend._step(plan)
+        if world.rank == 0:
+            assert len(step.q_rows.ranges) == len(step.kv_rows.ranges) == 6
         return out.detach(), q.grad, k.grad, v.grad
 
     for got, expected in zip(wt.run_threads(2, body), whole(pieces, tensors)):

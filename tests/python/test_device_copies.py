@@ -29,7 +29,7 @@ from test_expert_parallel_copies import (  # noqa: E402
 
 import waybill  # noqa: E402
 from waybill import _core  # noqa: E402
-from waybill.torch.experts import device_copies, expert_parallel  # noqa: E402
+from waybill.torch.experts import copies, device_copies, expert_parallel  # noqa: E402
 
 
 def array_at(address, shape):
@@ -101,7 +101,7 @@ def on_device(monkeypatch):
             return ()
         return (device_copies.DeviceCopies(experts, layer, keep_copies),)
 
-    monkeypatch.setattr(device_copies, "_core", types.SimpleNamespace(CopyStore=HostStore))
+    monkeypatch.setattr(copies, "_core", types.SimpleNamespace(CopyStore=HostStore))
     monkeypatch.setattr(expert_parallel, "copies_for", copies_for)
     monkeypatch.setattr(HostStore, "fetched", 0)
 

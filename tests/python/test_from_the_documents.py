@@ -79,3 +79,15 @@ def test_every_heading(document):
     assert len(found) > 5
     part = plain(part_of(document))
     assert [name for name in found if name not in HEADINGS and name not in part] == []
+
+
+def test_cpp_names_are_public():
+    """Each name of code in the column of C++."""
+    words = set(WORD.findall((ROOT / "docs" / "contract" / "cpp.txt").read_text()))
+    lines = [line.split("|")[1:-1] for line in PAGE.splitlines() if line.startswith("|")]
+    codes = [
+        code for cells in lines if len(cells) == 3 for code in re.findall(r"`[^`]+`", cells[2])
+    ]
+    names = {name for code in codes if "/" not in code for name in WORD.findall(code)}
+    assert len(names) > 40
+    assert names - words == set()

@@ -33,8 +33,9 @@ def test_a_plan_is_right_and_balanced(relay, kv_layout):
     assert made.kv_tokens.tolist() == metadata.fwd_kv.num_recv_tokens[:, -1].tolist()
 
 
-def test_bytes_are_the_rows_that_cross():
-    made = waybill.plan(documents(4), 4, q_hidden=512, kv_hidden=128, dtype="float16")
+@pytest.mark.parametrize("dtype", ["float16", np.float16, np.dtype("float16")])
+def test_bytes_are_the_rows_that_cross(dtype):
+    made = waybill.plan(documents(4), 4, q_hidden=512, kv_hidden=128, dtype=dtype)
     q, kv = made.to_qkv_plan().traffic()
     for rows in (q, kv):
         np.fill_diagonal(rows, 0)
@@ -110,6 +111,7 @@ def test_capacity_is_kept_or_refused():
         ({"window": 0}, "plan: window = 0, expected >= 1, or None"),
         ({"chunk": 0}, "plan: chunk = 0, expected >= 1, or None"),
         ({"dtype": "float12"}, "float12"),
+        ({"dtype": np.dtype("complex64")}, "complex64"),
         ({"kv_layout": "x"}, 'kv_layout = "x"'),
         ({"doc_lengths": [[1], 2]}, "doc_lengths"),
         ({"doc_lengths": [1.5]}, "doc_lengths has dtype float64, expected int64"),

@@ -124,7 +124,7 @@ def test_what_cannot_says_why():
         refuses(layer, "on each rank's world or group")
         tokens, ids = torch.ones(2, 8), torch.zeros(2, 1, dtype=torch.int64)
         rows, _, layout = layer.dispatch(tokens, ids)
-        with pytest.raises(waybill.WrongType, match=cannot_be_copied("LayerLayout")):
+        with pytest.raises(waybill.WrongType, match=cannot_be_copied("RankLayout")):
             pickle.dumps(layout)
         other = copy.copy(layout)  # the same tables
         assert torch.equal(other.recv_tags, layout.recv_tags)

@@ -137,16 +137,21 @@ def examples():
 
 
 def names_of(module):
-    """The list of names that a module assigns to ``__all__``."""
+    """The names that a module puts into ``__all__``: its own, and those of other modules."""
+    names = []
     for statement in ast.parse((PACKAGE / module).read_text()).body:
-        if isinstance(statement, ast.Assign) and statement.targets[0].id == "__all__":
-            return ast.literal_eval(statement.value)
-    raise AssertionError(f"{module} has no __all__")
+        targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+        if getattr(targets[0], "id", None) != "__all__":
+            continue
+        if isinstance(statement.value, ast.Attribute):
+            names += names_of(f"{statement.value.value.id}.py")
+        else:
+            names += ast.literal_eval(statement.value)
+    return names
 
 
 def all_names():
-    modules = ["__init__.py", "_common.py", "routing.py", "simulate.py"]
-    names = [name for module in modules for name in names_of(module)]
+    names = names_of("__init__.py")
     assert len(names) > 50
     return names
 

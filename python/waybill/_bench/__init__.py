@@ -40,8 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     begin = time.monotonic()
     try:
         place = ranks.place_of(options.device, options.ranks, options.experts)
-        sizes = experts.Sizes.of(options, place)
-        documents = attention.Documents.of(options, place) if options.attention else None
+        sizes = experts.sizes_of(options, place)
+        documents = attention.documents_of(options, place) if options.attention else None
     except ValueError as error:  # InvalidArgument too
         parser.error(str(error))
     command = " ".join(["python -m waybill bench", *arguments])

@@ -132,28 +132,25 @@ class ByHand:
 _CHECKED_TOKENS = 48  # tokens of each rank in the batch that is compared in full
 
 
-class Documents(NamedTuple):
-    """A workload: lengths of the documents of all ranks, and (heads, kv_heads, head_dim)."""
+#: Lengths of the documents of all ranks, and (heads, kv_heads, head_dim).
+Documents = tuple[list[int], tuple[int, int, int]]
 
-    lengths: list[int]
-    heads: tuple[int, int, int]
 
-    @classmethod
-    def of(cls, options: argparse.Namespace, place: Place) -> Documents:
-        """Lengths as given, or drawn from a distribution: 16384 tokens per rank, 512 on CPUs."""
-        on_gpus = place.device == "cuda"
-        text = options.attention
-        if text.replace(",", "").isdigit():
-            lengths = [int(part) for part in text.split(",") if part]
-        else:
-            total = place.ranks * (16384 if on_gpus else 512)
-            lengths = [int(n) for n in waybill.sample_documents(text, total, 0)]
-        lengths = whole(lengths, place.ranks)
-        if not lengths:
-            raise ValueError(
-                f"--attention: got {text!r}, expected lengths of at least {place.ranks} tokens"
-            )
-        return cls(lengths, (32, 8, 128) if on_gpus else (8, 2, 64))
+def documents_of(options: argparse.Namespace, place: Place) -> Documents:
+    """Lengths as given, or drawn from a distribution: 16384 tokens per rank, 512 on CPUs."""
+    on_gpus = place.device == "cuda"
+    text = options.attention
+    if text.replace(",", "").isdigit():
+        lengths = [int(part) for part in text.split(",") if part]
+    else:
+        total = place.ranks * (16384 if on_gpus else 512)
+        lengths = [int(n) for n in waybill.sample_documents(text, total, 0)]
+    lengths = whole(lengths, place.ranks)
+    if not lengths:
+        raise ValueError(
+            f"--attention: got {text!r}, expected lengths of at least {place.ranks} tokens"
+        )
+    return lengths, (32, 8, 128) if on_gpus else (8, 2, 64)
 
 
 def whole(lengths: Sequence[int], ranks: int) -> list[int]:
@@ -183,8 +180,8 @@ class Batch:
     """One batch on this rank: the rows of all ranks, and the module."""
 
     def __init__(self, rank: Rank, documents: Documents, module: Any) -> None:
-        self.rank, self.lengths, self.module = rank, documents.lengths, module
-        heads, kv_heads, head_dim = documents.heads
+        self.rank, self.module = rank, module
+        self.lengths, (heads, kv_heads, head_dim) = documents
         dtype = torch.bfloat16 if rank.device.type == "cuda" else torch.float32
         self.tokens = sum(self.lengths)
         made = torch.Generator().manual_seed(1)
@@ -268,16 +265,16 @@ class Batch:
 
 def measure(rank: Rank, documents: Documents, seconds: float) -> dict[str, Any]:
     """A line for each way. Collective."""
+    lengths, sizes = documents
+    total = sum(lengths)
     if rank.rank == 0:
-        print(f"bench: attention, {sum(documents.lengths)} tokens", file=sys.stderr, flush=True)
-    heads, kv_heads, head_dim = documents.heads
+        print(f"bench: attention, {total} tokens", file=sys.stderr, flush=True)
     module = waybill.ContextParallelAttention(
-        rank.group, heads, kv_heads, head_dim,
+        rank.group, *sizes,
         dtype=torch.bfloat16 if rank.device.type == "cuda" else torch.float32,
     )  # fmt: skip
-    total = sum(documents.lengths)
-    few = [max(1, n * _CHECKED_TOKENS * rank.size // total) for n in documents.lengths]
-    small = Batch(rank, Documents(whole(few, rank.size), documents.heads), module)
+    few = [max(1, n * _CHECKED_TOKENS * rank.size // total) for n in lengths]
+    small = Batch(rank, (whole(few, rank.size), sizes), module)
     batch = Batch(rank, documents, module)
     lines = []
     for way in ("Waybill", *WAYS):
@@ -287,6 +284,6 @@ def measure(rank: Rank, documents: Documents, seconds: float) -> dict[str, Any]:
         lines.append({"way": name, "right": right, "us": us})
     module.close()
     return {
-        "documents": len(documents.lengths), "longest": max(documents.lengths), "tokens": total,
-        "heads": list(documents.heads), "backward": batch.backward, "lines": lines,
+        "documents": len(lengths), "longest": max(lengths), "tokens": total,
+        "heads": list(sizes), "backward": batch.backward, "lines": lines,
     }  # fmt: skip

@@ -57,28 +57,39 @@ def place_of(device: Optional[str], ranks: Optional[int], experts: int) -> Place
 
 
 class Rank:
-    """One rank: its group, and rows moved by hand. Calls are collective."""
+    """One rank: its group, and rows moved by hand, by torch.distributed: NCCL, on CPUs gloo. Calls
+    are collective.
+    """
 
-    how = ""  #: by hand
-
-    def __init__(self, rank: int, size: int, device: torch.device, group: Any) -> None:
+    def __init__(
+        self, rank: int, size: int, device: torch.device, group: Any, how: str = ""
+    ) -> None:
         self.rank, self.size, self.device, self.group = rank, size, device, group
+        self.how = how or ("NCCL" if device.type == "cuda" else "gloo")  #: by hand
 
     def gather(self, value: Any) -> list[Any]:
         """Each rank's value, on the host."""
-        raise NotImplementedError
+        found: list[Any] = [None] * self.size
+        distributed.all_gather_object(found, value)
+        return found
 
     def exchanged(self, rows: Any, received: list[int], sent: list[int]) -> torch.Tensor:
         """``sent[r]`` rows to rank r, one after another; ``received[r]`` from rank r."""
-        raise NotImplementedError
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        distributed.all_to_all_single(out, rows.contiguous(), received, sent)
+        return out
 
     def gathered(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks, as many of each."""
-        raise NotImplementedError
+        out = rows.new_empty(self.size * rows.shape[0], *rows.shape[1:])
+        distributed.all_gather_into_tensor(out, rows.contiguous())
+        return out
 
     def scattered(self, rows: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sums over all ranks."""
-        raise NotImplementedError
+        out = rows.new_empty(rows.shape[0] // self.size, *rows.shape[1:])
+        distributed.reduce_scatter_tensor(out, rows.contiguous())
+        return out
 
     def settle(self) -> None:
         """Returns when this rank's work is done."""
@@ -86,41 +97,12 @@ class Rank:
             torch.cuda.current_stream().synchronize()
 
 
-class ProcessRank(Rank):
-    """Rows by torch.distributed: NCCL, on CPUs gloo."""
-
-    def __init__(self, rank: int, size: int, device: torch.device, group: Any) -> None:
-        super().__init__(rank, size, device, group)
-        self.how = "NCCL" if device.type == "cuda" else "gloo"
-
-    def gather(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, value)
-        return found
-
-    def exchanged(self, rows: Any, received: list[int], sent: list[int]) -> torch.Tensor:
-        out = rows.new_empty(sum(received), *rows.shape[1:])
-        distributed.all_to_all_single(out, rows.contiguous(), received, sent)
-        return out
-
-    def gathered(self, rows: torch.Tensor) -> torch.Tensor:
-        out = rows.new_empty(self.size * rows.shape[0], *rows.shape[1:])
-        distributed.all_gather_into_tensor(out, rows.contiguous())
-        return out
-
-    def scattered(self, rows: torch.Tensor) -> torch.Tensor:
-        out = rows.new_empty(rows.shape[0] // self.size, *rows.shape[1:])
-        distributed.reduce_scatter_tensor(out, rows.contiguous())
-        return out
-
-
 class ThreadRank(Rank):
     """Rows by copies from the other ranks' tensors, which all threads see."""
 
-    how = "copies"
-
     def __init__(self, world: Any, board: list[Any]) -> None:
-        super().__init__(world.rank, world.world_size, torch.device(world.device), world)
+        device = torch.device(world.device)
+        super().__init__(world.rank, world.world_size, device, world, "copies")
         self._board = board
 
     def gather(self, value: Any) -> list[Any]:
@@ -200,7 +182,7 @@ def _enter(
         backend, rank=rank, world_size=place.ranks, timeout=timedelta(seconds=_WAIT_S),
         device_id=device if backend == "nccl" else None,
     )  # fmt: skip
-    result = body(ProcessRank(rank, place.ranks, device, distributed.group.WORLD), *arguments)
+    result = body(Rank(rank, place.ranks, device, distributed.group.WORLD), *arguments)
     if rank == 0:
         torch.save(result, path)
     distributed.barrier()

@@ -16,7 +16,7 @@ import torch
 from .. import _core, _report
 from .ranks import Place
 
-_HEAD = ("way", "dispatch", "of known routing", "combine", "GB/s", "of Waybill", "sums")
+_HEAD = ["way", "dispatch", "of known routing", "combine", "GB/s", "of Waybill", "sums"]
 _LIBRARIES = {
     "deep_ep": "DeepEP",
     "nccl4py": "nccl4py",
@@ -63,21 +63,15 @@ def all_right(result: dict[str, Any]) -> bool:
 def text(result: dict[str, Any]) -> str:
     """Tables for a terminal."""
     parts = []
-    for caption, rows in _tables(result):
-        table = [_HEAD, *rows]
-        widths = [max(len(row[i]) for row in table) for i in range(len(_HEAD))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i == 0 or len(row) == 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths))
-            ).rstrip()
-            for row in (_short(row) for row in table)
-        ]
-        parts.append("\n".join([caption, "", *lines]))
-    if "attention" in result:
-        caption, rows = _attention(result)
-        width = max(len(row[0]) for row in rows)
-        lines = [f"{row[0].ljust(width)}  {row[1]:>12}  {row[2]:>10}  {row[3]}" for row in rows]
+    for caption, rows, _ in _tables(result):
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = []
+        for row in rows:
+            if not any(row[2:]):  # without figures, it ends with its note
+                lines.append(f"{row[0].ljust(widths[0])}  {row[1]}")
+                continue
+            cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
+            lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
         parts.append("\n".join([caption, "", *lines]))
     return "\n\n".join([*parts, _NOTES])
 
@@ -86,11 +80,7 @@ def markdown(result: dict[str, Any]) -> str:
     """For an issue: the machine, the command and the tables."""
     facts = "; ".join(f"{name} {value}" for name, value in result["machine"].items())
     parts = [f"`{result['command']}`, {result['seconds']} s\n\n{facts}"]
-    for caption, rows in _tables(result):
-        lines = [_HEAD, ["---", *["--:"] * (len(_HEAD) - 1)], *rows]
-        parts.append("\n".join([caption, "", *("| " + " | ".join(row) + " |" for row in lines)]))
-    if "attention" in result:
-        caption, (head, *rows) = _attention(result)
+    for caption, (head, *rows), _ in _tables(result):
         lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
         parts.append("\n".join([caption, "", *("| " + " | ".join(row) + " |" for row in lines)]))
     return "\n\n".join([*parts, _NOTES])
@@ -102,16 +92,13 @@ def as_json(result: dict[str, Any]) -> str:
 
 def html(result: dict[str, Any]) -> str:
     """A page without scripts, with a bar for each time."""
-    body = [f"<h1>{escape(result['command'])}</h1>", _facts_html(result["machine"])]
-    for (caption, rows), table in zip(_tables(result), result["experts"]["tables"]):
-        sums = [sum(line["us"].values()) if "us" in line else 0.0 for line in table["lines"]]
+    facts = "".join(f"<li>{escape(k)}: {escape(str(v))}</li>" for k, v in result["machine"].items())
+    body = [f"<h1>{escape(result['command'])}</h1><ul>{facts}</ul>"]
+    for caption, (head, *rows), times in _tables(result):
         cells = [
-            [*map(escape, row), _report.bar(value, max(sums))] for row, value in zip(rows, sums)
+            [*map(escape, row), _report.bar(time, max(times))] for row, time in zip(rows, times)
         ]
-        body.append(_report.table([*_HEAD, "all three calls"], cells, caption))
-    if "attention" in result:
-        caption, (head, *rows) = _attention(result)
-        body.append(_report.table(head, [[*map(escape, row)] for row in rows], caption))
+        body.append(_report.table([*head, "all calls"], cells, caption))
     body.append(f"<p>{escape(_NOTES)}</p>")
     style = "body{font-family:sans-serif;margin:2em}caption{padding:1em 0}"
     return (
@@ -127,18 +114,8 @@ _NOTES = (
 )
 
 
-def _facts_html(facts: dict[str, Any]) -> str:
-    items = "".join(f"<li>{escape(k)}: {escape(str(v))}</li>" for k, v in facts.items())
-    return f"<ul>{items}</ul>"
-
-
-def _short(row: Any) -> list[str]:
-    """A line without figures ends with its note."""
-    return [row[0], row[1]] if not any(row[2:]) else list(row)
-
-
-def _tables(result: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
-    """(caption, rows of _HEAD) of each number of tokens."""
+def _tables(result: dict[str, Any]) -> Iterator[tuple[str, list[list[str]], list[float]]]:
+    """(caption, head and rows, times of the rows) of each number of tokens, and of attention."""
     sizes = result["experts"]
     for table in sizes["tables"]:
         caption = (
@@ -146,13 +123,15 @@ def _tables(result: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
             f" {sizes['hidden']} bfloat16, top {sizes['topk']} of {sizes['experts']};"
             f" {table['wire_bytes'] / 1e6:.2f} MB leave a rank; us"
         )
-        ours = next((line for line in table["lines"] if "compact" in line["way"]), None)
-        yield caption, [_row(line, table["wire_bytes"], ours) for line in table["lines"]]
+        lines = table["lines"]
+        ours = next((line for line in lines if "compact" in line["way"]), None)
+        rows = [_row(line, table["wire_bytes"], ours) for line in lines]
+        yield caption, [_HEAD, *rows], [sum(line.get("us", {}).values()) for line in lines]
+    if "attention" in result:
+        yield _attention(result["attention"])
 
 
-def _attention(result: dict[str, Any]) -> tuple[str, list[list[str]]]:
-    """(caption, head and rows)."""
-    found = result["attention"]
+def _attention(found: dict[str, Any]) -> tuple[str, list[list[str]], list[float]]:
     heads, kv_heads, head_dim = found["heads"]
     step = "forward and backward" if found["backward"] else "forward alone"
     caption = (
@@ -160,12 +139,12 @@ def _attention(result: dict[str, Any]) -> tuple[str, list[list[str]]]:
         f" {found['tokens']} tokens in all, the longest {found['longest']}; {heads} heads of"
         f" {head_dim}, {kv_heads} of K and V"
     )
-    ours = found["lines"][0]["us"]
+    times = [line["us"] for line in found["lines"]]
     rows = [["way", "us", "of Waybill", "numbers"]]
-    for line in found["lines"]:
+    for line, us in zip(found["lines"], times):
         right = "right" if line["right"] else "WRONG"
-        rows.append([line["way"], f"{line['us']:.1f}", f"{line['us'] / ours:.2f}", right])
-    return caption, rows
+        rows.append([line["way"], f"{us:.1f}", f"{us / times[0]:.2f}", right])
+    return caption, rows, times
 
 
 def _row(line: dict[str, Any], wire_bytes: int, ours: Optional[dict[str, Any]]) -> list[str]:

@@ -298,27 +298,35 @@ def run_golden(face: Face = None, make: Callable[[Any], Any] = lambda array: arr
     every = records()
     for record in every:
         name = f"{record['fn']} ({record['case']})"
-        results, wanted = _CALLS[record["fn"]](face, _inputs(record["inputs"], face, make), record)
-        for got, want in zip(results, wanted):
+        given = {key: _made(entry, face, make) for key, entry in record["inputs"].items()}
+        results = _results(face, record["fn"], given)
+        for got, want in zip(results, record["outputs"].values()):
             expect(_same(got, want), f"{name}: got {got!r}, expected {want!r}")
     return f"{len(every)} cases of {len({record['fn'] for record in every})} functions"
 
 
-#: Inputs of a record by name, as a caller has them.
-Inputs = Callable[..., list[Any]]
+def _results(face: Face, name: str, given: dict[str, Any]) -> Any:
+    """The outputs of a record in their order."""
+    if name == "Metadata.get_slice":
+        return [[given["metadata"].get_slice(rank) for rank in given["ranks"]]]
+    if name == "Metadata.normalize_dtype":
+        return [given["metadata"].normalize_dtype()]
+    made = getattr(face, name)(**given)
+    if name == "compute_metadata_kv":
+        fwd, rev, intermediates = made
+        return [fwd, rev, *intermediates]
+    return made if isinstance(made, tuple) else [made]
 
 
-def _inputs(entries: dict[str, Any], face: Face, make: Callable[[Any], Any]) -> Inputs:
-    def made(entry: Any) -> Any:
-        if not isinstance(entry, dict):
-            return entry
-        if "ragged" in entry:
-            return [made(one) for one in entry["ragged"]]
-        if "dst_rank" in entry:
-            return face.Metadata(**{key: made(value) for key, value in entry.items()})
-        return make(_array(entry))
-
-    return lambda *names: [made(entries[name]) for name in names]
+def _made(entry: Any, face: Face, make: Callable[[Any], Any]) -> Any:
+    """An input of a record, as a caller has it."""
+    if not isinstance(entry, dict):
+        return entry
+    if "ragged" in entry:
+        return [_made(one, face, make) for one in entry["ragged"]]
+    if "dst_rank" in entry:
+        return face.Metadata(**{key: _made(value, face, make) for key, value in entry.items()})
+    return make(_array(entry))
 
 
 def _array(entry: dict[str, Any]) -> Any:
@@ -328,84 +336,15 @@ def _array(entry: dict[str, Any]) -> Any:
 def _same(got: Any, want: Any) -> bool:
     """Arrays, metadata, lists of them, and plain values, against a record's entry."""
     if isinstance(want, dict) and "ragged" in want:
-        return len(got) == len(want["ragged"]) and all(map(_same, got, want["ragged"]))
+        want = want["ragged"]
+    if isinstance(want, list):
+        return len(got) == len(want) and all(map(_same, got, want))
     if isinstance(want, dict) and "dst_rank" in want:
         return all(_same(getattr(got, name), value) for name, value in want.items())
     if not isinstance(want, dict):
         return bool(got == want)
-    expected = _array(want)
-    array = np.asarray(got)
-    return (
-        array.dtype == expected.dtype
-        and array.shape == expected.shape
-        and bool((array == expected).all())
-    )
-
-
-def _plain(name: str, *inputs: str) -> Callable[..., Any]:
-    """The call of a function with one result."""
-
-    def call(face: Face, given: Inputs, record: Any) -> Any:
-        (want,) = record["outputs"].values()
-        return [getattr(face, name)(*given(*inputs))], [want]
-
-    return call
-
-
-def _lengths(face: Face, given: Inputs, record: Any) -> Any:
-    world, sequences, total, uniforms = given("world_size", "num_seqs", "total_len", "uniforms")
-    made = face.gen_seq_lens(world, sequences, total, uniforms=uniforms)
-    return [made], [record["outputs"]["seq_len"]]
-
-
-def _tables(face: Face, given: Inputs, record: Any) -> Any:
-    made = face.compute_metadata(*given("seq_len", "global_dispatch"))
-    return made, [record["outputs"][name] for name in ("fwd", "rev")]
-
-
-def _kv_tables(face: Face, given: Inputs, record: Any) -> Any:
-    names = (
-        "kv_to_q_mapping", "kv_to_q_rank", "kv_context_size", "q_to_num_kv_seq",
-        "q_to_num_kv_token", "seq_len", "num_seqs", "q_dispatch",
-    )  # fmt: skip
-    fwd, rev, (ids,) = face.compute_metadata_kv(*given(*names), return_intermediate=True)
-    return [fwd, rev, ids], [
-        record["outputs"][name] for name in ("fwd", "rev", "kv_dst_global_seq_id")
-    ]
-
-
-def _layout(face: Face, given: Inputs, record: Any) -> Any:
-    names = ("seq_shard_len", "seq_shard_cumsum", "dispatch", "prepend_zero", "shard_to_tuple")
-    made = face.compute_attn_layout_seqlens(*given(*names))
-    return list(made), [record["outputs"][name] for name in made._fields]
-
-
-def _slices(face: Face, given: Inputs, record: Any) -> Any:
-    table, ranks = given("metadata", "ranks")
-    return [table.get_slice(rank) for rank in ranks], record["outputs"]["slices"]
-
-
-def _device_form(face: Face, given: Inputs, record: Any) -> Any:
-    (table,) = given("metadata")
-    return [table.normalize_dtype()], [record["outputs"]["metadata"]]
-
-
-_CALLS: dict[str, Callable[..., Any]] = {
-    "exclusive_cumsum": _plain("exclusive_cumsum", "tensor", "dim"),
-    "prepend_zero_fn": _plain("prepend_zero_fn", "tensor", "dim"),
-    "mask_by_neg": _plain("mask_by_neg", "tensor", "mask"),
-    "index_put_with_neg_padding_1d": _plain(
-        "index_put_with_neg_padding_1d", "tensor", "src", "index"
-    ),
-    "gen_seq_lens": _lengths,
-    "compute_metadata": _tables,
-    "compute_metadata_kv": _kv_tables,
-    "compute_attn_layout_seqlens": _layout,
-    "Metadata.get_slice": _slices,
-    "Metadata.normalize_dtype": _device_form,
-    "orchestrate_simulate": _plain("orchestrate_simulate", "tensor", "output_tensor", "metadata"),
-    "simulate_communication": _plain("simulate_communication", "tensors", "metadata"),
-}
+    array, expected = np.asarray(got), _array(want)
+    return array.dtype == expected.dtype and np.array_equal(array, expected)
 
 
 def check_program() -> str:

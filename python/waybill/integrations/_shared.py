@@ -173,12 +173,18 @@ class Pieces:
             weakref.WeakKeyDictionary()
         )
 
-    def plan_of(self, attention: ContextParallelAttention) -> BatchPlan:
-        """The plan of the batch for this module, the same on all ranks."""
+    @outside_graphs
+    def attend(
+        self, ranks: SharedRanks, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, who: str,
+        options: Mapping[str, Any], *, return_lse: bool = False, **given: Any,
+    ) -> Any:  # fmt: skip
+        """Collective: attention of the batch, by the ranks' module for these rows and its plan."""
+        attention = ranks.attention(q, k, v, who, options, **given)
         plan = self._plans.get(attention)
         if plan is None:
             plan = self._plans[attention] = attention.plan(self.pieces)
-        return plan
+        with said_by(who):
+            return attention(plan, q, k, v, return_lse)
 
     def __deepcopy__(self, memo: Any) -> Pieces:
         return self
@@ -193,6 +199,7 @@ class SharedRanks:
     def __init__(self, group: Any, device: Any) -> None:
         kind = None if device is None else torch.device(device).type
         self.world: World = world_of(group, None, "cpu" if kind == "cpu" else None, "SharedRanks")
+        self.rank, self.world_size = int(self.world.rank), int(self.world.world_size)
         self._exchange: Optional[PieceExchange] = None
         self._modules: Dict[Any, ContextParallelAttention] = {}
 
@@ -208,14 +215,6 @@ class SharedRanks:
         if found is None:
             found = kept[cls] = cls(group, place)
         return found
-
-    @property
-    def rank(self) -> int:
-        return int(self.world.rank)
-
-    @property
-    def world_size(self) -> int:
-        return int(self.world.world_size)
 
     def gather(self, held: RankPieces, who: str, wrong: Optional[Error] = None) -> Pieces:
         """Collective, tiny: what all ranks hold; what one has ``wrong`` is raised on all."""

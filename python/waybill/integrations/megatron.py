@@ -22,7 +22,6 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from .._errors import said_by, shown
 from .._graphs import outside_graphs
 from ..errors import Error, InvalidArgument, Unsupported
-from ..torch import ContextParallelAttention
 from ..torch.attention.plan import Piece, RankPieces, piece_table
 from ._shared import CopiedExperts, Pieces, SharedRanks, pieces_of, to_experts
 
@@ -186,11 +185,11 @@ class WaybillCoreAttention(MegatronModule):
         mask = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         if mask not in _CAUSAL:
             _check_unpadded(params, ranks.rank)
-        attention = ranks.attention(
-            query, key, value, _WHO, self.options, mask="causal" if mask in _CAUSAL else "full",
-            window=self.window, scale=self.softmax_scale,
+        out: torch.Tensor = pieces.attend(
+            ranks, query, key, value, _WHO, self.options, window=self.window,
+            mask="causal" if mask in _CAUSAL else "full", scale=self.softmax_scale,
         )  # fmt: skip
-        return _attend(attention, pieces.plan_of(attention), query, key, value).flatten(1)
+        return out.flatten(1)
 
     def _pieces(self, params: PackedSeqParams, device: torch.device) -> Any:
         """(ranks, what they hold)"""
@@ -214,9 +213,6 @@ class WaybillCoreAttention(MegatronModule):
         padded = params.cu_seqlens_q_padded
         ends = params.cu_seqlens_q if padded is None else padded
         return ranks, pieces_of(ends, ranks, lambda: _zigzag(params, ends, ranks))
-
-
-_attend = outside_graphs(said_by(_WHO)(ContextParallelAttention.__call__))
 
 
 def _check_unpadded(params: PackedSeqParams, rank: int) -> None:

@@ -136,15 +136,15 @@ class WaybillAttention(VarlenAttention):
         else:
             ranks = SharedRanks.of(self.ranks, q.device, _WHO)
             pieces = _whole_documents(attention_masks, len(q), ranks)
-        attention = ranks.attention(
-            q, k, v, _WHO, self.options, kernel=self.kernel, scale=scale, **self.mask
-        )
-        plan = pieces.plan_of(attention)
+        found = pieces.attend(
+            ranks, q, k, v, _WHO, self.options, return_lse=out_transform is not None,
+            kernel=self.kernel, scale=scale, **self.mask,
+        )  # fmt: skip
         shape = (*q_BLNH.shape[:3], v_BLNH.shape[-1])
-        with said_by(_WHO):
-            if out_transform is None:
-                return attention(plan, q, k, v).view(shape).to(q_BLNH.dtype)
-            out, lse = attention(plan, q, k, v, return_lse=True)
+        if out_transform is None:
+            out: torch.Tensor = found.view(shape).to(q_BLNH.dtype)
+            return out
+        out, lse = found
         # A gradient through the log-sum-exp would be lost.
         if torch.is_grad_enabled() and out.requires_grad:
             raise Unsupported(f"{_WHO}: out_transform on rank {ranks.rank}, expected None to train")
@@ -152,12 +152,8 @@ class WaybillAttention(VarlenAttention):
 
 
 def _whole_documents(masks: Any, rows: int, ranks: SharedRanks) -> Pieces:
-    instance(
-        masks,
-        VarlenMetadata,
-        f"{_WHO}: attention_masks on rank {ranks.rank}",
-        "VarlenMetadata, or SharedDocuments, as of share_documents",
-    )
+    expected = "VarlenMetadata, or SharedDocuments, as of share_documents"
+    instance(masks, VarlenMetadata, f"{_WHO}: attention_masks on rank {ranks.rank}", expected)
 
     def make() -> Pieces:
         lengths = masks.cu_seq_q.diff().tolist()

@@ -19,6 +19,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from .._arrays import instance
 from .._errors import said_by, shown
 from .._graphs import outside_graphs
 from ..errors import InvalidArgument, Unsupported
@@ -32,20 +33,16 @@ __all__ = ["Chunk", "PlannedBatch", "SharedAttention", "attention_forward", "no_
 _own: Any = PreTrainedModel.__dict__["loss_function"]
 
 
-def guard_losses(name: str) -> None:
-    """From now on the losses of transformers refuse what would be a wrong number where a model's
-    attention is ``name``: labels that are shifted by rows, and means over one rank's labels. Those
-    of other models, and functions of the user's, stay as they are.
+def _loss_function(model: Any) -> Any:
+    """Losses of transformers refuse what would be a wrong number where a model's attention is
+    "waybill": labels that are shifted by rows, and means over one rank's labels. Those of other
+    models, and functions of the user's, stay as they are.
     """
-
-    def loss_function(model: Any) -> Any:
-        found = _own.fget(model)
-        uses = getattr(model.config.get_text_config(), "_attn_implementation", None) == name
-        if not uses or found not in LOSS_MAPPING.values():
-            return found
-        return _guarded(found, type(model).__name__)
-
-    PreTrainedModel.loss_function = property(loss_function, _own.fset)
+    found = _own.fget(model)
+    uses = getattr(model.config.get_text_config(), "_attn_implementation", None) == "waybill"
+    if not uses or found not in LOSS_MAPPING.values():
+        return found
+    return _guarded(found, type(model).__name__)
 
 
 def _guarded(loss: Callable[..., Any], who: str) -> Callable[..., Any]:
@@ -170,30 +167,22 @@ class SharedAttention:
 
     def batch(self, plans: Mapping[Window, BatchPlan]) -> PlannedBatch:
         """The batch of plans that were made elsewhere, one for each of ``planners``."""
-        if not isinstance(plans, Mapping):
-            raise InvalidArgument(
-                f"SharedAttention.batch: plans = {shown(plans)} on rank {self.rank}, expected a"
-                " dict of plans by window"
-            )
+        who = f"SharedAttention.batch: rank {self.rank}"
+        instance(plans, Mapping, f"{who}: plans", "a dict of plans by window")
         for window, plan in plans.items():
-            if not isinstance(plan, BatchPlan):
-                raise InvalidArgument(
-                    f"SharedAttention.batch: plans[{window}] = {shown(plan)} on rank {self.rank},"
-                    " expected a BatchPlan, as of planners"
-                )
+            instance(plan, BatchPlan, f"{who}: plans[{window}]", "a BatchPlan, as of planners")
         missing = [window for window in self.modules if window not in plans]
         if missing:
             raise InvalidArgument(
-                f"SharedAttention.batch: plans on rank {self.rank} have none for window"
-                f" {missing[0]}, expected one for each of {list(self.modules)}"
+                f"{who}: plans have none for window {missing[0]}, expected one for each of"
+                f" {list(self.modules)}"
             )
         found = getattr(self._config, "_attn_implementation", None)
         if found != "waybill":
             raise InvalidArgument(
-                f"SharedAttention.batch: the attention of config on rank {self.rank} is {found!r},"
-                " expected that of model.config behind model.set_attn_implementation('waybill'),"
-                " which takes models with an attention interface: another attention would not"
-                " notice the plans"
+                f"{who}: the attention of config is {found!r}, expected that of model.config behind"
+                " model.set_attn_implementation('waybill'), which takes models with an attention"
+                " interface: another attention would not notice the plans"
             )
         return PlannedBatch(self, plans)
 
@@ -351,4 +340,4 @@ def no_mask(*args: Any, attention_mask: Optional[torch.Tensor] = None, **options
 
 AttentionInterface.register("waybill", attention_forward)
 AttentionMaskInterface.register("waybill", no_mask)
-guard_losses("waybill")
+PreTrainedModel.loss_function = property(_loss_function, _own.fset)

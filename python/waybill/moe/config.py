@@ -7,22 +7,10 @@ from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
-
 from .. import _core
-from .._arrays import int64, library_dtype_of
-from .._errors import said_by, shown
+from .._arrays import converted, int64, library_dtype_of
+from .._errors import said_by
 from ..errors import InvalidArgument
-
-
-def named_dtype(value: Any, name: str) -> str:
-    """ "bfloat16" of a name, a numpy dtype or a torch dtype."""
-    if isinstance(value, str) or type(value).__module__.split(".")[0] == "torch":
-        return library_dtype_of(value, name)
-    try:
-        return library_dtype_of(np.dtype(value).name, name)
-    except (TypeError, ValueError):
-        raise InvalidArgument(f"{name} = {shown(value)}, expected a dtype or its name") from None
 
 
 @dataclass(unsafe_hash=True)
@@ -89,12 +77,12 @@ class EPConfig:
     @property
     def token_dtype_name(self) -> str:
         """Name of token_dtype, however it was given."""
-        return named_dtype(self.token_dtype, "EPConfig: token_dtype")
+        return library_dtype_of(self.token_dtype, "EPConfig: token_dtype")
 
     @property
     def weight_dtype_name(self) -> str:
         """Name of weight_dtype, however it was given."""
-        return named_dtype(self.weight_dtype, "EPConfig: weight_dtype")
+        return library_dtype_of(self.weight_dtype, "EPConfig: weight_dtype")
 
     def _compiled(self) -> Any:
         return self._checked()[1]  # it may have been changed
@@ -102,9 +90,9 @@ class EPConfig:
     def _checked(self) -> tuple[dict[str, int], Any]:
         """Its sizes as plain integers, and the compiled one, which looks at their ranges."""
         names = [field.name for field in fields(self)]
-        sizes = {name: int64(getattr(self, name), f"EPConfig: {name}") for name in names[:-3]}
+        sizes = converted("EPConfig", vars(self), (int64, " ".join(names[:-3])))
         token, weight, offset = (
-            named_dtype(getattr(self, name), f"EPConfig: {name}") for name in names[-3:]
+            library_dtype_of(getattr(self, name), f"EPConfig: {name}") for name in names[-3:]
         )
         if offset != "int32":
             raise InvalidArgument(f"EPConfig: offset_dtype = {offset}, expected int32")

@@ -13,6 +13,7 @@ from .._arrays import (
     ArrayLike,
     IntArray,
     as_numpy,
+    converted,
     index_array,
     int64,
     number,
@@ -45,8 +46,7 @@ class EvenExperts:
     @property
     def rank_rows(self) -> IntArray:
         """int64 ``[num_ranks]``, rows that each rank computes."""
-        rows: IntArray = self.quotas.sum(axis=1)
-        return rows
+        return self.quotas.sum(axis=1)
 
 
 def even_experts(
@@ -109,17 +109,13 @@ def present_copies(present: Any, num_ranks: int, spare_experts: int, name: str) 
         raise InvalidArgument(f"{name} has shape {list(table.shape)}, expected {shape}")
     if table.size and not -1 <= int(table.min()) <= int(table.max()) < 2**31:
         raise InvalidArgument(f"{name} has no experts, expected -1 or an expert")
-    experts: list[int] = table.ravel().tolist()
-    return experts
+    return table.ravel().tolist()
 
 
 def spare_options(spare_experts: Any, limit: Any, min_rows: Any, who: str) -> dict[str, Any]:
     """The options of a dispatch with spare experts, as numbers; the compiled part checks them."""
-    return {
-        "spare_experts": int64(spare_experts, f"{who}: spare_experts"),
-        "limit": number(limit, f"{who}: limit"),
-        "min_rows": int64(min_rows, f"{who}: min_rows"),
-    }
+    given = {"spare_experts": spare_experts, "limit": limit, "min_rows": min_rows}
+    return converted(who, given, (int64, "spare_experts min_rows"), (number, "limit"))
 
 
 def slot_ids(plan: EvenExperts, rows: ArrayLike, ids: ArrayLike, *, rank: int) -> IntArray:
@@ -145,10 +141,9 @@ def slot_ids(plan: EvenExperts, rows: ArrayLike, ids: ArrayLike, *, rank: int) -
     """
     _check_integers("slot_ids", {"rank": rank}, 2**31 - 1, "2^31 - 1")
     tables = (plan.slots, plan.quotas, plan.local_rows, plan.first_row)
-    result: IntArray = _core.slot_ids(
+    return _core.slot_ids(
         *tables, _counts(rows, "slot_ids"), index_array(ids, "slot_ids: ids"), int(rank)
     )
-    return result
 
 
 def _counts(rows: Any, who: str) -> IntArray:
@@ -183,8 +178,7 @@ class ExpertPlacement:
         """float64 ``[layers]``, the fullest rank's load over the mean; 1 without load."""
         means = self.rank_loads.mean(axis=1)
         fullest = self.rank_loads.max(axis=1)
-        result: AnyArray = np.divide(fullest, means, out=np.ones_like(means), where=means > 0)
-        return result
+        return np.divide(fullest, means, out=np.ones_like(means), where=means > 0)
 
 
 def plan_expert_placement(

@@ -6,18 +6,30 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Sequence, Tuple, TypeVar, Union
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
 from .. import _core
-from .._arrays import BITS, AnyArray, ArrayLike, at_least, choice, flag, instance, int64
+from .._arrays import (
+    BITS,
+    AnyArray,
+    ArrayLike,
+    at_least,
+    choice,
+    flag,
+    instance,
+    int64,
+    library_dtype_of,
+)
 from .._errors import on_rank, said_by
 from .._graphs import outside_graphs
 from .._lifetime import OfThisProcess, Unwinding
 from ..errors import InvalidArgument, Unsupported, WrongType
 from ..world import World, agreed_world
-from .config import EPConfig, named_dtype
+from .config import EPConfig
 from .even_experts import spare_options
 from .payloads import (
     Payload,
@@ -32,7 +44,6 @@ from .payloads import (
 )
 from .simulate import EPAllToAllLayoutDesc, as_float, id_array, payload_bits
 
-_L = TypeVar("_L", bound="RankLayout")
 _ONE_NODE = ("skipped_token_mapping_indices", "skipped_token_topk_mapping_indices")
 _SLOTS = ("all_slot_experts", "all_slot_quotas")
 _COMPACT = ("recv_topk_indices", "compact_to_grouped", "grouped_to_compact")
@@ -43,28 +54,40 @@ _TABLES = (
 )  # fmt: skip
 
 
-class RankLayout(OfThisProcess, EPAllToAllLayoutDesc):
-    """Its tables become arrays when they are asked for: views of memory that it keeps, but for
-    the two maps, which are copies. A call of a few tokens takes less time than all of them.
+#: Makes an array of a table of a compiled descriptor: (descriptor, name, whether as int64).
+ReadTable = Callable[[Any, str, bool], Any]
 
-    It never changes: dispatches by it give descriptors of their own.
+
+class RankLayout(OfThisProcess, EPAllToAllLayoutDesc):
+    """Its tables become arrays, or tensors on the device, when they are asked for: views of memory
+    that it keeps, but for the two maps, which are copies. A call of a few tokens takes less time
+    than all of them.
+
+    It never changes: dispatches by it give descriptors of their own. On GPUs its memory is used
+    again when it and its tensors are gone, after work on the stream that was current when the first
+    of them was asked for.
     """
 
     _why_not_copied = "tables of one rank's layer: each dispatch gives one; its arrays can be"
     required_rows: Any  #: [1] int32: rows of the fullest rank
     capacity_rows: int  #: rows of the windows
 
+    # Tensors alone have these: what ties a combine to the dispatch, and weights of the rows.
+    _token: Any = None
+    _weights: Any = None
+
     def __init__(
-        self, handle: Any, one_node: bool, grouped: bool, capacity_rows: int, rank: Optional[int]
-    ) -> None:
-        self._handle = handle
+        self, handle: Any, read: ReadTable, one_node: bool, grouped: bool, capacity_rows: int,
+        rank: Optional[int],
+    ) -> None:  # fmt: skip
+        self._handle, self._read = handle, read
         self._one_node, self._grouped = one_node, grouped
         self._rank = rank  #: with spare experts: whose slots are this rank's
         self._tables: Dict[str, Any] = {}
         self.num_dispatch_token_cur_rank = handle.num_tokens
         self.capacity_rows = capacity_rows
 
-    def __copy__(self: _L) -> _L:
+    def __copy__(self) -> RankLayout:
         made = type(self).__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made
@@ -91,19 +114,16 @@ class RankLayout(OfThisProcess, EPAllToAllLayoutDesc):
         return self._tables[name]
 
     def _make(self, name: str) -> Any:
-        nodes_only = name == "send_reqs_recv_tensor"
         maps = name in _ONE_NODE
-        if (self._one_node and nodes_only) or (self._grouped and name in _COMPACT):
+        if (self._one_node and name == "send_reqs_recv_tensor") or (
+            self._grouped and name in _COMPACT
+        ):
             return None
         if maps and not (self._one_node and self._grouped):
             return None
         if self._rank is None and name in _SLOTS:
             return None
-        return self._view(name, maps)
-
-    def _view(self, name: str, is_map: bool) -> Any:
-        table = self._handle.table(name, 0)
-        return table.astype(np.int64) if is_map and table is not None else table
+        return self._read(self._handle, name, maps)
 
 
 def _reader(name: str) -> property:
@@ -120,46 +140,6 @@ def checked_layout(layout: Any, name: str) -> Any:
     return layout
 
 
-def number_of_rows(
-    fixed_rows: Union[int, float, None], who: str, *, world_size: int, max_tokens: int, topk: int,
-    num_experts: int, rows: str, expert_alignment: int, spare_experts: int = 0,
-) -> Optional[int]:  # fmt: skip
-    """``fixed_rows`` as a number: a float is a share of what a rank gets at worst, when all tokens
-    of all ranks choose its experts, each as many different ones as there are.
-    """
-    if not isinstance(fixed_rows, float):
-        if fixed_rows is None:
-            return None
-        if isinstance(fixed_rows, bool):  # which would be one row
-            raise WrongType(f"{who}: fixed_rows = {fixed_rows}, expected a number of rows")
-        return at_least(fixed_rows, 1, f"{who}: fixed_rows")
-    if not 0 < fixed_rows <= 1:
-        raise InvalidArgument(
-            f"{who}: fixed_rows = {fixed_rows}, expected a number of rows, or a share of the worst"
-            " case, > 0.0 and <= 1.0"
-        )
-    local = max(1, num_experts // world_size)
-    each = min(topk, local) if rows == "grouped" else 1
-    share = math.ceil(fixed_rows * world_size * max_tokens * each)
-    slots = local + spare_experts
-    return max(1, share) + (slots * (expert_alignment - 1) if rows == "grouped" else 0)
-
-
-def room_of(
-    capacity: Optional[int], fixed_rows: Optional[int], max_per_expert: Optional[int], who: str
-) -> Tuple[int, int]:
-    """(capacity factor of buffers that grow, most topk slots of an expert; 0: any number)."""
-    factor = 2 if capacity is None else int64(capacity, f"{who}: capacity")
-    if capacity is not None and fixed_rows is not None:
-        raise InvalidArgument(
-            f"{who}: capacity = {factor}, expected none: fixed_rows = {fixed_rows} says how many"
-            " rows the buffers have"
-        )
-    if max_per_expert is None:
-        return factor, 0
-    return factor, at_least(max_per_expert, 1, f"{who}: max_per_expert")
-
-
 class ExpertLayer(OfThisProcess):
     """The shared part of waybill.EPAll2AllLayer and waybill.torch.EPAll2AllLayer."""
 
@@ -173,70 +153,98 @@ class ExpertLayer(OfThisProcess):
     scale_layout: str
     fixed_rows: Optional[int]
 
-    def _set_up(
-        self, make_world: Callable[[], World], sizes: Tuple[Any, ...], dtypes: Tuple[Any, Any], *,
-        num_sm: Any, enable_local_combine: Any, use_aot: Any, dropped_id: Any, rows: Any,
-        expert_alignment: Any, payload: Any, capacity: Any, fixed_rows: Any, copy_out: Any,
-        max_per_expert: Any, spare_experts: Any, limit: Any, min_rows: Any, combine: Any,
-        scale_layout: Any,
-    ) -> None:  # fmt: skip
-        """Checks the arguments, agrees on them with the other ranks, and makes the compiled layer.
-
-        :param sizes: in the order of the fields of EPConfig
+    def _set_up(self, make_world: Callable[[], World], given: Mapping[str, Any]) -> None:
+        """Checks the arguments of a face's constructor, agrees on them with the other ranks, and
+        makes the compiled layer.
         """
-        who = "EPAll2AllLayer"
-        fixed: Optional[int] = None
+        who, arg = "EPAll2AllLayer", SimpleNamespace(**given)
         compiled: Any = None
         options: Any = None
         most, factor = 0, 2
 
         def check() -> dict[str, Any]:
             """All arguments but those of the world, which the compiled part compares."""
-            nonlocal fixed, most, factor, compiled, options
-            named = zip(("dtype", "weight_dtype"), dtypes)
-            known = [self._known_dtype(value, f"{who}: {name}") for name, value in named]
+            nonlocal most, factor, compiled, options
+            known = [
+                self._known_dtype(value, f"{who}: {name}")
+                for name, value in (
+                    ("dtype", arg.dtype), ("weight_dtype", arg.weight_dtype),
+                    ("offset_dtype", "int32"),
+                )
+            ]  # fmt: skip
             called = {"num_experts": "num_tot_experts", "token_dtype": "dtype"}
             self.ep_config, compiled = EPConfig._of_words(
-                who, called, *sizes, *known, self._known_dtype("int32", f"{who}: offset_dtype")
-            )
+                who, called, arg.max_tokens, arg.hidden, arg.topk, arg.num_tot_experts, arg.rank,
+                arg.world_size, arg.local_world_size, *known,
+            )  # fmt: skip
+            id_ = arg.dropped_id
             self._options: dict[str, Any] = {
-                "dropped_id": (
-                    None if dropped_id is None else int64(dropped_id, f"{who}: dropped_id")
-                ),
-                "rows": choice(rows, f"{who}: rows", *_core.ep_row_names),
-                "expert_alignment": int64(expert_alignment, f"{who}: expert_alignment"),
-                **spare_options(spare_experts, limit, min_rows, who),
+                "dropped_id": None if id_ is None else int64(id_, f"{who}: dropped_id"),
+                "rows": choice(arg.rows, f"{who}: rows", *_core.ep_row_names),
+                "expert_alignment": int64(arg.expert_alignment, f"{who}: expert_alignment"),
+                **spare_options(arg.spare_experts, arg.limit, arg.min_rows, who),
             }  # those that the layer of the weights' gradients has, too
             self._take_sizes(self.ep_config)
-            self._payload: Payload = payload_of(payload, f"{who}: payload", self.hidden)
+            self.payload, self.rows = arg.payload, arg.rows
+            self._payload: Payload = payload_of(arg.payload, f"{who}: payload", self.hidden)
             with said_by(who, words=called):
-                options = _core.ep_dispatch_options(compiled, **self._options, payload=payload)
+                options = _core.ep_dispatch_options(compiled, **self._options, payload=arg.payload)
             self.scale_layout = scale_layout_of(
-                scale_layout, self._payload, rows, expert_alignment, who
+                arg.scale_layout, self._payload, arg.rows, arg.expert_alignment, who
             )
-            fixed = number_of_rows(
-                fixed_rows, who, world_size=self.world_size, max_tokens=self.max_tokens, rows=rows,
-                topk=self.topk, num_experts=self.num_tot_experts, expert_alignment=expert_alignment,
-                spare_experts=spare_experts,
-            )  # fmt: skip
-            self.num_sm = 1 if num_sm is None else at_least(num_sm, 1, f"{who}: num_sm", 2**31)
-            self.copy_out = flag(copy_out, f"{who}: copy_out")
-            self.enable_local_combine = flag(enable_local_combine, f"{who}: enable_local_combine")
-            self.use_aot = flag(use_aot, f"{who}: use_aot")
+            self.fixed_rows = self._number_of_rows(arg.fixed_rows, f"{who}: fixed_rows")
+            self.num_sm = (
+                1 if arg.num_sm is None else at_least(arg.num_sm, 1, f"{who}: num_sm", 2**31)
+            )
+            names = ("copy_out", "enable_local_combine", "use_aot")
+            self.copy_out, self.enable_local_combine, self.use_aot = (
+                flag(given[name], f"{who}: {name}") for name in names
+            )
             gone = "combines pull since 0.2, and the argument goes in 0.3"
-            self.combine_way = choice(combine, f"{who}: {gone}: combine", "pull")
-            factor, most = room_of(capacity, fixed, max_per_expert, who)
+            self.combine_way = choice(arg.combine, f"{who}: {gone}: combine", "pull")
+            factor = 2 if arg.capacity is None else self._capacity(arg.capacity, who)
+            if arg.max_per_expert is not None:
+                most = at_least(arg.max_per_expert, 1, f"{who}: max_per_expert")
             return {}
 
         self.world = agreed_world(make_world, who, check)
-        if num_sm is None:
+        if arg.num_sm is None:
             self.num_sm = self._suggested_sms()
-        self.payload, self.rows, self.fixed_rows = payload, rows, fixed
         layer_options = _core.layer_options(
-            options, self.num_sm, self.enable_local_combine, factor, fixed or 0, most
+            options, self.num_sm, self.enable_local_combine, factor, self.fixed_rows or 0, most
         )
         self._layer: Any = _core.ExpertLayer(self.world._world, compiled, layer_options)
         self._lock, self._unwinding = threading.RLock(), Unwinding()
+
+    def _capacity(self, capacity: Any, who: str) -> int:
+        factor = int64(capacity, f"{who}: capacity")
+        if self.fixed_rows is not None:
+            raise InvalidArgument(
+                f"{who}: capacity = {factor}, expected none: fixed_rows = {self.fixed_rows} says"
+                " how many rows the buffers have"
+            )
+        return factor
+
+    def _number_of_rows(self, fixed_rows: Union[int, float, None], name: str) -> Optional[int]:
+        """``fixed_rows`` as a number: a float is a share of what a rank gets at worst, when all
+        tokens of all ranks choose its experts, each as many different ones as there are.
+        """
+        if fixed_rows is None:
+            return None
+        if isinstance(fixed_rows, bool):  # which would be one row
+            raise WrongType(f"{name} = {fixed_rows}, expected a number of rows")
+        if not isinstance(fixed_rows, float):
+            return at_least(fixed_rows, 1, name)
+        if not 0 < fixed_rows <= 1:
+            raise InvalidArgument(
+                f"{name} = {fixed_rows}, expected a number of rows, or a share of the worst case,"
+                " > 0.0 and <= 1.0"
+            )
+        tokens = fixed_rows * self.world_size * self.max_tokens
+        if self.rows == "compact":
+            return max(1, math.ceil(tokens))
+        share = max(1, math.ceil(tokens * min(self.topk, self.experts_per_rank)))
+        return share + self.slots_per_rank * (self._options["expert_alignment"] - 1)
 
     def _take_sizes(self, config: EPConfig) -> None:
         """The attributes of Triton-distributed's layer, and of slots."""
@@ -367,41 +375,29 @@ class ExpertLayer(OfThisProcess):
         self._dispatched(made.number, weight is not None)
         shown = zip((bits, weights, scale_bits), ("rows", "weights", "scales"))
         rows, weights, scales = (self._shown(view, kind) for view, kind in shown)
-        layout = self._layout_of(
-            made, self.is_intra_node, self.rows == "grouped", self._layer.output_rows,
-            self.rank if self.spare_experts > 0 else None,
+        layout = RankLayout(
+            made, self._read_table, self.is_intra_node, self.rows == "grouped",
+            self._layer.output_rows, self.rank if self.spare_experts > 0 else None,
         )  # fmt: skip
         return rows, weights, scales, layout
 
-    # A face says this about its arrays.
+    if TYPE_CHECKING:  # a face says this about its arrays
+        _read_table: ReadTable
 
-    def _known_dtype(self, value: Any, name: str) -> Any:
-        """The dtype of the face, from it or its name."""
-        raise NotImplementedError
+        @staticmethod
+        def _known_dtype(value: Any, name: str) -> Any: ...
+        def _suggested_sms(self) -> int: ...
+        def _stream(self) -> int: ...
 
-    def _suggested_sms(self) -> int:
-        raise NotImplementedError
+        # The handle of a stream of the caller's; None is the current one.
+        def _stream_given(self, stream: Any, name: str) -> int: ...
 
-    def _stream(self) -> int:
-        raise NotImplementedError
+        # Memory of "tokens", "ids", "weights", "scales", "positions" or "outputs" (of experts), and
+        # what must live while it is used; None stays None.
+        def _given(self, value: Any, name: str, kind: str) -> Tuple[Any, Any]: ...
 
-    def _stream_given(self, stream: Any, name: str) -> int:
-        """The handle of a stream of the caller's; None is the current one."""
-        raise NotImplementedError
-
-    def _given(self, value: Any, name: str, kind: str) -> Tuple[Any, Any]:
-        """Memory of "tokens", "ids", "weights", "scales", "positions" or "outputs" (of experts),
-        and what must live while it is used; None stays None.
-        """
-        raise NotImplementedError
-
-    def _shown(self, bits: Any, kind: str) -> Any:
-        """An array over "rows", "weights", "scales" or "outputs" in a window; None stays None."""
-        raise NotImplementedError
-
-    def _layout_of(self, *of_rank: Any) -> Any:
-        """The descriptor of a dispatch."""
-        raise NotImplementedError
+        # An array over "rows", "weights", "scales" or "outputs" in a window; None stays None.
+        def _shown(self, bits: Any, kind: str) -> Any: ...
 
     def _dispatched(self, number: int, brings_weights: bool) -> None:
         """Notes that dispatch ``number`` has begun."""
@@ -456,15 +452,7 @@ class EPAll2AllLayer(ExpertLayer):
         combine: str = "pull",
         scale_layout: str = "rows",
     ) -> None:
-        self._set_up(
-            lambda: _in_host_memory(ep_group),
-            (max_tokens, hidden, topk, num_tot_experts, rank, world_size, local_world_size),
-            (dtype, weight_dtype), num_sm=num_sm, enable_local_combine=enable_local_combine,
-            use_aot=use_aot, dropped_id=dropped_id, rows=rows, expert_alignment=expert_alignment,
-            payload=payload, capacity=capacity, fixed_rows=fixed_rows, copy_out=copy_out,
-            max_per_expert=max_per_expert, spare_experts=spare_experts, limit=limit,
-            min_rows=min_rows, combine=combine, scale_layout=scale_layout,
-        )  # fmt: skip
+        self._set_up(lambda: _in_host_memory(ep_group), locals())
         self._native = {"rows": True, "weights": True}
 
     @property
@@ -543,8 +531,7 @@ class EPAll2AllLayer(ExpertLayer):
     def __repr__(self) -> str:
         return f"EPAll2AllLayer({self._described()})"
 
-    def _known_dtype(self, value: Any, name: str) -> str:
-        return named_dtype(value, name)
+    _known_dtype = staticmethod(library_dtype_of)
 
     def _suggested_sms(self) -> int:
         return _HOST_SMS
@@ -587,8 +574,10 @@ class EPAll2AllLayer(ExpertLayer):
         dtype = self.weight_dtype if kind == "weights" else self.dtype
         return as_float(bits, dtype, self._native["weights" if kind == "weights" else "rows"])
 
-    def _layout_of(self, *of_rank: Any) -> RankLayout:
-        return RankLayout(*of_rank)
+    @staticmethod
+    def _read_table(handle: Any, name: str, is_map: bool) -> Any:
+        table = handle.table(name, 0)
+        return table.astype(np.int64) if is_map and table is not None else table
 
 
 _HOST_SMS = 20  # ranks in host memory ignore it

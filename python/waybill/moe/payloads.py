@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Callable, Optional, Tuple
 
@@ -89,31 +90,37 @@ def scale_bits(payload: Payload, value: Any, name: str) -> AnyArray:
         return raw_bytes(value, payload.scale_columns, name)
     if not payload.has_row_scale:
         return item_bits(value, payload.scale_name, payload.scale_columns, name)
-    of_groups, of_rows = two_scales(value, name)
-    groups = item_bits(of_groups, payload.scale_name, payload.num_groups, f"{name}[0]")
-    packed = np.zeros((len(groups), payload.scale_columns), np.int8)
-    if groups.shape[1:] != (payload.num_groups,):
-        raise InvalidArgument(
-            f"{name}[0] has shape {list(groups.shape)}, expected [num_tokens, {payload.num_groups}]"
-        )
-    packed[:, : payload.num_groups] = groups
-    rows = as_numpy(of_rows, f"{name}[1]")
-    if rows.dtype != np.float32 or rows.size not in (1, len(groups)):
-        raise InvalidArgument(
-            f"{name}[1] has dtype {rows.dtype} and {rows.size} numbers, expected float32, one for"
-            f" each of {len(groups)} tokens, or one for all"
-        )
-    packed[:, -4:].view(np.float32)[:] = rows.reshape(-1, 1)
-    return packed
+    return packed_scales(
+        payload, value, name,
+        lambda one, name: item_bits(one, payload.scale_name, payload.num_groups, name),
+        as_numpy, lambda groups, columns: np.zeros((len(groups), columns), np.int8), np.float32,
+    )  # fmt: skip
 
 
-def two_scales(value: Any, name: str) -> Tuple[Any, Any]:
-    """(scales of groups, scales of rows)."""
+def packed_scales(
+    payload: Payload, value: Any, name: str, items: Callable[[Any, str], Any],
+    array: Callable[[Any, str], Any], zeros: Callable[[Any, int], Any], float32: Any,
+) -> Any:  # fmt: skip
+    """(scales of groups, scales of rows) as they travel: side by side, for arrays and tensors."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise InvalidArgument(
             f"{name} is a {type(value).__name__}, expected (scales of groups, scales of rows)"
         )
-    return value[0], value[1]
+    groups, rows = items(value[0], f"{name}[0]"), array(value[1], f"{name}[1]")
+    if groups.shape[1:] != (payload.num_groups,):
+        raise InvalidArgument(
+            f"{name}[0] has shape {list(groups.shape)}, expected [num_tokens, {payload.num_groups}]"
+        )
+    count = math.prod(rows.shape)
+    if rows.dtype != float32 or count not in (1, len(groups)):
+        raise InvalidArgument(
+            f"{name}[1] has dtype {rows.dtype} and {count} numbers, expected float32, one for each"
+            f" of {len(groups)} tokens, or one for all"
+        )
+    packed = zeros(groups, payload.scale_columns)
+    packed[:, : payload.num_groups] = groups
+    packed[:, -4:].view(float32)[:] = rows.reshape(-1, 1)
+    return packed
 
 
 def shown_scales(payload: Payload, bits: AnyArray) -> Any:

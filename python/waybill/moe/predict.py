@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, List, Optional, Sequence, Tuple
 
 from .. import _core
-from .._arrays import AnyArray, IntArray, instance, int64, number, numbers
+from .._arrays import AnyArray, IntArray, converted, instance, int64, number
 from .._errors import renamed, said_by
 from .._lifetime import Made, OfThisProcess
 from ..costs import LinkSpeeds, check_speed
@@ -137,21 +138,23 @@ def summarize(
 _MOST_COST = 1e18
 
 
-def cost_options(who: str, speeds: Tuple[Any, ...], num_sms: Any, path: Any, **seconds: Any) -> Any:
-    """The compiled options of predictions; ``seconds`` that are not given are the model's.
-
-    :param speeds: of NVLink, the network and a block
-    """
-    links = zip(("nvlink", "network", "block"), speeds)
-    named = {f"{link}_bytes_per_second": speed for link, speed in links}
-    given = {name: check_speed(speed, f"{who}: {name}") for name, speed in named.items()}
-    costs = numbers(who, **seconds)
-    for name, cost in costs.items():
-        least = 1 if name == "path_bytes_per_second" else 0
-        if not (cost == 0 or least <= cost <= _MOST_COST):
-            raise InvalidArgument(f"{who}: {name} = {cost:g}, expected 0 to {_MOST_COST:g}")
+def cost_options(who: str, given: Mapping[str, Any]) -> Any:
+    """The compiled options of predictions; seconds that are not given are the model's."""
+    made = converted(
+        who, given, (_cost, "message_seconds phase_seconds network_message_seconds"),
+        (_cost, "network_post_seconds path_bytes_per_second"),
+        (check_speed, "nvlink_bytes_per_second network_bytes_per_second block_bytes_per_second"),
+    )  # fmt: skip
     with said_by(who):
-        return _core.expert_cost_options(**given, **costs, num_sms=num_sms, path=path)
+        return _core.expert_cost_options(**made, num_sms=given["num_sms"], path=given["path"])
+
+
+def _cost(value: Any, name: str) -> float:
+    cost = number(value, name)
+    least = 1 if name.endswith(": path_bytes_per_second") else 0
+    if not (cost == 0 or least <= cost <= _MOST_COST):
+        raise InvalidArgument(f"{name} = {cost:g}, expected 0 to {_MOST_COST:g}")
+    return cost
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,12 +223,7 @@ def predict(
     :raises InvalidArgument: naming argument and rank
     """
     who = "predict"
-    costed = cost_options(
-        who, (nvlink_bytes_per_second, network_bytes_per_second, block_bytes_per_second), num_sms,
-        path, message_seconds=message_seconds, phase_seconds=phase_seconds,
-        network_message_seconds=network_message_seconds, network_post_seconds=network_post_seconds,
-        path_bytes_per_second=path_bytes_per_second,
-    )  # fmt: skip
+    costed = cost_options(who, locals())
     spare = spare_options(spare_experts, limit, min_rows, who)
     compiled, options, arrays = choices_of(config, exp_indices, dropped_id, payload, who, **spare)
     calls = _core.predict_experts(compiled, options, arrays, costed)
@@ -290,8 +288,7 @@ def price_copies(
     :raises InvalidArgument: naming argument and rank
     """
     who = "price_copies"
-    speeds = (nvlink_bytes_per_second, network_bytes_per_second, block_bytes_per_second)
-    costed = cost_options(who, speeds, num_sms, path)
+    costed = cost_options(who, locals())
     spare = spare_options(spare_experts, limit, min_rows, who)
     spare["expert_alignment"] = int64(expert_alignment, f"{who}: expert_alignment")
     compiled, options, arrays = choices_of(config, exp_indices, dropped_id, payload, who, **spare)

@@ -36,8 +36,7 @@ def _bfloat16_bits(array: AnyArray) -> AnyArray:
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-    result: AnyArray = np.where(nan, quiet, rounded).astype(np.uint16).view(np.int16)
-    return result
+    return np.where(nan, quiet, rounded).astype(np.uint16).view(np.int16)
 
 
 def payload_bits(value: Any, dtype: str, columns: int, name: str) -> Tuple[AnyArray, bool]:
@@ -116,8 +115,7 @@ def as_float(bits: AnyArray, dtype: str, native: bool) -> AnyArray:
 
         return bits.view(ml_dtypes.bfloat16)
     widened = bits.view(np.uint16).astype(np.uint32) << np.uint32(16)
-    result: AnyArray = widened.view(np.float32)
-    return result
+    return widened.view(np.float32)
 
 
 @dataclass

@@ -205,6 +205,13 @@ def tensor(array: Any, device: Optional[torch.device] = None) -> Any:
     return shared if device is None or device.type == "cpu" else shared.to(device)
 
 
+def on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a small table of the host, which does not wait for the device."""
+    if device.type == "cpu":
+        return table
+    return table.pin_memory().to(device, non_blocking=True)
+
+
 def tensors(value: Any, device: Optional[torch.device] = None) -> Any:
     """Tensors for arrays, also inside tuples and lists; records keep their type."""
     if isinstance(value, np.ndarray):

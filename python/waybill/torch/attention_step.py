@@ -16,7 +16,7 @@ from .._graphs import outside_graphs
 from .._lifetime import OfThisProcess
 from ..errors import InvalidArgument
 from ..plans import QkvRouting, RankAttention
-from ..sequence_dispatcher import PlanHandle, of_qkv
+from ..sequence_dispatcher import Names, PlanHandle, of_qkv
 from ._tensors import (
     adjacent_rows,
     callers_level,
@@ -32,6 +32,12 @@ from .sequence_dispatcher import SequenceDispatcher
 __all__ = ["AttentionStep", "recomputed_attention"]
 
 Attend = Callable[..., torch.Tensor]
+
+#: The plans of a call, and of the gradient of its first tensor.
+_PLANS = {
+    "dispatch_qkv": ("forward", "q_gradient"),
+    "return_outputs": ("output", "output_gradient"),
+}
 
 
 class AttentionStep(OfThisProcess):
@@ -120,7 +126,7 @@ class AttentionStep(OfThisProcess):
         """
         for i, tensor in enumerate((q, *kv)):
             require_moved_rows(tensor, f"dispatch_qkv: {of_qkv(i)}")
-        *there, token = _QkvDispatch.apply(self, q, *kv)
+        *there, token = _Moved.apply(self, "dispatch_qkv", of_qkv, None, q, *kv)
         self._token, self._needs_gradients = token, token.requires_grad
         return tuple(there)
 
@@ -133,7 +139,8 @@ class AttentionStep(OfThisProcess):
         token, self._token = self._token, None
         if token is None and self._needs_gradients:  # again, as of a checkpoint: on all ranks alike
             token = torch.empty(0, device=out.device, requires_grad=True)
-        return _OutputReturn.apply(self, out, token)
+        home, _ = _Moved.apply(self, "return_outputs", _of_out, token, adjacent_rows(out))
+        return home
 
     @outside_graphs
     def replace_routing(self, routing: QkvRouting) -> None:
@@ -158,70 +165,52 @@ class AttentionStep(OfThisProcess):
             "output_gradient": [(routing.fwd_q, self._out)],
         }
 
-    def _moved(
-        self, name: str, tensor: torch.Tensor, rows: int, of_dispatch: int = 0
-    ) -> torch.Tensor:
-        """A copy of what arrives, with zeros below where the caller has more rows."""
-        given, plan = (adjacent_rows(tensor),), self._plans[name]
-        (view,) = self.dispatcher._dispatch(
-            "return_outputs", lambda _: "out", plan, given, of_dispatch
-        )
-        return _padded(view, rows) if rows > view.shape[0] else view.clone()
+
+def _of_out(_: int) -> str:
+    return "out"
 
 
-class _QkvDispatch(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """Moves tensors by the plan of a call. Backward moves the gradient of the first by another, and
+    sums those of further ones, the copies of K and V.
+    """
+
     @staticmethod
-    def forward(ctx: Any, step: AttentionStep, *tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-        ctx.step = step
+    def forward(
+        ctx: Any, step: AttentionStep, who: str, names: Names, token: Optional[torch.Tensor],
+        *tensors: torch.Tensor,
+    ) -> Tuple[torch.Tensor, ...]:  # fmt: skip
+        ctx.step, ctx.who = step, who
         ctx.rows = [tensor.shape[0] for tensor in tensors]
-        plan = step._plans["forward"]
-        views = step.dispatcher._dispatch("dispatch_qkv", of_qkv, plan, tensors, 0)
+        views = step.dispatcher._dispatch(who, names, step._plans[_PLANS[who][0]], tensors, 0)
         ctx.number = step.dispatcher.last_dispatch
         # Without elements, it ties return_outputs to this call: where attention computes nothing
         # from no rows, backward would else leave this call out, for which other ranks wait.
-        token = tensors[0].new_empty(0, dtype=torch.float32)
-        save_mark(ctx, token)
-        return (*(view.clone() for view in views), token)
+        tie = tensors[0].new_empty(0, dtype=torch.float32)
+        save_mark(ctx, tie)
+        return (*(view.clone() for view in views), tie)
 
     @staticmethod
     @outside_graphs
     @first_order
     def backward(ctx: Any, *gradients: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
-        _read_mark(ctx, "dispatch_qkv")
-        step, (q_rows, *kv_rows) = ctx.step, ctx.rows
-        q, *kv = gradients[:-1]
-        dq: Optional[torch.Tensor] = None
+        _read_mark(ctx, ctx.who)
+        step, (rows, *kv_rows) = ctx.step, ctx.rows
+        gradient, *kv = gradients[:-1]
+        needs_token, needs_first, *needs_kv = ctx.needs_input_grad[3:]
+        first = token = None
         dkv: list[Optional[torch.Tensor]] = [None] * len(kv)
-        if ctx.needs_input_grad[1]:
-            dq = step._moved("q_gradient", q, q_rows, ctx.number)
-        if any(ctx.needs_input_grad[2:]):
+        if needs_token or needs_first:
+            plan, given = step._plans[_PLANS[ctx.who][1]], (adjacent_rows(gradient),)
+            (view,) = step.dispatcher._dispatch("return_outputs", _of_out, plan, given, ctx.number)
+            first = _padded(view, rows) if rows > view.shape[0] else view.clone()
+            token = first.new_zeros(0, dtype=torch.float32) if needs_token else None
+        if any(needs_kv):
             sums = step.dispatcher.kv_gradient(
                 step._plans["kv_gradient"], *map(adjacent_rows, kv), of_dispatch=ctx.number
             )
             dkv = [_padded(s, rows) for s, rows in zip(sums, kv_rows)]
-        return (None, dq, *dkv)
-
-
-class _OutputReturn(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, step: AttentionStep, out: torch.Tensor, token: Optional[torch.Tensor]
-    ) -> torch.Tensor:
-        ctx.step, ctx.rows = step, out.shape[0]
-        home = step._moved("output", out, 0)
-        ctx.number = step.dispatcher.last_dispatch
-        save_mark(ctx, home)
-        return home
-
-    @staticmethod
-    @outside_graphs
-    @first_order
-    def backward(ctx: Any, gradient: torch.Tensor) -> Tuple[Optional[torch.Tensor], ...]:
-        _read_mark(ctx, "return_outputs")
-        step = ctx.step
-        there = step._moved("output_gradient", gradient, ctx.rows, ctx.number)
-        token = there.new_zeros(0, dtype=torch.float32) if ctx.needs_input_grad[2] else None
-        return None, there if ctx.needs_input_grad[1] else None, token
+        return (None, None, None, token, first if needs_first else None, *dkv)
 
 
 @outside_graphs

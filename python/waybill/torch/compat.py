@@ -6,7 +6,7 @@ from typing import Any, Optional, Tuple
 
 import torch
 
-from .._arrays import at_least, flag
+from .._arrays import at_least, flag, instance
 from .._graphs import outside_graphs
 from .._lifetime import OfThisProcess
 from ..errors import InvalidArgument, Unsupported
@@ -156,11 +156,7 @@ class EPLowLatencyAllToAllLayer(OfThisProcess):
         :param zero_copy: accepted: rows are always read from send_tokens
         """
         who = "EPLowLatencyAllToAllLayer.combine"
-        if not isinstance(dispatch_meta, DispatchMetaInfo):
-            raise InvalidArgument(
-                f"{who}: dispatch_meta is a {type(dispatch_meta).__name__}, expected what dispatch"
-                " returned"
-            )
+        instance(dispatch_meta, DispatchMetaInfo, f"{who}: dispatch_meta", "what dispatch returned")
         flag(zero_copy, f"{who}: zero_copy")
         sums, _, _ = self._buffer.low_latency_combine(
             send_tokens, topk_indices, topk_weights, dispatch_meta._handle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, Tuple
 
@@ -92,8 +93,11 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
     def _shown(self, plan: PlanHandle, window: Any) -> Tuple[torch.Tensor, ...]:
         made = window.made
         if made is None:
-            made = window.made = _Window(window.bytes)
-        return tuple([made[dtype].as_strided(*place) for dtype, *place in plan._places])
+            with torch.inference_mode(False):
+                memory = shown_memory(window.bytes, torch.uint8)
+            # As one tensor of each dtype, made when it is first asked for.
+            made = window.made = functools.cache(functools.partial(_elements, memory))
+        return tuple([made(dtype).as_strided(*place) for dtype, *place in plan._places])
 
     def _apart(self, views: Tuple[torch.Tensor, ...]) -> Tuple[torch.Tensor, ...]:
         """Each is for autograd a tensor of its own, which does not change with the others."""
@@ -113,16 +117,6 @@ class SequenceDispatcher(Dispatcher[torch.Tensor]):
         return torch_dtype(value, name)
 
 
-class _Window(dict[torch.dtype, torch.Tensor]):
-    """A window as one tensor of each dtype, made when it is first asked for."""
-
-    def __init__(self, memory: Any) -> None:
-        super().__init__()
-        with torch.inference_mode(False):
-            self._bytes = shown_memory(memory, torch.uint8)
-
-    def __missing__(self, dtype: torch.dtype) -> torch.Tensor:
-        whole = self._bytes[: len(self._bytes) // 8 * 8]
-        with torch.inference_mode(False):
-            made = self[dtype] = whole.view(dtype)
-        return made
+def _elements(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return memory[: len(memory) // 8 * 8].view(dtype)

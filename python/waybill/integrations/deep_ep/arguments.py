@@ -9,7 +9,7 @@ from typing import Any, List, NamedTuple, Optional, Tuple
 import torch
 
 from ... import _core
-from ..._arrays import at_least, flag, instance, int64
+from ..._arrays import at_least, converted, flag, instance, int64
 from ...errors import InvalidArgument, Unsupported
 from ...moe.payloads import Payload, payload_of
 from ...torch._tensors import require_known_ids
@@ -314,14 +314,10 @@ class Config:
         num_max_rdma_chunked_send_tokens: int = 6,
         num_max_rdma_chunked_recv_tokens: int = 256,
     ) -> None:
+        given = locals()
         self.num_sms = at_least(num_sms, 1, "Config: num_sms")
-        for name, value in (
-            ("num_max_nvl_chunked_send_tokens", num_max_nvl_chunked_send_tokens),
-            ("num_max_nvl_chunked_recv_tokens", num_max_nvl_chunked_recv_tokens),
-            ("num_max_rdma_chunked_send_tokens", num_max_rdma_chunked_send_tokens),
-            ("num_max_rdma_chunked_recv_tokens", num_max_rdma_chunked_recv_tokens),
-        ):
-            setattr(self, name, int64(value, f"Config: {name}"))
+        chunked = [name for name in given if name.endswith("_tokens")]
+        vars(self).update(converted("Config", given, (int64, " ".join(chunked))))
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Bytes for ``max_tokens()`` tokens of each rank, if all of them come to one rank."""

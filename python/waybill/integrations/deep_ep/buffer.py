@@ -7,7 +7,7 @@ from typing import Any, List, NoReturn, Optional, Tuple, Union
 
 import torch
 
-from ..._arrays import at_least, flag, instance, int64
+from ..._arrays import count, flag, instance, int64
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
 from ...errors import InvalidArgument, Unsupported
@@ -70,15 +70,12 @@ class Buffer(OfThisProcess):
             check_network(
                 num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric
             )
-            self.num_nvl_bytes = at_least(num_nvl_bytes, 0, "Buffer: num_nvl_bytes")
-            self.num_rdma_bytes = at_least(num_rdma_bytes, 0, "Buffer: num_rdma_bytes")
+            self.num_nvl_bytes = count(num_nvl_bytes, "Buffer: num_nvl_bytes")
+            self.num_rdma_bytes = count(num_rdma_bytes, "Buffer: num_rdma_bytes")
             self.low_latency_mode = flag(low_latency_mode, "Buffer: low_latency_mode")
             self.explicitly_destroy = flag(explicitly_destroy, "Buffer: explicitly_destroy")
-            return {
-                "num_nvl_bytes": self.num_nvl_bytes, "num_rdma_bytes": self.num_rdma_bytes,
-                "low_latency_mode": self.low_latency_mode,
-                "explicitly_destroy": self.explicitly_destroy,
-            }  # fmt: skip
+            names = ("num_nvl_bytes", "num_rdma_bytes", "low_latency_mode", "explicitly_destroy")
+            return {name: getattr(self, name) for name in names}
 
         world = agreed_world(lambda: world_of(group, None, None, "Buffer"), "Buffer", check)
         self.rank, self.group_size = world.rank, world.world_size
@@ -200,10 +197,10 @@ class Buffer(OfThisProcess):
                     " expected one or the other"
                 )
             call.same_tokens(rows.x, handle.ids.shape[0])
-            (out, out_scales), event = self._queue.run(
+            got, event = self._queue.run(
                 lambda: self._many.again(rows, handle, sms), [rows.x, rows.scales], *streams
             )
-            return out if out_scales is None else (out, out_scales), None, None, None, None, event
+            return got.rows, None, None, None, None, event
         if num_tokens_per_rank is not None:
             call.table("num_tokens_per_rank", num_tokens_per_rank, (self.group_size,), *COUNTS)
         alignment, worst = self._check_room(rows.x, expert_alignment, num_worst_tokens)

@@ -6,7 +6,7 @@ from typing import Any, Dict, List, NoReturn, Optional, Tuple, Union
 
 import torch
 
-from ..._arrays import at_least, flag, int64
+from ..._arrays import converted, count, flag, int64
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
 from ...errors import InvalidArgument, Unsupported
@@ -63,41 +63,29 @@ class ElasticBuffer(OfThisProcess):
         num_gpu_timeout_secs: Optional[int] = None,
         explicitly_destroy: bool = False,
     ) -> None:
-        who = "ElasticBuffer"
+        given, who = locals(), "ElasticBuffer"
         self.group = group
 
         def check(world: World) -> dict[str, Any]:
             if int64(num_cpu_bytes, f"{who}: num_cpu_bytes") != 0:
                 raise Unsupported(f"{who}: num_cpu_bytes = {num_cpu_bytes}, expected 0")
-            self.num_max_tokens_per_rank = int64(
-                num_max_tokens_per_rank, f"{who}: num_max_tokens_per_rank"
-            )
-            self.allow_hybrid_mode = flag(allow_hybrid_mode, f"{who}: allow_hybrid_mode")
-            self.allow_multiple_reduction = flag(
-                allow_multiple_reduction, f"{who}: allow_multiple_reduction"
-            )
-            self.explicitly_destroy = flag(explicitly_destroy, f"{who}: explicitly_destroy")
-            for name, value in (
-                ("num_max_tokens_per_rank", self.num_max_tokens_per_rank),
-                ("hidden", hidden),
-                ("num_topk", num_topk),
-                ("sl_idx", sl_idx),
-                ("num_allocated_qps", num_allocated_qps),
-            ):
-                at_least(value, 0, f"{who}: {name}")
-            for name, value in (
-                ("use_fp8_dispatch", use_fp8_dispatch),
-                ("deterministic", deterministic),
-                ("prefer_overlap_with_compute", prefer_overlap_with_compute),
-            ):
-                flag(value, f"{who}: {name}")
+            made = converted(
+                who, given, (count, "num_max_tokens_per_rank hidden num_topk sl_idx"),
+                (count, "num_allocated_qps"), (flag, "use_fp8_dispatch deterministic"),
+                (flag, "prefer_overlap_with_compute allow_hybrid_mode explicitly_destroy"),
+                (flag, "allow_multiple_reduction"),
+            )  # fmt: skip
+            self.num_max_tokens_per_rank: int = made["num_max_tokens_per_rank"]
+            self.allow_hybrid_mode: bool = made["allow_hybrid_mode"]
+            self.allow_multiple_reduction: bool = made["allow_multiple_reduction"]
+            self.explicitly_destroy: bool = made["explicitly_destroy"]
             check_timeout(num_cpu_timeout_secs, f"{who}: num_cpu_timeout_secs", world)
             check_timeout(num_gpu_timeout_secs, f"{who}: num_gpu_timeout_secs", world)
             if num_bytes is None:
-                sizes = (self.num_max_tokens_per_rank, int64(hidden, f"{who}: hidden"))
+                sizes = (self.num_max_tokens_per_rank, made["hidden"])
                 self.num_bytes = elastic_bytes(world.world_size, *sizes)
             else:
-                self.num_bytes = at_least(num_bytes, 0, f"{who}: num_bytes")
+                self.num_bytes = count(num_bytes, f"{who}: num_bytes")
             return {
                 "num_bytes": self.num_bytes,
                 "num_max_tokens_per_rank": self.num_max_tokens_per_rank,

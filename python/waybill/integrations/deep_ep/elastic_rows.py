@@ -150,14 +150,13 @@ class Compact:
 
     def again(self, x: Rows, handle: EPHandle, weights: Any) -> Received:
         """Collective: other rows, and perhaps weights, by the same routing."""
-        out, out_scales = self._rows.again(x, handle.inner, handle.num_sms)
+        got = self._rows.again(x, handle.inner, handle.num_sms)._replace(handle=handle)
         if weights is None:
-            found = None if handle.found is None else handle.found.clone()
-            return Received(out, out_scales, found, None, None, handle)
+            return got._replace(topk_idx=None if handle.found is None else handle.found.clone())
         ids, arrived = self._rows.choices(
             handle.topk_idx, weights, handle.inner, self.num_experts, handle.num_sms
         )
-        return Received(out, out_scales, ids, arrived, None, handle)
+        return got._replace(topk_idx=ids, topk_weights=arrived)
 
     def check_combine(
         self, x: Any, handle: EPHandle, weights: Any, bias: Any, call: Call

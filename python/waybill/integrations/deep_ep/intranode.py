@@ -127,12 +127,11 @@ class Intranode:
             ids = torch.where(is_token_in_rank, ranks, -1)
         return DispatchHandle(self, is_token_in_rank.clone(), ids)
 
-    def again(
-        self, x: Rows, handle: DispatchHandle, num_sms: int
-    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+    def again(self, x: Rows, handle: DispatchHandle, num_sms: int) -> Received:
         """Collective: other rows by the routing of a dispatch."""
-        rows, recv_scales = self._send(x, handle, num_sms)
-        return _rows(rows, handle.rows_out), _rows(recv_scales, handle.rows_out)
+        rows, scales = self._send(x, handle, num_sms)
+        size = handle.rows_out
+        return Received(_rows(rows, size), _rows(scales, size), None, None, None, handle)
 
     def choices(
         self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, handle: DispatchHandle,

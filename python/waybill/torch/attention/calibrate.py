@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Optional, Tuple, Union
+from typing import Any, Optional, Tuple, Union
 
 import numpy as np
 import torch
 
-from ..._arrays import int64
+from ..._arrays import within
 from ..._graphs import outside_graphs
 from ...costs import AttentionCosts
 from ...errors import InvalidArgument
@@ -23,25 +23,19 @@ from .plan import BatchPlanner
 _WHO = "calibrate_attention"
 
 
-class _Case(NamedTuple):
-    """One call: ``shards`` shards of ``q_len`` queries, the last of ``kv_len`` keys."""
+#: One call: so many shards, the queries of each, the keys of its last query.
+_Case = Tuple[int, int, int]
 
-    shards: int
-    q_len: int
-    kv_len: int
 
-    @property
-    def rows(self) -> int:
-        return self.shards * self.q_len
-
-    def pairs(self, shape: AttentionShape) -> int:
-        if shape.mask == "full":
-            return self.rows * self.kv_len
-        first = self.kv_len - self.q_len + 1
-        keys = np.arange(first, self.kv_len + 1)
-        if shape.window is not None:
-            keys = np.minimum(keys, shape.window)
-        return self.shards * int(keys.sum())
+def pairs(case: _Case, shape: AttentionShape) -> int:
+    """(query, key) pairs of a call."""
+    shards, q_len, kv_len = case
+    if shape.mask == "full":
+        return shards * q_len * kv_len
+    keys = np.arange(kv_len - q_len + 1, kv_len + 1)
+    if shape.window is not None:
+        keys = np.minimum(keys, shape.window)
+    return shards * int(keys.sum())
 
 
 @outside_graphs
@@ -69,11 +63,11 @@ def calibrate_attention(
         rows: of queries in a call: enough that the device is full.
         repeats: the median of so many is taken.
     """
-    place = require_device(device, f"{_WHO}: device")
-    if place is None:
+    device = require_device(device, f"{_WHO}: device")
+    if device is None:
         raise InvalidArgument(f"{_WHO}: device = None, expected a device")
-    device = place
-    rows, repeats = int64(rows, f"{_WHO}: rows"), int64(repeats, f"{_WHO}: repeats")
+    rows = within(rows, 256, 2**24, f"{_WHO}: rows", "2^24")
+    repeats = within(repeats, 1, 2**24, f"{_WHO}: repeats", "2^24")
     planner = BatchPlanner(
         1, heads, kv_heads, head_dim, v_head_dim, dtype=dtype, mask=mask, window=window, who=_WHO
     )
@@ -81,9 +75,6 @@ def calibrate_attention(
     found = choose_kernel(kernel, device, _WHO)
     found.check(shape, device, _WHO)
     found.check_training(device, _WHO)
-    for name, value, least in (("rows", rows, 256), ("repeats", repeats, 1)):
-        if not least <= value <= 2**24:
-            raise InvalidArgument(f"{_WHO}: {name} = {value}, expected {least}..2^24")
     cases = _cases(rows, mask)
     times = [_timed(case, found, shape, device, repeats) for case in cases]
     about: dict[str, Any] = {
@@ -102,14 +93,14 @@ def _cases(rows: int, mask: str) -> list[_Case]:
     length = 128
     while length <= rows:
         for q_len in (length, length * 3 // 4 + 5):
-            cases.append(_Case(max(1, rows // q_len), q_len, q_len))
+            cases.append((max(1, rows // q_len), q_len, q_len))
         length *= 2
     if mask == "full":
         return cases
     for q_len in (128, 512, 2048):
         for factor in (4, 16):
             if q_len * factor <= 2 * rows:
-                cases.append(_Case(max(1, rows // (q_len * factor)), q_len, q_len * factor))
+                cases.append((max(1, rows // (q_len * factor)), q_len, q_len * factor))
     return cases
 
 
@@ -117,27 +108,23 @@ def _timed(
     case: _Case, kernel: AttentionKernel, shape: AttentionShape, device: torch.device, repeats: int
 ) -> Tuple[float, float]:
     """Seconds (forward, backward), medians."""
-    sequences = Sequences.of([case.q_len] * case.shards, [case.kv_len] * case.shards, device)
+    shards, q_len, kv_len = case
+    sequences = Sequences.of([q_len] * shards, [kv_len] * shards, device)
 
     def random(count: int, heads: int, size: int) -> torch.Tensor:
         return torch.randn(count, heads, size, device=device, dtype=shape.dtype)
 
-    keys = case.shards * case.kv_len
-    q = random(case.rows, shape.heads, shape.head_dim)
-    k, v = (random(keys, shape.kv_heads, n) for n in (shape.head_dim, shape.v_head_dim))
-    grad = random(case.rows, shape.heads, shape.v_head_dim)
+    q, grad = (random(shards * q_len, shape.heads, n) for n in (shape.head_dim, shape.v_head_dim))
+    k, v = (random(shards * kv_len, shape.kv_heads, n) for n in (shape.head_dim, shape.v_head_dim))
     at = f"on {device}"
     out, lse = attention(kernel, q, k, v, sequences, shape, False, at)
     gradients(kernel, grad, q, k, v, out, lse, sequences, shape, at)
-    forward = [
-        _seconds(lambda: kernel.forward(q, k, v, sequences, shape, False), device)
-        for _ in range(repeats)
-    ]
-    backward = [
-        _seconds(lambda: kernel.backward(grad, q, k, v, out, lse, sequences, shape), device)
-        for _ in range(repeats)
-    ]
-    return statistics.median(forward), statistics.median(backward)
+
+    def median(call: Callable[[], Any]) -> float:
+        return statistics.median(_seconds(call, device) for _ in range(repeats))
+
+    forward = median(lambda: kernel.forward(q, k, v, sequences, shape, False))
+    return forward, median(lambda: kernel.backward(grad, q, k, v, out, lse, sequences, shape))
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -163,7 +150,7 @@ def fit(
     row, of a shard and of a call, none below 0. That of a call, mostly the host's, is the same for
     all ranks and no part of the costs; without it rows and shards would be charged with it.
     """
-    facts = np.array([[c.pairs(shape), c.rows, c.shards, 1] for c in cases], np.float64)
+    facts = np.array([[pairs(c, shape), c[0] * c[1], c[0], 1] for c in cases], np.float64)
     seconds = np.array([forward + backward for forward, backward in times])
     weighted = facts / seconds[:, None]
     kept = [0, 1, 2, 3]

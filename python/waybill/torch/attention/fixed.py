@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Tuple
 import numpy as np
 import torch
 
-from ..._arrays import number, within
-from ..._errors import shown
+from ..._arrays import instance, number, within
 from ...errors import InvalidArgument
 from ...plans import SparseMetadata
 from ...routing import compute_metadata
@@ -43,10 +42,7 @@ class Capacities(NamedTuple):
         if not plans:
             raise InvalidArgument("Capacities.of: got no plans, expected one or more")
         for i, plan in enumerate(plans):
-            if not isinstance(plan, BatchPlan):
-                raise InvalidArgument(
-                    f"Capacities.of: plans[{i}] = {shown(plan)}, expected a BatchPlan"
-                )
+            instance(plan, BatchPlan, f"Capacities.of: plans[{i}]", "a BatchPlan")
         return cls(*(max(needs) for needs in zip(*(_needs(plan) for plan in plans))))
 
     def scaled(self, factor: float) -> Capacities:
@@ -109,15 +105,11 @@ def checked_capacities(capacities: Any, who: str) -> Capacities:
             f"{who}: capacities is a {type(capacities).__name__}, expected Capacities, as of"
             " Capacities.of(plan, ...)"
         )
-    named = zip(capacities, Capacities._fields)
-    return Capacities(
-        *(
-            within(n, 0, 2**20, f"{who}: {k}", "2^20")
-            if k == "max_batches"
-            else within(n, 1, 2**31 - 1, f"{who}: {k}", "2^31 - 1")
-            for n, k in named
-        )
-    )
+    *rooms, batches = capacities
+    for name, room in zip(Capacities._fields, rooms):
+        within(room, 1, 2**31 - 1, f"{who}: {name}", "2^31 - 1")
+    within(batches, 0, 2**20, f"{who}: max_batches", "2^20")
+    return Capacities(*map(int, capacities))
 
 
 class FixedRows:

@@ -20,6 +20,7 @@ from ...plans import SparseMetadata
 from ...routing import compute_metadata
 from ...sequence_dispatcher import PlanHandle, TensorFormat
 from ...world import World, agree
+from .._tensors import on_device
 from ..kernels import AttentionShape, Sequences
 from ..sequence_dispatcher import SequenceDispatcher
 from .plan import RankPieces, check_table, piece_table
@@ -188,13 +189,6 @@ def shape_of(shape: AttentionShape, whole: bool) -> AttentionShape:
     if shape.mask != "prefix":
         return shape
     return shape._replace(mask="full" if whole else "causal")
-
-
-def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a small table of the host, which does not wait for the device."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 _NOTHING = contextlib.nullcontext()
@@ -432,23 +426,19 @@ def first_difference(world: World, pieces: Sequence[IntArray], facts: dict[str, 
     """Collective, where ranks have seen that their plans differ: in which document, or which option
     of the planner, first; "" where that is not it, or not all ranks came.
     """
-    most = max(len(table) for table in pieces) + 1  # the last one of each rank is "none"
-    if most * len(pieces) <= _MOST_NAMED:
-        says = [
-            (f"document {i} of rank {rank}", _text_of(table, i))
-            for i in range(most)
-            for rank, table in enumerate(pieces)
-        ]
-    else:
-        says = [
-            (
-                f"the documents of rank {rank}",
-                f"{len(table)} with hash {zlib.crc32(table.tobytes()):x}",
-            )
-            for rank, table in enumerate(pieces)
-        ]
+    most = max(map(len, pieces)) + 1  # the last one of each rank is "none"
+    says = {
+        f"document {i} of rank {rank}": _text_of(table, i)
+        for i in range(most)
+        for rank, table in enumerate(pieces)
+        if most * len(pieces) <= _MOST_NAMED
+    } or {
+        f"the documents of rank {rank}": f"{len(table)} with hash {zlib.crc32(table.tobytes()):x}"
+        for rank, table in enumerate(pieces)
+    }
+    says |= {name: str(value) for name, value in facts.items()}
     try:
-        world._world.require_same(_PLANS, [*says, *((n, str(v)) for n, v in facts.items())])
+        world._world.require_same(_PLANS, [*says.items()])
     except (Disagreement, Timeout, TransportError):  # a rank makes another call, or none
         return ""
     except InvalidArgument as error:

@@ -328,14 +328,13 @@ class BatchPlan(WrittenOnce):
         """(rows,) bool: rows whose token is the last of its document: they have no label."""
         table = self._table(rank, "last_rows")
         ends: dict[int, int] = {}
-        for held in self._pieces:
-            for document, offset, length, _ in held.tolist():
-                ends[document] = max(ends.get(document, 0), offset + length)
+        for document, offset, length, _ in np.concatenate(self._pieces).tolist():
+            ends[document] = max(ends.get(document, 0), offset + length)
         last = np.zeros(int(table[:, 2].sum()), bool)
-        row = 0
-        for document, offset, length, _ in table.tolist():
-            row += length
-            last[row - 1] = ends[document] == offset + length
+        is_end = [
+            ends[document] == offset + length for document, offset, length, _ in table.tolist()
+        ]
+        last[np.cumsum(table[:, 2]) - 1] = is_end
         return _moved(torch.from_numpy(last), device, "last_rows")
 
     def home_sequences(self, rank: int, device: Any = "cpu") -> Sequences:
@@ -395,7 +394,8 @@ def piece_table(held: Any, rank: int, who: str, mask: str = "prefix") -> IntArra
         return held.copy()
     rows: list[Tuple[int, ...]] = []
     of_rank = f"{who}: pieces of rank {rank}"
-    sequence(held, of_rank, "a list of lengths and pieces")
+    gathered = "" if who.endswith("held") else ": gather gives those of all ranks"
+    sequence(held, of_rank, f"a list of lengths and pieces{gathered}")
     for i, item in enumerate(held):
         unnumbered = _UNNUMBERED - (rank * 2**32 + i) - 1
         if _is_plain(item):
@@ -606,13 +606,7 @@ def unpack(rows: torch.Tensor, pieces: Sequence[Union[int, Piece]]) -> list[torc
     """The rows of each piece, views: the inverse of pack for whatever was computed from it."""
     require_rows(rows, "unpack: rows")
     instance(pieces, Sequence, "unpack: pieces", "a list")
-    lengths = [
-        int64(
-            _length_of(piece),
-            f"unpack: pieces[{i}]",
-        )
-        for i, piece in enumerate(pieces)
-    ]
+    lengths = [int64(_length_of(piece), f"unpack: pieces[{i}]") for i, piece in enumerate(pieces)]
     if min(lengths, default=0) < 0:
         raise InvalidArgument(f"unpack: pieces hold the length {min(lengths)}, expected >= 0")
     if sum(lengths) != len(rows):

@@ -9,14 +9,13 @@ import torch
 from ... import _core
 from ..._arrays import flag, instance, int64
 from ..._graphs import outside_graphs
-from ..._lifetime import OfThisProcess, Unwinding
-from ...errors import InvalidArgument
+from ..._lifetime import Made, OfThisProcess, Unwinding
 from ...moe import EPConfig
 from .._tensors import torch_dtype, view_of
 from ..world import world_of
 
 
-class DispatchCombineContext(OfThisProcess):
+class DispatchCombineContext(OfThisProcess, Made):
     """The symmetric buffers of an expert-parallel layer. From ``create``; collective calls."""
 
     _why_not_copied = "buffers that other ranks write to: make one on each rank"
@@ -24,11 +23,9 @@ class DispatchCombineContext(OfThisProcess):
     dispatch_output_buf: torch.Tensor  #: [rows, hidden]: rows received
     weight_recv_buf: torch.Tensor  #: [rows]: their weights
 
-    @outside_graphs
-    def __init__(self) -> None:
-        raise InvalidArgument(
-            "DispatchCombineContext: got a constructor call, expected DispatchCombineContext.create"
-        )
+    _context: Any
+    _unwinding: Unwinding
+    _made_by = "DispatchCombineContext.create"
 
     @classmethod
     @outside_graphs
@@ -43,12 +40,8 @@ class DispatchCombineContext(OfThisProcess):
         instance(ep_config, EPConfig, f"{who}: ep_config", "an EPConfig")
         ep_config, compiled = ep_config._for_use()
         rank = world_of(world, ep_config.local_world_size, None, who, "world")
-        self = cls.__new__(cls)
-        self.ep_config = ep_config
-        self._unwinding = Unwinding()
-        self._context = _core.ExpertContext(
-            rank._world, compiled, int64(capacity, f"{who}: capacity")
-        )
+        context = _core.ExpertContext(rank._world, compiled, int64(capacity, f"{who}: capacity"))
+        self = cls._with(ep_config=ep_config, _unwinding=Unwinding(), _context=context)
         self.reallocate_dispatch_output_buf(0)
         return self
 
@@ -62,11 +55,10 @@ class DispatchCombineContext(OfThisProcess):
         rows = int64(dispatch_recv_tokens, "reallocate_dispatch_output_buf: dispatch_recv_tokens")
         tokens, weights = self._context.reallocate(rows)
         config = self.ep_config
-        output = view_of(tokens, torch_dtype(config.token_dtype_name, "token_dtype"))
-        received = view_of(weights, torch_dtype(config.weight_dtype_name, "weight_dtype"))
-        assert output is not None and received is not None
-        self.dispatch_output_buf, self.weight_recv_buf = output, received
-        return output, received
+        dtypes = (config.token_dtype_name, config.weight_dtype_name)
+        made: Any = [view_of(b, torch_dtype(t, "dtype")) for b, t in zip((tokens, weights), dtypes)]
+        self.dispatch_output_buf, self.weight_recv_buf = made
+        return self.dispatch_output_buf, self.weight_recv_buf
 
     @outside_graphs
     def finalize(self) -> None:
@@ -78,9 +70,6 @@ class DispatchCombineContext(OfThisProcess):
         self.__dict__.pop("dispatch_output_buf", None)
         self.__dict__.pop("weight_recv_buf", None)
         self._context.finalize()
-
-    _context: Any
-    _unwinding: Unwinding
 
 
 class BarrierAllContext(OfThisProcess):

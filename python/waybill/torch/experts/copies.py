@@ -7,6 +7,7 @@ import math
 import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from ...moe.config import EPConfig
 from ...moe.even_experts import spare_options
 from ...moe.predict import break_even_rows
 from ...world import World
-from .._tensors import first_order, read_mark, save_mark
+from .._tensors import first_order, read_mark, save_mark, shown_memory
 
 _WHO = "ExpertParallel: spare_experts"
 _ALIGNMENT = 64  #: bytes between the beginnings of tensors in a store
@@ -91,8 +92,7 @@ class StackedExperts:
     ) -> torch.Tensor:
         """Computes the module's outputs with these parameters."""
         replaced, given = dict(zip(self._names, tensors)), (rows, ends, *weights)
-        outputs: torch.Tensor = torch.func.functional_call(self.module, replaced, given)
-        return outputs
+        return torch.func.functional_call(self.module, replaced, given)
 
     def _apart(
         self, home: Tensors, copies: Tensors, rows: torch.Tensor, of_home: torch.Tensor,
@@ -112,8 +112,7 @@ class StackedExperts:
         second = [_only(of_copy_rows, one.index_select(0, there)) for one in given]
         made = self._made(home, of_home, *first)
         turned = self._made(copies, of_copies - split, *second).index_select(0, back)
-        outputs: torch.Tensor = torch.where(of_home_rows[:, None], made, turned)
-        return outputs
+        return torch.where(of_home_rows[:, None], made, turned)
 
 
 def local_part(value: Any) -> torch.Tensor:
@@ -234,90 +233,99 @@ def _rows_that_pay(experts: Any, keep_copies: bool, world: World) -> int:
 
 
 class Store:
-    """Memory for copies, and what lies in it on all ranks.
+    """Memory for copies. On GPUs it is symmetric, moves rows itself, has room for gradients, too,
+    and is collective.
 
-    :param size: bytes
+    :param sizes: bytes of weights and of gradients
     """
 
-    def __init__(self, size: int, num_ranks: int, spare: int) -> None:
-        self.weights = torch.empty(size, dtype=torch.uint8)
-        #: [ranks, spare slots, 3]: number of the module, expert, stamp of its weights
-        self.held = np.full((num_ranks, spare, 3), -1, np.int64)
+    def __init__(self, world: Any, sizes: Sequence[int], spare: int, on_host: bool) -> None:
+        self.sizes, self.spare = sizes, spare
+        self.compiled: Any = None
+        if on_host:
+            self.weights = torch.empty(sizes[0], dtype=torch.uint8)
+            #: [ranks, spare slots, 3]: number of the module, expert, stamp of its weights
+            self.held = np.full((world.world_size, spare, 3), -1, np.int64)
+            return
+        self.compiled = _core.CopyStore(world._world, sum(sizes), spare)
+        # Tensors of their own: autograd counts the changes of weights, not of gradients.
+        self.weights, self.gradients = (
+            shown_memory(self.compiled.bytes(first, count), torch.uint8)
+            for first, count in ((0, sizes[0]), (sizes[0], sizes[1]))
+        )
 
 
 class Exchange:
-    """Moves weights and gradients for all modules of a world, which share a pool for copies."""
+    """All that modules of a world share: a pool for copies, and in host memory what moves rows."""
 
-    def __init__(self, world: Any) -> None:
-        self.compiled = _core.CopyExchange(world._world)
+    def __init__(self, world: Any, on_host: bool) -> None:
+        self._world, self._on_host = world, on_host
+        self.compiled: Any = _core.CopyExchange(world._world) if on_host else None
         self.pool: Optional[Store] = None
         self.users, self.num_modules, self.num_calls = 0, 0, 0
 
     @classmethod
-    def of(cls, world: Any) -> Exchange:
+    def of(cls, world: Any, on_host: bool) -> Exchange:
         """That of a world, collective where it is the first."""
-        shared: Dict[str, Any] = world._expert_layers
+        shared: Dict[str, Exchange] = world._expert_layers
         if "copies" not in shared:
-            shared["copies"] = cls(world)
-        made: Exchange = shared["copies"]
+            shared["copies"] = cls(world, on_host)
+        made = shared["copies"]
         made.users += 1
         made.num_modules += 1
         return made
 
-    def pool_of(self, size: int, num_ranks: int, spare: int) -> Store:
+    def pool_of(self, sizes: Tuple[int, int], spare: int) -> Store:
         """The pool, with room for so many bytes. Calls in flight keep the one that they had."""
-        pool = self.pool
-        if pool is None or len(pool.weights) < size or pool.held.shape[1] < spare:
-            larger = 0 if pool is None else len(pool.weights)
-            more = 0 if pool is None else pool.held.shape[1]
-            pool = self.pool = Store(max(size, larger), num_ranks, max(spare, more))
-        return pool
+        has = (0, 0, 0) if self.pool is None else (*self.pool.sizes, self.pool.spare)
+        wanted = tuple(map(max, has, (*sizes, spare)))
+        if self.pool is None or wanted != has:
+            self.pool = Store(self._world, wanted[:2], wanted[2], self._on_host)
+        return self.pool
 
-    def release(self, world: Any) -> None:
+    def release(self) -> None:
         """Collective when the last module says so."""
         self.users -= 1
         if self.users == 0:
-            world._expert_layers.pop("copies", None)
-            self.compiled.finalize()
+            self._world._expert_layers.pop("copies", None)
+            for one in (self, self.pool):
+                if one is not None and one.compiled is not None:
+                    one.compiled.finalize()
 
 
+@dataclass(eq=False)
 class Call:
     """The copies of one forward."""
 
-    def __init__(self, slots: Any, num_home: int, stamps: Any, store: Store) -> None:
-        self.slots = slots  #: [ranks, slots] int64, copies without rows left out
-        self.has_copies = bool((slots[:, num_home:] >= 0).any())
-        self.stamps = stamps  #: [ranks] of the weights at each home
-        self.store = store
+    slots: Any  #: [ranks, slots], in host memory without copies that have no rows
+    stamps: Any  #: the weights at each home, [ranks]; on a GPU those of this rank
+    store: Store
+    has_copies: bool = True  #: as far as the host knows
+    quotas: Any = None  #: on a GPU: [ranks, slots]
+    fresh: bool = False  #: on a GPU: the next fetch brings all copies
 
 
-class _Steps:
-    """Tells kept copies of steps of optimizers. No version counter shows fused ones, nor those that
-    write weights through ``data`` from tensors of their own.
+_lock, _hooks = threading.Lock(), []  # type: ignore[var-annotated]
+_watching: weakref.WeakSet[Copies] = weakref.WeakSet()
+
+
+def _watch_steps(copies: Copies) -> None:
+    """Tells kept copies of steps of optimizers, as long as they live. No version counter shows
+    fused ones, nor those that write weights through ``data`` from tensors of their own.
     """
-
-    def __init__(self) -> None:
-        self._lock, self._hooked = threading.Lock(), False
-        self._watching: weakref.WeakSet[Copies] = weakref.WeakSet()
-
-    def watch(self, copies: Copies) -> None:
-        """As long as they live."""
-        with self._lock:
-            if not self._hooked:
-                register_optimizer_step_post_hook(self._tell)
-            self._hooked = True
-            self._watching.add(copies)
-
-    @outside_graphs
-    def _tell(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        with self._lock:
-            watching = list(self._watching)
-        changed = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        for copies in watching:
-            copies.after_step(changed, threading.get_ident())
+    with _lock:
+        if not _hooks:
+            _hooks.append(register_optimizer_step_post_hook(_tell))
+        _watching.add(copies)
 
 
-_steps = _Steps()
+@outside_graphs
+def _tell(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    with _lock:
+        watching = list(_watching)
+    changed = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    for copies in watching:
+        copies.after_step(changed, threading.get_ident())
 
 
 class Copies:
@@ -325,6 +333,8 @@ class Copies:
 
     :param keep: a store of the module's own, whose copies stay while weights do
     """
+
+    on_host = True
 
     def __init__(self, experts: Any, layer: Any, keep: bool) -> None:
         self._experts = adapted(experts, layer.experts_per_rank)
@@ -335,15 +345,16 @@ class Copies:
         self._made_with = [weakref.ref(one) for one in self._parameters()]
         sizes = (self._spare * math.prod(s) * d.itemsize for s, d in self._parts)
         self.size = sum(_padded(size) for size in sizes)
-        self._exchange = self._share()
+        self._exchange = Exchange.of(self.world, self.on_host)
         self.number = self._exchange.num_modules
-        self._own = self._make_store() if keep else None
-        if not keep:
-            self._pool()
+        self._own: Optional[Store] = None
         self._forgotten = 0
         self._made_by = threading.get_ident()
         if keep:
-            _steps.watch(self)
+            self._own = Store(self.world, self._sizes(), self._spare, self.on_host)
+            _watch_steps(self)
+        else:
+            self._pool()
         self._seen: Tuple[Any, ...] = ()  #: the tensors and their versions in the last look
         self._version = 0
         self._versions: Optional[List[int]] = None  #: by rank, for ``_present``
@@ -373,23 +384,12 @@ class Copies:
         """Shape and dtype of the tensors of all experts, which a conversion changes."""
         return [(one.shape, one.dtype) for one in self._experts.home()]
 
-    def _share(self) -> Any:
-        """Returns the exchange that modules of the world share."""
-        return Exchange.of(self.world)
+    def _sizes(self) -> Tuple[int, int]:
+        """Bytes that a store has for weights and for gradients."""
+        return self.size, 0
 
-    def _make_store(self) -> Any:
-        """A store of the module's own."""
-        return Store(self.size, self.world.world_size, self._spare)
-
-    def _pool(self) -> Any:
-        if self._own is not None:
-            return self._own
-        return self._exchange.pool_of(self.size, self.world.world_size, self._spare)
-
-    @property
-    def num_parts(self) -> int:
-        """Tensors of an expert."""
-        return len(self._parts)
+    def _pool(self) -> Store:
+        return self._own or self._exchange.pool_of(self._sizes(), self._spare)
 
     def memory(self) -> Dict[str, int]:
         """As ``ExpertParallel.memory`` says."""
@@ -417,7 +417,9 @@ class Copies:
 
     def release(self) -> None:
         """Collective."""
-        self._exchange.release(self.world)
+        if self._own is not None and self._own.compiled is not None:
+            self._own.compiled.finalize()
+        self._exchange.release()
 
     def _parameters(self) -> List[torch.Tensor]:
         module = self._experts.module
@@ -493,7 +495,7 @@ class Copies:
         else:
             self._exchange.num_calls += 1
             stamps = np.full(len(slots), self._exchange.num_calls)
-        return Call(slots, self._first_spare, stamps, self._pool())
+        return Call(slots, stamps, self._pool(), bool((spare >= 0).any()))
 
     def run(
         self, call: Any, rows: torch.Tensor, ends: torch.Tensor, weights: Tensors
@@ -506,8 +508,7 @@ class Copies:
             return outputs
         token, *given = _Fetch.apply(self, call, rows[:0], *home)
         outputs = self._experts.run(given[: len(home)], given[len(home) :], rows, ends, weights)
-        again: torch.Tensor = _Again.apply(self, call, outputs, token, rows, *weights)
-        return again
+        return _Again.apply(self, call, outputs, token, rows, *weights)
 
     def parts_of(self, store: Any) -> List[torch.Tensor]:
         """[spare slots, ...] of each part of an expert, in a store."""
@@ -528,8 +529,7 @@ class Copies:
 
     def split(self, store: Any) -> List[torch.Tensor]:
         """Those as the experts take them."""
-        made: List[torch.Tensor] = self._experts.split(self.parts_of(store))
-        return made
+        return self._experts.split(self.parts_of(store))
 
     @outside_graphs
     def fetch(self, call: Call) -> None:
@@ -560,7 +560,7 @@ class Copies:
         """
         tensors = self._experts.home()
         # Where no part needs a gradient, ranks agree on that.
-        which = [part for part in range(self.num_parts) if needs[part]]
+        which = [part for part in range(len(self._parts)) if needs[part]]
         first = self._rank * self._first_spare
         spare = call.slots[:, self._first_spare :]
         mine = home
@@ -625,7 +625,7 @@ class _Fetch(torch.autograd.Function):
         views = copies.split(call.store)
         given = [one.detach() for one in views]
         needs = ctx.needs_input_grad[3:]
-        parts = copies.num_parts  # a copy's parts need gradients where those of home do
+        parts = len(copies._parts)  # a copy's parts need gradients where those of home do
         fixed = [one for one, needed in zip(mine, needs) if not needed]
         fixed += [one for i, one in enumerate(given) if not needs[i % parts]]
         ctx.mark_non_differentiable(*fixed)

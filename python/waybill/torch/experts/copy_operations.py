@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, List, Optional, Set, Tuple
 
@@ -72,23 +72,23 @@ class _End(torch.autograd.Function):
         return None, ctx.gradients.pop()
 
 
-class _Record:
-    """The graph that autograd recorded in a forward, for its backward.
+def _recorded(leaves: List[Any], outputs: torch.Tensor) -> Callable[[torch.Tensor], List[Any]]:
+    """A backward by the graph that autograd recorded: from the gradient of outputs to those of the
+    leaves. Collective.
 
     :param leaves: rows and weights, None where they need no gradient, and parameters that do
     """
+    given: List[torch.Tensor] = []
+    end: Any = _End.apply(given, outputs)
+    asked = [one for one in leaves if one is not None]
 
-    def __init__(self, leaves: List[Any], outputs: torch.Tensor) -> None:
-        self._leaves, self._gradients = leaves, []  # type: ignore[var-annotated]
-        self._end = _End.apply(self._gradients, outputs)
-
-    def gradients(self, gradient: torch.Tensor) -> List[Optional[torch.Tensor]]:
-        """Those of the leaves, given that of the outputs. Collective."""
-        self._gradients.append(gradient)
-        asked = [one for one in self._leaves if one is not None]
+    def backward(gradient: torch.Tensor) -> List[Any]:
+        given.append(gradient)
         with _recording(gradient.device.type, None):  # the graph is kept, as the caller may keep it
-            found = iter(torch.autograd.grad(self._end, asked, self._end, True, allow_unused=True))
-        return [None if one is None else next(found) for one in self._leaves]
+            found = iter(torch.autograd.grad(end, asked, end, True, allow_unused=True))
+        return [None if one is None else next(found) for one in leaves]
+
+    return backward
 
 
 def _check_leaves(outputs: torch.Tensor, known: Sequence[Any]) -> None:
@@ -151,7 +151,7 @@ def compute(
         record = None
         if outputs.requires_grad:
             _check_leaves(outputs, leaves)
-            record = _Record(leaves, outputs)
+            record = _recorded(leaves, outputs)
     return _apart(outputs, rows), ticket_of(record)
 
 
@@ -183,7 +183,7 @@ def compute_backward(
     """
     record = held_by(ticket)
     likes = _likes(gradient, weights, parameters, rows_need)
-    found = [None] * len(likes) if record is None else record.gradients(gradient)
+    found = [None] * len(likes) if record is None else record(gradient)
     made: List[torch.Tensor] = []
     for one, like in zip(found, likes):
         made.append(like.zero_() if one is None else _apart(local_part(one), gradient, *made))

@@ -14,7 +14,6 @@ from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
 from ..._process_group import group_of
 from ...errors import InvalidArgument, TransportError, WrongType
-from ...moe.config import EPConfig
 from ...world import World, agree_on
 from .._tensors import (
     as_autocast,
@@ -42,14 +41,12 @@ from .layer import PRESETS, EPAll2AllLayer, preset_options
 class Lane:
     """A second stream on a GPU; in host memory calls run as they come."""
 
-    def __init__(self) -> None:
-        self._stream: Any = None
-        self._events: Dict[int, Any] = {}  #: after each call that is not joined, by its result
+    _stream: Any = None
 
-    def run(self, call: Callable[..., Any], *given: Any) -> Any:
-        """Runs the call after the work that the current stream has."""
+    def run(self, call: Callable[..., Any], *given: Any) -> Tuple[Any, Any]:
+        """Runs the call after the work that the current stream has: (result, event after it)."""
         if not given[0].is_cuda:
-            return call(*given)
+            return call(*given), None
         cuda: Any = torch.cuda
         device = given[0].device
         if self._stream is None:
@@ -62,23 +59,19 @@ class Lane:
             result = call(*given)
             event = cuda.Event()
             event.record(self._stream)
-        self._events[id(first_of(result))] = event
-        return result
+        return result, event
 
-    def join(self, result: Any) -> Any:
-        """The current stream goes on after the call that gave it."""
-        first = first_of(result)
-        if first.is_cuda:
-            current = torch.cuda.current_stream(first.device)
-            current.wait_event(self._events.pop(id(first)))
-            for tensor in result if isinstance(result, tuple) else (result,):
+    def join(self, ran: Tuple[Any, Any]) -> Any:
+        """The result; the current stream goes on after the call that gave it."""
+        result, event = ran
+        if event is not None:
+            tensors = result if isinstance(result, tuple) else (result,)
+            current = torch.cuda.current_stream(tensors[0].device)
+            current.wait_event(event)
+            for tensor in tensors:
                 if isinstance(tensor, torch.Tensor):
                     tensor.record_stream(current)
         return result
-
-
-def first_of(result: Any) -> torch.Tensor:
-    return result[0] if isinstance(result, tuple) else result
 
 
 def scaled_gradient(value: torch.Tensor, factor: float) -> torch.Tensor:
@@ -99,9 +92,6 @@ class _ScaledGradient(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-Make = Callable[..., EPAll2AllLayer]
-
-
 class LayerBox:
     """A layer that modules share: when it is made anew, larger, all of them have the new one.
 
@@ -110,58 +100,41 @@ class LayerBox:
     """
 
     def __init__(
-        self, make: Optional[Make], layer: Optional[EPAll2AllLayer] = None,
-        forget: Optional[Callable[[], Any]] = None,
+        self, make: Optional[Callable[..., EPAll2AllLayer]], layer: Any = None,
+        forget: Callable[[], Any] = lambda: None,
     ) -> None:  # fmt: skip
-        self._make, self._forget = make, forget
+        self.make, self._forget = make, forget
         self.layer = layer if make is None else make()
         self.users = 0
         self.number = ops.register(self)
 
-    def check_resize(self, fixed_rows: int) -> None:
-        """Whether it can be made anew with so many rows."""
-        if self._make is None:
-            raise InvalidArgument(
-                "ExpertParallel.resize: the layer was given, expected one that the module made"
-            )
-        at_least(fixed_rows, 1, "ExpertParallel.resize: fixed_rows")
-
     def resize(self, fixed_rows: int) -> None:
         """Collective: another layer in its place. Nothing of the old one is in flight."""
-        assert self.layer is not None and self._make is not None
+        assert self.make is not None
         self.layer.finalize()
         self.layer._replaced = True
-        self.layer = self._make(fixed_rows=fixed_rows)
+        self.layer = self.make(fixed_rows=fixed_rows)
 
     def release(self) -> None:
         """Collective when the last of its users says so."""
         self.users -= 1
-        if self.users > 0:
-            return
-        if self._forget is not None:
+        if self.users == 0:
             self._forget()
-        assert self.layer is not None
-        self.layer.finalize()
+            self.layer.finalize()
 
 
 _WHO = "ExpertParallel"
 _FIRST_OPTION = "num_sm"  # an argument of the layer: those before it are the module's
 
 
-def check_options(
-    world: World, num_experts: int, topk: int, hidden: int, max_tokens: int, dtype: Any,
-    weight_dtype: Any, options: Dict[str, Any],
-) -> Tuple[torch.dtype, torch.dtype]:  # fmt: skip
-    """Checks the options that a layer would be made with; returns its dtypes."""
+def check_options(dtype: Any, weight_dtype: Any, options: Dict[str, Any]) -> Tuple[Any, Any]:
+    """Checks the options that a layer would be made with; returns its dtypes. The layer looks at
+    sizes.
+    """
     dtype = torch_dtype(torch.bfloat16 if dtype is None else dtype, f"{_WHO}: dtype")
     weight_dtype = torch_dtype(
         torch.float32 if weight_dtype is None else weight_dtype, f"{_WHO}: weight_dtype"
     )
-    EPConfig._of_words(
-        _WHO, {"token_dtype": "dtype", "world_size": "ranks"}, max_tokens, hidden, topk,
-        num_experts, world.rank, world.world_size, world.topology.ranks_per_node,
-        dtype, weight_dtype, torch.int32,
-    )  # fmt: skip
     for name, value, reason in (
         ("rows", "grouped", "experts get rows of their own"),
         ("payload", "plain", "rows in other formats have no gradients"),
@@ -435,9 +408,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             max_tokens = -(-most // chunks) if most > 0 else most
             sizes = {"max_tokens": max_tokens, "num_experts": num_experts, "topk": topk}
             if layer is None:
-                dtype, of_weights = check_options(
-                    world, num_experts, topk, hidden, max_tokens, dtype, weight_dtype, layer_options
-                )
+                dtype, of_weights = check_options(dtype, weight_dtype, layer_options)
                 options.update(dropped_id=-1, **preset_options(preset, world, **sizes))
                 options.update(layer_options, weight_dtype=of_weights)
                 fixed_rows = options.get("fixed_rows")
@@ -467,7 +438,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             box = LayerBox(None, layer)
         box.users += 1
         self._copies = copies_for(experts, box.layer, keep_copies)
-        self._boxes, self._released = (box,), False  # no submodule: others may have it, too
+        self._box, self._released = box, False
         self._number = torch.tensor([ops.register(self)]) if self._copies else None
         self.experts, self.shared = experts, shared
         self.gradients, self.weights, self.windows = gradients, weights, windows
@@ -477,9 +448,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
     @property
     def layer(self) -> EPAll2AllLayer:
         """The layer that moves the tokens."""
-        layer = self._boxes[0].layer
-        assert layer is not None
-        return layer
+        return self._box.layer
 
     def forward(
         self, tokens: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor
@@ -493,16 +462,15 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         x = tokens.reshape(-1, tokens.shape[-1])
         weights, chosen = flat_rows(scores), flat_rows(ids)
         added = None if self.shared is None else self._side.run(self.shared, x)
-        if self.shared is not None:
-            check_outputs(added, x, f"{_WHO}: what shared gave on rank {self.layer.rank}")
+        if added is not None:
+            check_outputs(added[0], x, f"{_WHO}: what shared gave on rank {self.layer.rank}")
         # Everything between here and home has the gradients of the mean.
         ranks = self.layer.world_size if self.gradients == "mean" else 1
         x = scaled_gradient(x, ranks)
         weights = scaled_gradient(weights.to(self.layer.weight_dtype), ranks)
         sums = scaled_gradient(self._all_chunks(x, weights, chosen), 1 / ranks)
         if added is not None:
-            self._side.join(added)
-            sums = sums + added
+            sums = sums + self._side.join(added)
         return sums if tokens.ndim == 2 else sums.reshape(tokens.shape)
 
     def uses_operations(self) -> bool:
@@ -532,12 +500,15 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
 
         def check() -> Dict[str, Any]:
             nonlocal number
-            number = int64(fixed_rows, f"{who}: fixed_rows")
-            self._boxes[0].check_resize(number)
+            if self._box.make is None:
+                raise InvalidArgument(
+                    f"{who}: the layer was given, expected one that the module made"
+                )
+            number = at_least(fixed_rows, 1, f"{who}: fixed_rows")
             return {"fixed_rows": number}
 
         agree_on(self.layer.world, who, check)
-        self._boxes[0].resize(number)
+        self._box.resize(number)
 
     def finalize(self) -> None:
         """Collective: gives the layer's symmetric memory back, if no other module shares it; that
@@ -548,7 +519,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             self._released = True
             for copies in self._copies:
                 copies.release()
-            self._boxes[0].release()
+            self._box.release()
 
     def forget_copies(self) -> None:
         """With ``keep_copies``: weights of this rank's experts have changed in a way that torch's
@@ -595,7 +566,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
     def _by_operations(
         self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
-        number, inside = self._boxes[0].number, self.weights == "experts"
+        number, inside = self._box.number, self.weights == "experts"
         recorded = torch.is_grad_enabled()
         x = as_autocast(x, self.layer.dtype, self.layer.device)
         needs = [recorded and one.requires_grad for one in (x, weights)]
@@ -674,7 +645,9 @@ def _box_of(
     def make(**changed: Any) -> EPAll2AllLayer:
         if changed:  # capacity was that of buffers that grow
             options.pop("capacity", None)
-        with said_by("ExpertParallel"):
+        with said_by(
+            "ExpertParallel", words={"num_tot_experts": "num_experts", "world_size": "ranks"}
+        ):
             return EPAll2AllLayer(
                 world, max_tokens, hidden, topk, world.rank, num_experts,
                 world.topology.ranks_per_node, world.world_size, dtype, **{**options, **changed},

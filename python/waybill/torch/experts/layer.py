@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -12,7 +13,7 @@ from ..._graphs import outside_graphs
 from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc
 from ...moe.layer import ExpertLayer, RankLayout, checked_layout
-from ...moe.payloads import Payload, in_tiles, kept_scales, tile_padding, two_scales
+from ...moe.payloads import Payload, in_tiles, kept_scales, packed_scales, tile_padding
 from ...world import World
 from .._tensors import (
     as_autocast,
@@ -63,27 +64,6 @@ def preset_options(
         options["fixed_rows"] = 1.0
         options["copy_out"] = False
     return options
-
-
-class LayerLayout(RankLayout):
-    """Its tables become tensors on the device. On GPUs its memory is used again when it and its
-    tensors are gone, after work on the stream that was current when the first of them was asked
-    for.
-    """
-
-    _why_not_copied = "tables of one rank's layer: each dispatch gives one; its tensors can be"
-    recv_scales: Optional[torch.Tensor]
-
-    def __init__(self, device: torch.device, *of_rank: Any) -> None:
-        super().__init__(*of_rank)
-        self._device = device
-        self._token: Optional[torch.Tensor] = None
-        #: Weights of the rows, as the dispatch gave them.
-        self._weights: Optional[torch.Tensor] = None
-
-    def _view(self, name: str, is_map: bool) -> Optional[torch.Tensor]:
-        table = view_of(self._handle.table(name, stream_of(self._device)), torch.int32)
-        return table.to(torch.int64) if is_map and table is not None else table
 
 
 class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
@@ -187,15 +167,11 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
         super().__init__()
         self._set_up(
             lambda: world_of(ep_group, local_world_size, device, "EPAll2AllLayer", "ep_group"),
-            (max_tokens, hidden, topk, num_tot_experts, rank, world_size, local_world_size),
-            (dtype, weight_dtype), num_sm=num_sm, enable_local_combine=enable_local_combine,
-            use_aot=use_aot, dropped_id=dropped_id, rows=rows, expert_alignment=expert_alignment,
-            payload=payload, capacity=capacity, fixed_rows=fixed_rows, copy_out=copy_out,
-            max_per_expert=max_per_expert, spare_experts=spare_experts, limit=limit,
-            min_rows=min_rows, combine=combine, scale_layout=scale_layout,
-        )  # fmt: skip
+            locals(),
+        )
         self._group = group_of_layer(ep_group)
         self.device = torch.device(self.world.device)
+        self._read_table = functools.partial(_table, self.device)
         #: Views of windows that autograd may keep: (number of dispatch, view, whether of weights)
         self._views: List[Tuple[int, torch.Tensor, bool]] = []
         self._slot_layers: list[EPAll2AllLayer] = []  # one at most; no submodule: a part of this
@@ -376,8 +352,7 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
 
     # This face's arrays.
 
-    def _known_dtype(self, value: Any, name: str) -> torch.dtype:
-        return torch_dtype(value, name)
+    _known_dtype = staticmethod(torch_dtype)
 
     def _suggested_sms(self) -> int:
         return suggested_sms(self.world, self.max_tokens)
@@ -404,17 +379,11 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
         dtype = torch_name(self._payload.element_name) if in_format else self.dtype
         return view_of(bits, dtype)
 
-    def _layout_of(self, *of_rank: Any) -> LayerLayout:
-        return LayerLayout(self.device, *of_rank)
-
-    def _dispatched(self, number: int, brings_weights: bool) -> None:
-        self._end_views(number, brings_weights)
-
     def _dispatch(
         self, tokens: Any, ids: Any, weight: Any, positions: Any, scales: Any, layout: Any,
         needs_gradients: bool = False, weights_need_gradients: bool = False, origin: int = 0,
         present: Any = None, copy_out: Optional[bool] = None,
-    ) -> Tuple[Any, Any, LayerLayout]:  # fmt: skip
+    ) -> Tuple[Any, Any, RankLayout]:  # fmt: skip
         with self._lock:  # another thread's dispatch waits until the rows are copied out
             rows, weights, scales, made = self._arrive(
                 tokens, ids, weight, positions, scales, layout,
@@ -436,7 +405,7 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
             )  # fmt: skip
         return rows, weights, made
 
-    def _end_views(self, number: int, brings_weights: bool) -> None:
+    def _dispatched(self, number: int, brings_weights: bool) -> None:
         """Notes what dispatch ``number`` overwrites: autograd refuses a backward that needs it."""
         if not self._views:
             return
@@ -448,7 +417,7 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
                 torch.autograd.graph.increment_version(view)
         self._views = kept
 
-    def _copied(self, view: torch.Tensor, layout: LayerLayout) -> torch.Tensor:
+    def _copied(self, view: torch.Tensor, layout: RankLayout) -> torch.Tensor:
         """A copy that the caller owns. Rows after those that have come are not copied."""
         if self.fixed_rows is None or not self._payload.is_plain:
             return view.clone()
@@ -458,7 +427,7 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
         return copy
 
     def _rows_gradients(
-        self, gradient: torch.Tensor, layout: LayerLayout, weights: Optional[torch.Tensor],
+        self, gradient: torch.Tensor, layout: RankLayout, weights: Optional[torch.Tensor],
         rows: Optional[torch.Tensor], needs_rows: bool,
     ) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:  # fmt: skip
         """Backward of a combine: gradients of its rows, if they need them, and of their weights, if
@@ -507,6 +476,11 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
         return output
 
 
+def _table(device: torch.device, handle: Any, name: str, is_map: bool) -> Optional[torch.Tensor]:
+    table = view_of(handle.table(name, stream_of(device)), torch.int32)
+    return table.to(torch.int64) if is_map and table is not None else table
+
+
 def _refuse_gradients(who: str, payload: str, *values: Any) -> None:
     """Only a plain payload has them; who asks for them shall not train without noticing."""
     if wants_gradients(*values):
@@ -521,40 +495,27 @@ def torch_name(name: str) -> torch.dtype:
     return getattr(torch, name, torch.uint8)
 
 
-def given_rows(payload: Payload, value: Any, name: str) -> Optional[torch.Tensor]:
+def given_rows(payload: Payload, value: Any, name: str) -> torch.Tensor:
     """Rows that are given in the format."""
     return _as_given(payload, value, payload.element_name, payload.dtype, name)
 
 
 def given_scales(payload: Payload, value: Any, name: str) -> Optional[torch.Tensor]:
     """Scales as they travel, from scales as a caller has them; None stays None."""
-    if value is None or not payload.has_row_scale:
-        return _as_given(payload, value, payload.scale_name, payload.scale_dtype, name)
-    of_groups, of_rows = two_scales(value, name)
-    groups = _as_given(payload, of_groups, payload.scale_name, "uint8", f"{name}[0]")
-    require_moved(of_rows, f"{name}[1]")
-    if groups is None or groups.shape[1:] != (payload.num_groups,):
-        shape = None if groups is None else list(groups.shape)
-        raise InvalidArgument(
-            f"{name}[0] has shape {shape}, expected [num_tokens, {payload.num_groups}]"
-        )
-    if of_rows.dtype != torch.float32 or of_rows.numel() not in (1, len(groups)):
-        raise InvalidArgument(
-            f"{name}[1] is {of_rows.dtype} and has {of_rows.numel()} numbers, expected float32,"
-            f" one for each of {len(groups)} tokens, or one for all"
-        )
-    packed = groups.new_zeros(len(groups), payload.scale_columns)
-    packed[:, : payload.num_groups] = groups
-    packed[:, -4:].view(torch.float32).copy_(of_rows.detach().reshape(-1, 1))
-    return packed
-
-
-def _as_given(
-    payload: Payload, value: Any, element: str, dtype: str, name: str
-) -> Optional[torch.Tensor]:
-    """A tensor of the dtype that the compiled part knows; codes may come as uint8, too."""
     if value is None:
         return None
+    if not payload.has_row_scale:
+        return _as_given(payload, value, payload.scale_name, payload.scale_dtype, name)
+    return packed_scales(
+        payload, value, name,
+        lambda one, name: _as_given(payload, one, payload.scale_name, "uint8", name),
+        lambda one, name: require_moved(one, name).detach(),
+        lambda groups, columns: groups.new_zeros(len(groups), columns), torch.float32,
+    )  # fmt: skip
+
+
+def _as_given(payload: Payload, value: Any, element: str, dtype: str, name: str) -> torch.Tensor:
+    """A tensor of the dtype that the compiled part knows; codes may come as uint8, too."""
     tensor = require_moved(value, name)
     if payload.is_bytes:
         return tensor.detach().contiguous().view(torch.uint8)

@@ -17,10 +17,10 @@ import torch
 
 from ..._errors import said_by
 from ...errors import InvalidArgument
+from ...moe.layer import RankLayout
 from .._tensors import first_order, operation
 from .autograd import weights_home
 from .grouped import ends_within
-from .layer import LayerLayout
 
 _known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _held: Dict[int, Any] = {}  #: objects that tickets keep alive, such as a layer and a layout
@@ -71,7 +71,7 @@ def held_by(ticket: torch.Tensor) -> Any:
     return _held[number]
 
 
-def dispatch_of(ticket: torch.Tensor) -> Tuple[Any, LayerLayout]:
+def dispatch_of(ticket: torch.Tensor) -> Tuple[Any, RankLayout]:
     """The layer that made it, and its descriptor."""
     moving, layout = held_by(ticket)
     moving._check_not_replaced()

@@ -243,7 +243,7 @@ class FlexKernel(AttentionKernel):
     none on the CPU.
 
     A query meets one range of keys, so the mask is two numbers per row, and which blocks meet
-    follows from the sequences. Ranges of several sequences may overlap: see ``block_mask``.
+    follows from the sequences.
     """
 
     name = "flex"
@@ -269,17 +269,11 @@ class FlexKernel(AttentionKernel):
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:  # fmt: skip
         from torch.nn.attention import flex_attention as flex
 
-        flex_attention = flex.flex_attention
-        q_begin = np.cumsum((0, *sequences.q_lens[:-1]))
-        k_begin = np.cumsum((0, *sequences.k_lens[:-1]))
-        mask = block_mask(
-            q_begin, sequences.q_lens, k_begin, sequences.k_lens, q.shape[0], k.shape[0], shape,
-            q.device,
-        )  # fmt: skip
-        call: Any = flex_attention
+        mask = block_mask(sequences, shape, q.device)
+        call: Any = flex.flex_attention
         if q.device.type == "cuda":
             if FlexKernel._compiled is None:
-                FlexKernel._compiled = torch.compile(flex_attention, dynamic=True)
+                FlexKernel._compiled = torch.compile(call, dynamic=True)
             call = FlexKernel._compiled
         q_, k_, v_ = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
         options: dict[str, Any] = {}
@@ -296,16 +290,12 @@ class FlexKernel(AttentionKernel):
         return out[0].transpose(0, 1), getattr(lse, "lse", lse)[0].float()
 
 
-def block_mask(
-    q_begin: Any, q_len: Any, k_begin: Any, k_len: Any, num_q: int, num_k: int,
-    shape: AttentionShape, device: Any,
-) -> Any:  # fmt: skip
-    """The BlockMask of sequences: rows of queries, and ranges of keys that may overlap. In time
-    linear in rows and blocks that meet.
-    """
+def block_mask(sequences: Sequences, shape: AttentionShape, device: Any) -> Any:
+    """The BlockMask of sequences, in time linear in rows and blocks that meet."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    low, high = _key_ranges(q_begin, q_len, k_begin, k_len, num_q, shape)
+    low, high = _key_ranges(sequences, shape)
+    num_q, num_k = len(low), sum(sequences.k_lens)
     rows = [
         _blocks_of(low[at : at + _BLOCK], high[at : at + _BLOCK], num_k)
         for at in range(0, max(num_q, 1), _BLOCK)
@@ -329,20 +319,21 @@ def block_mask(
     return make(*tables, BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=(num_q, num_k))
 
 
-def _key_ranges(
-    q_begin: Any, q_len: Any, k_begin: Any, k_len: Any, num_q: int, shape: AttentionShape
-) -> Tuple[Any, Any]:
+def _key_ranges(sequences: Sequences, shape: AttentionShape) -> Tuple[Any, Any]:
     """The first key of each query, and the one after its last."""
+    num_q = sum(sequences.q_lens)
     low, high = np.zeros(num_q, np.int64), np.zeros(num_q, np.int64)
-    for qb, ql, kb, kl in zip(q_begin, q_len, k_begin, k_len):
-        if ql == 0 or kl == 0:
+    q_end = k_end = 0
+    for q_len, k_len in zip(sequences.q_lens, sequences.k_lens):
+        rows, first = slice(q_end, q_end + q_len), k_end
+        q_end, k_end = q_end + q_len, k_end + k_len
+        if k_len == 0:
             continue
         if shape.mask == "full":
-            low[qb : qb + ql], high[qb : qb + ql] = kb, kb + kl
+            low[rows], high[rows] = first, k_end
             continue
-        end = np.arange(kb + kl - ql + 1, kb + kl + 1)
-        high[qb : qb + ql] = end
-        low[qb : qb + ql] = kb if shape.window is None else np.maximum(kb, end - shape.window)
+        high[rows] = end = np.arange(k_end - q_len + 1, k_end + 1)
+        low[rows] = first if shape.window is None else np.maximum(first, end - shape.window)
     return low, high
 
 

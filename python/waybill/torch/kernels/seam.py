@@ -14,7 +14,7 @@ import torch
 from ..._arrays import int64, sequence
 from ..._errors import shown
 from ...errors import InvalidArgument, Unsupported
-from .._tensors import require_device
+from .._tensors import on_device, require_device
 
 Gradients = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -64,9 +64,8 @@ class Sequences:
         nothing waits.
         """
         ends = [list(itertools.accumulate(lengths, initial=0)) for pair in lens for lengths in pair]
-        flat = torch.from_numpy(np.array(list(itertools.chain(*ends)), np.int32))
-        if torch.device(device).type != "cpu":
-            flat = flat.pin_memory().to(device, non_blocking=True)
+        table = torch.from_numpy(np.array(list(itertools.chain(*ends)), np.int32))
+        flat = on_device(table, torch.device(device))
         found, at = [], 0
         for q_lens, k_lens in lens:
             n = len(q_lens) + 1
