@@ -227,10 +227,9 @@ class RankStep:
                 f"{WHO}: got k and v, expected latent(...): latent_dim = {self.latent_dim}"
             )
         self.check_open()
-        return [
-            self._checked(name, tensor, shape)
-            for name, tensor, shape in zip("qkv", (q, k, v), self._shapes)
-        ]
+        shapes = self._shapes
+        q, k = self._checked("q", q, shapes[0]), self._checked("k", k, shapes[1])
+        return [q, k, self._checked("v", v, shapes[2])]
 
     def _projected(
         self, project: Project, rows: torch.Tensor, weights: Sequence[torch.Tensor]
