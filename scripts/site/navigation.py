@@ -42,7 +42,6 @@ SECTIONS: dict[str, list[str]] = {
         "docs/debugging.md",
         "docs/ways_and_edges.md",
         "SECURITY.md",
-        "THIRD_PARTY.md",
     ],
     "Performance": [
         "docs/bench.md",
@@ -61,6 +60,7 @@ SECTIONS: dict[str, list[str]] = {
         "docs/decisions/",
         "CONTRIBUTING.md",
         "scripts/README.md",
+        "THIRD_PARTY.md",
         "docs/releases.md",
         "CHANGELOG.md",
     ],

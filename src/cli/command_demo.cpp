@@ -23,7 +23,6 @@ namespace {
 struct MainJob {
   Documents documents;
   AttentionPlan attention;
-  QkvPlan plan;  ///< that of `attention`
   QkvRouting routing;
   std::vector<Finding> findings;
   std::int64_t payload_bytes = 0;      ///< bytes of a simulated row
@@ -43,13 +42,13 @@ MainJob run_main_job(const Options& options, Console& console) {
   const auto run = [&](const std::string& label, const std::function<std::string()>& work) {
     using Clock = std::chrono::steady_clock;
     const auto start = Clock::now();
-    const std::string text = work();
+    // The dispatch shows the progress of its phases.
+    const std::string text = label == "dispatch" ? work() : with_progress(console, label, work);
     const std::chrono::duration<double> seconds = Clock::now() - start;
     console.print(concat("  ", ++num_done, "  ", detail::pad_right(label, label_width), text, "  [",
                          format_seconds(seconds.count()), "]\n"));
   };
   run("documents", [&] {
-    const Progress progress(console, "documents");
     job.documents = load_documents(options);
     std::int64_t total = 0;
     for (const std::int64_t length : job.documents.lengths) total += length;
@@ -58,23 +57,19 @@ MainJob run_main_job(const Options& options, Console& console) {
   for (const std::string& remark : job.documents.remarks)
     console.print(concat("     ", std::string(label_width, ' '), remark, "\n"));
   run("plan", [&] {
-    const Progress progress(console, "plan");
     job.attention = plan_attention(job.documents.lengths, job.documents.plan);
-    job.plan = job.attention.plan;
-    check_routing_size(job.plan);
-    return concat(shards_text(job.plan), ", largest work ",
+    check_routing_size(job.attention.plan);
+    return concat(shards_text(job.attention.plan), ", largest work ",
                   format_fixed(job.attention.imbalance(), 3), " x the mean");
   });
   run("metadata", [&] {
-    const Progress progress(console, "metadata");
-    job.routing = compute_qkv_routing(job.plan, options.num_threads);
+    job.routing = compute_qkv_routing(job.attention.plan, options.num_threads);
     return concat(
         "Q and KV, forward and reverse: ", format_count(job.routing.fwd_q.num_destinations()),
         " + ", format_count(job.routing.fwd_kv.num_destinations()), " copies of shards");
   });
   run("validation", [&] {
-    const Progress progress(console, "validation");
-    job.findings = validate(job.plan, job.routing);
+    job.findings = validate(job.attention.plan, job.routing);
     if (job.findings.empty()) job.findings = validate(job.attention);
     return concat(console.mark(job.findings.empty()), " ",
                   format_plural(std::ssize(job.findings), "finding"));
@@ -82,12 +77,12 @@ MainJob run_main_job(const Options& options, Console& console) {
   console.print(findings_text(job.findings, 10));
   if (!options.no_simulate) {
     run("dispatch", [&] {
-      job.check = run_checked(job.plan, job.routing, options, console, job.payload_bytes);
+      job.check = run_checked(job.attention.plan, job.routing, options, console, job.payload_bytes);
       return concat(console.mark(job.check->passed()), " ", check_text(*job.check));
     });
     console.print(findings_text(job.check->findings, 10));
   }
-  job.summary = summarize(job.plan, job.routing, options.row_bytes());
+  job.summary = summarize(job.attention.plan, job.routing, options.row_bytes());
   if (!job.attention.relay.empty()) {
     job.summary.relay_limit =
         limit_of(job.attention.bytes_in(), job.attention.bytes_out(TransferMode::relay));
@@ -119,8 +114,8 @@ std::vector<ReportCheck> checks_of(const MainJob& job) {
   const DispatchCheck& check = *job.check;
   checks.push_back({"Dispatch of Q, K and V, there and back", state_of(check.passed()),
                     concat(format_bytes(check.bytes_moved), " moved between ",
-                           format_plural(job.plan.world_size, "rank"), " in one process, rows of ",
-                           format_bytes(job.payload_bytes))});
+                           format_plural(job.attention.plan.world_size, "rank"),
+                           " in one process, rows of ", format_bytes(job.payload_bytes))});
   checks.push_back({"Every byte", state_of(check.passed()),
                     concat(format_count(check.rows_checked), " rows, ",
                            format_bytes(check.bytes_checked), " compared")});
@@ -148,20 +143,20 @@ std::string relay_text(const AttentionPlan& plan) {
 ReportContext report_context(const MainJob& job, const Options& options,
                              const std::string& command) {
   ReportContext context;
-  context.title = concat("Waybill: ", format_plural(job.plan.world_size, "rank"), ", ",
-                         format_plural(job.plan.num_documents(), "document"));
+  context.title = concat("Waybill: ", format_plural(job.attention.plan.world_size, "rank"), ", ",
+                         format_plural(job.attention.plan.num_documents(), "document"));
   context.command = command;
   context.gb_per_s = options.gb_per_s;
   context.checks = checks_of(job);
   context.inputs = {
       {"Documents", job.documents.origin},
-      {"Ranks", concat(job.plan.world_size, ", at most ",
+      {"Ranks", concat(job.attention.plan.world_size, ", at most ",
                        format_count(job.documents.plan.tokens_per_rank), " tokens each")},
       {"Balance", concat("largest work ", format_fixed(job.attention.imbalance(), 4),
                          " x the mean, aimed at ", job.documents.plan.imbalance_target)},
       {"Mask", to_string(job.documents.plan.mask)},
       {"Relay", relay_text(job.attention)},
-      {"KV layout", std::string(to_string(job.plan.kv_layout))},
+      {"KV layout", std::string(to_string(job.attention.plan.kv_layout))},
       {"Bytes counted", concat("Q ", options.q_hidden, ", K and V ", options.kv_hidden,
                                " elements each of ", options.dtype)},
       {"Bytes simulated",
@@ -208,13 +203,11 @@ std::int32_t require_gpus() {
 bool run_gpu_demo(const QkvRouting& routing, const Options& options, Console& console) {
   const std::int32_t num_sms = options.num_sms;
   const DType dtype = dtype_from_name(options.dtype);
-  GpuSelfTest self_test;
-  {
-    const Progress progress(console, "the plan on the GPUs");
+  const GpuSelfTest self_test = with_progress(console, "the plan on the GPUs", [&] {
     const EndWaitsOnSigint guard;
-    self_test = try_on_gpus(routing, {dtype, options.q_hidden}, {dtype, options.kv_hidden},
-                            {.num_sms = num_sms});
-  }
+    return try_on_gpus(routing, {dtype, options.q_hidden}, {dtype, options.kv_hidden},
+                       {.num_sms = num_sms});
+  });
   console.print(concat(
       "\nOn the GPUs: ", format_plural(self_test.world_size, "rank"), " on ",
       format_plural(self_test.num_gpus, "GPU"), ", ", num_sms,
@@ -267,21 +260,23 @@ int run_demo(const Options& given, Command command, Program& program) {
   const MainJob job = run_main_job(options, console);
 
   console.print(concat("\n", accounted_text(job, options), "\n"));
-  console.print(text_summary(job.plan, job.routing, job.summary, console.style(options.gb_per_s)));
+  console.print(
+      text_summary(job.attention.plan, job.routing, job.summary, console.style(options.gb_per_s)));
   if (!job.attention.relay.hops.empty())
     console.print(concat("\nRelay: ", relay_text(job.attention), ".\n"));
-  if (!options.output.empty()) write_plan(options.output, job.plan);
+  if (!options.output.empty()) write_plan(options.output, job.attention.plan);
   const bool gpus_right = !options.gpus || run_gpu_demo(job.routing, options, console);
   const StepPredictor predictor(job.attention);
   const std::vector<NamedStep> steps =
-      compare_transfers(predictor, StepOptions::of(job.attention), job.plan.num_shards());
+      compare_transfers(predictor, StepOptions::of(job.attention), job.attention.plan.num_shards());
   console.print(concat("\nPredicted step (", steps.back().name,
                        "): ", format_seconds(steps.back().step.seconds), "; see waybill explain.\n",
                        hardware_text(steps.back().step.options), "\n"));
   ReportContext context = report_context(job, options, program.command_line);
   context.steps = steps;
   if (!options.html.empty())
-    write_html(options, html_report(job.plan, job.routing, job.summary, context), console);
+    write_html(options, html_report(job.attention.plan, job.routing, job.summary, context),
+               console);
   write_trace(options, steps, console);
   if (!job.passed() || !gpus_right) {
     console.print_error("the checks above found something wrong");

@@ -367,10 +367,9 @@ std::string as_text(const std::vector<CheckLine>& lines) {
 int run_doctor(const Options& options, Command /*command*/, Program& program) {
   std::vector<CheckLine> lines = check_host();
   std::ranges::copy(check_python(options), std::back_inserter(lines));
-  {
-    const Progress progress(program.console, options.measure ? "measuring" : "asking");
-    std::ranges::copy(check_gpus(options.measure), std::back_inserter(lines));
-  }
+  const auto gpus = with_progress(program.console, options.measure ? "measuring" : "asking",
+                                  [&] { return check_gpus(options.measure); });
+  std::ranges::copy(gpus, std::back_inserter(lines));
   program.console.print(options.json ? as_json(lines) : as_text(lines));
   return has_problem(lines) ? exit_failure : exit_good;
 }

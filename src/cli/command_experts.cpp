@@ -234,8 +234,7 @@ TopkIds ids_of(const ExpertsOptions& o, Console& console) {
                             " ranks, expected at most ", max_drawn_ids,
                             " topk slots in all for drawn ids"));
   }
-  const Progress progress(console, "draw ids");
-  return draw_topk_ids(o);
+  return with_progress(console, "draw ids", [&] { return draw_topk_ids(o); });
 }
 
 /// Rows of each source rank for each expert, [R, E]; sets the numbers of ranks and experts.
@@ -394,15 +393,6 @@ std::string payload_words() {
   return words + "bytes(ROW,SCALES)";
 }
 
-std::string payload_complaint(const std::string& name) {
-  try {
-    (void)EPPayload::from_name(name, "got");
-    return "";
-  } catch (const InvalidArgument&) {
-    return concat("got ", name, ", expected ", payload_words());
-  }
-}
-
 void add_layer_options(Command command, ExpertsOptions& o) {
   command.number("--ranks,--world-size", o.world_size, 1, max_world_size, "Number of ranks");
   add_ranks_per_node(command, o);
@@ -415,20 +405,17 @@ void add_layer_options(Command command, ExpertsOptions& o) {
               "plain: tokens travel as they are. Else in this format, or as bytes(ROW,SCALES), so "
               "many of a row and of its scales")
       .value_name(payload_words())
-      .check(payload_complaint)
+      .read_by([](const std::string& name) { (void)EPPayload::from_name(name, "got"); },
+               [](const std::string& /*name*/) { return payload_words(); })
       .show_default();
 }
 
 void add_drawing_options(Command command, ExpertsOptions& o) {
   command.number("--tokens", o.tokens, 1, std::int64_t{1} << 24, "Tokens per rank");
   command.number("--topk", o.topk, 1, max_topk, "Experts per token, all different");
-  command
-      .option(
-          "--skew", o.skew,
-          "0: all experts are equally likely; X: the n-th is 1/n^X times as likely as the first")
-      .value_name("X")
-      .real_between(0, 10)
-      .show_default();
+  command.real(
+      "--skew", o.skew, 0, 10,
+      "0: all experts are equally likely; X: the n-th is 1/n^X times as likely as the first");
   command.number("--groups", o.num_groups, 1, std::int32_t{1} << 20,
                  "Number of groups of consecutive experts, such as one per node");
   command.number("--top-groups", o.top_groups, 1, std::int32_t{1} << 20,
@@ -460,34 +447,26 @@ void add_call_options(Command command, ExpertsOptions& o) {
       "Puts over the network: waiting, each for the one before; pipelined, many in flight");
 }
 
-/// @return what is wrong
-std::string check_min_rows(const std::string& text) {
-  if (text == "pays") return "";
-  const std::optional<std::int64_t> rows = parse_number(text);
-  return rows && *rows >= 0 && *rows <= std::int64_t{1} << 40
-             ? ""
-             : concat(text, ", expected a number of rows from 0 to 2^40, or pays");
-}
-
 void add_copy_options(Command command, ExpertsOptions& o) {
   const Option spare = command.number(
       "--spare", o.dispatch.spare_experts, 0, std::int32_t{1} << 20,
       "Slots per rank for copies of other ranks' hot experts: plans copies, and says what they "
       "cost and gain; 0: no copies");
   command
-      .option("--limit", o.dispatch.limit,
-              "The fullest rank may have so many times the lower bound of rows; a higher limit "
-              "needs fewer copies")
-      .value_name("X")
-      .real_between(1, 1e6)
-      .show_default()
+      .real("--limit", o.dispatch.limit, 1, 1e6,
+            "The fullest rank may have so many times the lower bound of rows; a higher limit "
+            "needs fewer copies")
       .needs(spare);
   command
       .option("--min-rows", o.min_rows,
               "A copy takes at least so many rows; pays: so many that its products outweigh its "
               "transfers where nothing hides these")
       .value_name("N|pays")
-      .check(check_min_rows)
+      .check([](const std::string& text) -> std::string {
+        const std::int64_t rows = text == "pays" ? 0 : parse_number(text).value_or(-1);
+        if (0 <= rows && rows <= std::int64_t{1} << 40) return "";
+        return concat(text, ", expected a number of rows from 0 to 2^40, or pays");
+      })
       .show_default()
       .needs(spare);
   command
@@ -501,11 +480,8 @@ void add_copy_options(Command command, ExpertsOptions& o) {
               "many")
       .needs(spare);
   command
-      .option("--flops", o.copy_costs.gemm_flops_per_second,
-              "Operations per second of a rank's grouped products")
-      .value_name("X")
-      .real_between(1, 1e30)
-      .show_default()
+      .real("--flops", o.copy_costs.gemm_flops_per_second, 1, 1e30,
+            "Operations per second of a rank's grouped products")
       .needs(spare);
   command.file("--html", o.html, "Write a report with the rows of each rank before and with copies")
       .needs(spare);

@@ -110,20 +110,14 @@ std::string heads_text(const ModelShape& model, std::int64_t head_dim,
   return found ? concat("Ulysses: ", text) : concat("No Ulysses: no group of ranks divides ", text);
 }
 
-/// One world: documents, predictions, and the plan of the module.
-struct Compared {
-  Documents documents;
-  std::vector<NamedStep> steps;
-};
-
-Compared compared_on(Options options, std::int64_t world_size) {
+/// The documents of one world, and the predictions.
+std::pair<Documents, std::vector<NamedStep>> compared_on(Options options, std::int64_t world_size) {
   options.world_size = static_cast<std::int32_t>(world_size);
-  Compared result;
-  result.documents = load_documents(options);
-  result.steps = compare_plans(
-      result.documents.lengths,
-      {.planner = result.documents.plan, .degree = options.degree, .head_dim = options.head_dim});
-  return result;
+  Documents documents = load_documents(options);
+  std::vector<NamedStep> steps = compare_plans(
+      documents.lengths,
+      {.planner = documents.plan, .degree = options.degree, .head_dim = options.head_dim});
+  return {std::move(documents), std::move(steps)};
 }
 
 std::string columns_text(const std::vector<NamedStep>& steps) {
@@ -133,26 +127,22 @@ std::string columns_text(const std::vector<NamedStep>& steps) {
   return concat("Columns\n", sentence_list(sentences));
 }
 
-void write_compared_html(const Options& options, const Compared& compared, Program& program) {
+void write_compared_html(const Options& options, const Documents& documents,
+                         const std::vector<NamedStep>& steps, Program& program) {
   if (options.html.empty()) return;
-  StepJob job = step_job_of(plan_attention(compared.documents.lengths, compared.documents.plan),
-                            compared.documents.origin);
-  job.remarks = compared.documents.remarks;
-  job.remarks.push_back(heads_text(job.options.model, options.head_dim, compared.steps));
-  job.remarks.push_back(verdict_text(compared.steps));
-  write_step_html(options, job, compared.steps, program);
+  StepJob job = step_job_of(plan_attention(documents.lengths, documents.plan), documents.origin);
+  job.remarks = documents.remarks;
+  job.remarks.push_back(heads_text(job.options.model, options.head_dim, steps));
+  job.remarks.push_back(verdict_text(steps));
+  write_step_html(options, job, steps, program);
 }
 
 void compare_one(const Options& options, std::int64_t world_size, Program& program) {
   Console& console = program.console;
-  Compared compared;
-  {
-    const Progress progress(console, "compare");
-    compared = compared_on(options, world_size);
-  }
-  const std::vector<NamedStep>& steps = compared.steps;
-  console.print_remarks(compared.documents.remarks);
-  console.print(concat(compared.documents.origin, ", on ", format_plural(world_size, "rank"), "\n",
+  const auto [documents, steps] =
+      with_progress(console, "compare", [&] { return compared_on(options, world_size); });
+  console.print_remarks(documents.remarks);
+  console.print(concat(documents.origin, ", on ", format_plural(world_size, "rank"), "\n",
                        hardware_text(steps.front().step.options), "\n",
                        heads_text(steps.front().step.options.model, options.head_dim, steps),
                        "\n\n", step_table(steps),
@@ -160,7 +150,7 @@ void compare_one(const Options& options, std::int64_t world_size, Program& progr
                        "dispatch.\nWays by hand move all rows before attention.\n\n",
                        columns_text(steps), "\n", sentence_list(comparison_sentences(steps)), "\n",
                        verdict_text(steps), "\n"));
-  write_compared_html(options, compared, program);
+  write_compared_html(options, documents, steps, program);
   write_trace(options, steps, console);
 }
 
@@ -170,9 +160,9 @@ void compare_several(const Options& options, const std::vector<std::int64_t>& wo
   std::vector<std::vector<NamedStep>> rows;
   for (const std::int64_t world_size : worlds) {
     const Progress progress(console, concat("compare on ", format_plural(world_size, "rank")));
-    Compared compared = compared_on(options, world_size);
-    console.print_remarks(compared.documents.remarks);
-    rows.push_back(std::move(compared.steps));
+    auto [documents, steps] = compared_on(options, world_size);
+    console.print_remarks(documents.remarks);
+    rows.push_back(std::move(steps));
   }
   const auto of_most = std::ranges::max_element(rows, {}, &std::vector<NamedStep>::size);
   std::string text = detail::pad_left("ranks", 7);
@@ -227,11 +217,8 @@ int run_calibrate(const Options& options, Command /*command*/, Program& program)
   if (!options.network.empty()) {
     known.network_bytes_per_second = parse_rate(options.network).value();
   }
-  LinkMeasurement links;
-  {
-    const Progress progress(program.console, "measuring links");
-    links = measure(known);
-  }
+  const LinkMeasurement links =
+      with_progress(program.console, "measuring links", [&] { return measure(known); });
   const std::string text = to_json(links);
   try {
     write_output(program.console, options.output, text,

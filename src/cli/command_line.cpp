@@ -195,6 +195,18 @@ Option& Option::check(const std::function<std::string(const std::string&)>& comp
   return *this;
 }
 
+Option& Option::read_by(const std::function<void(const std::string&)>& read,
+                        const std::function<std::string(const std::string&)>& expected) {
+  return check([read, expected](const std::string& value) {
+    try {
+      read(value);
+      return std::string();
+    } catch (const InvalidArgument&) {
+      return concat("got ", value, ", expected ", expected(value));
+    }
+  });
+}
+
 Option& Option::between(std::int64_t min, std::int64_t max, bool or_auto) {
   return check([min, max, or_auto](const std::string& text) -> std::string {
     const std::optional<std::int64_t> number = parse_number(text);

@@ -49,6 +49,9 @@ class Option {
 
   /// @param complaint returns "" for a value that is right
   Option& check(const std::function<std::string(const std::string&)>& complaint);
+  /// Whatever `read` takes. @param expected the end of "got VALUE, expected ..."
+  Option& read_by(const std::function<void(const std::string&)>& read,
+                  const std::function<std::string(const std::string&)>& expected);
   /// A whole number in the range; `or_auto`: or the word auto.
   Option& between(std::int64_t min, std::int64_t max, bool or_auto = false);
   /// A number in the range, neither nan nor inf.
@@ -84,6 +87,11 @@ class Command {
   Option number(const std::string& names, Value& value, std::int64_t min, std::int64_t max,
                 const std::string& text) {
     return option(names, value, text).value_name("N").between(min, max).show_default();
+  }
+  /// X, a number in the range; --help shows the default.
+  Option real(const std::string& names, double& value, double min, double max,
+              const std::string& text) {
+    return option(names, value, text).value_name("X").real_between(min, max).show_default();
   }
   /// One of the words; --help shows the default.
   Option choice(const std::string& names, std::string& value, const std::vector<std::string>& words,

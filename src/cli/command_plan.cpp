@@ -12,19 +12,17 @@ JsonStyle style_of(const Options& options) {
 
 int run_plan(const Options& options, Command /*command*/, Program& program) {
   check_outputs({options.output});
-  std::string text;
   std::string what;
-  {
-    const Progress progress(program.console, "plan");
+  const std::string text = with_progress(program.console, "plan", [&] {
     Documents documents = load_documents(options);
     documents.plan.relay = options.full;  // the plan alone has no room for it
     program.console.print_remarks(documents.remarks);
     const AttentionPlan plan = plan_attention(documents.lengths, documents.plan);
-    text = options.full ? to_json(plan, style_of(options)) : to_json(plan.plan, style_of(options));
     what = concat(options.full ? "a plan with its figures" : "a plan", ", ", documents.origin,
                   ", in ", shards_text(plan.plan), "; largest work ",
                   format_fixed(plan.imbalance(), 3), " x the mean");
-  }
+    return options.full ? to_json(plan, style_of(options)) : to_json(plan.plan, style_of(options));
+  });
   write_output(program.console, options.output, text, what);
   return exit_good;
 }
@@ -44,12 +42,9 @@ std::string metadata_json(const Options& options, std::string& what) {
 
 int run_metadata(const Options& options, Command /*command*/, Program& program) {
   check_outputs({options.output});
-  std::string text;
   std::string what;
-  {
-    const Progress progress(program.console, "metadata");
-    text = metadata_json(options, what);
-  }
+  const std::string text =
+      with_progress(program.console, "metadata", [&] { return metadata_json(options, what); });
   write_output(program.console, options.output, text, what);
   return exit_good;
 }

@@ -117,11 +117,8 @@ std::vector<Finding> findings_of(const Options& options) {
 }
 
 int run_validate(const Options& options, Command /*command*/, Program& program) {
-  std::vector<Finding> findings;
-  {
-    const Progress progress(program.console, "validation");
-    findings = findings_of(options);
-  }
+  const std::vector<Finding> findings =
+      with_progress(program.console, "validation", [&] { return findings_of(options); });
   const std::string name = input_name(options.input);
   program.console.print(findings_text(findings, std::ssize(findings)));
   if (findings.empty()) {

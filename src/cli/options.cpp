@@ -23,17 +23,6 @@ std::vector<std::string> distribution_names() {
   return names;
 }
 
-std::string check_distribution(const std::string& name) {
-  try {
-    (void)length_distribution(name);
-    return "";
-  } catch (const InvalidArgument&) {
-    const std::vector<std::string> known = distribution_names();
-    return concat("got ", name, ", expected one of ", joined(known, ", "),
-                  did_you_mean(name, known));
-  }
-}
-
 std::string check_dtype(const std::string& name) {
   try {
     (void)dtype_from_name(name);
@@ -133,12 +122,16 @@ void add_compact_flag(Command command, Options& options) {
 
 void add_document_options(Command command, Options& options) {
   command = command.under(documents_group);
-  const Option distribution = command
-                                  .option("--distribution", options.distribution,
-                                          "Draw lengths from a named distribution (the default): " +
-                                              joined(distribution_names(), ", "))
-                                  .value_name("NAME")
-                                  .check(check_distribution);
+  const Option distribution =
+      command
+          .option("--distribution", options.distribution,
+                  "Draw lengths from a named distribution (the default): " +
+                      joined(distribution_names(), ", "))
+          .value_name("NAME")
+          .read_by(length_distribution, [](const std::string& name) {
+            const std::vector<std::string> known = distribution_names();
+            return concat("one of ", joined(known, ", "), did_you_mean(name, known));
+          });
   Option lengths = command.file("--lengths", options.lengths_path,
                                 "Read lengths in tokens: JSON list or text; - is standard input");
   const Option corpus = command
@@ -179,12 +172,8 @@ void add_plan_options(Command command, Options& options, const std::string& rank
       "--cut", options.cut,
       "Take the first documents, as many as --tokens-per-rank has room for, cut the last of "
       "them, and leave out the others");
-  command
-      .option("--imbalance", options.imbalance,
-              "Target for the largest work of a rank over the mean; a lower one moves more bytes")
-      .value_name("X")
-      .real_between(1.0001, 1e6)
-      .show_default();
+  command.real("--imbalance", options.imbalance, 1.0001, 1e6,
+               "Target for the largest work of a rank over the mean; a lower one moves more bytes");
   command.choice(
       "--mask", options.mask, {"causal", "full", "prefix"},
       "causal: a query attends to itself and the keys before it; full: to its whole document; "

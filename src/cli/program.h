@@ -71,6 +71,13 @@ class Progress {
   std::thread thread_;
 };
 
+/// Does the work, with progress on standard error while it takes its time. @return what it returns
+template <class Work>
+auto with_progress(const Console& console, std::string what, Work&& work) {
+  const Progress progress(console, std::move(what));
+  return work();
+}
+
 /// All commands share it while the program runs.
 struct Program {
   Console console;

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <vector>
 
 #include "planner/node_routes.h"
@@ -84,19 +85,18 @@ struct FlowSet {
 [[nodiscard]] std::vector<Flow> kv_flows(const TimedPlan& timed, const Topology& nodes,
                                          TransferMode transfer, std::int64_t row_bytes);
 
-/// Seconds of the four links of a rank, as if it were alone.
-struct LinkSeconds {
-  double nvlink_in = 0;
-  double nvlink_out = 0;
-  double network_in = 0;
-  double network_out = 0;
-
-  [[nodiscard]] double in() const { return nvlink_in > network_in ? nvlink_in : network_in; }
-  [[nodiscard]] double out() const { return nvlink_out > network_out ? nvlink_out : network_out; }
-  [[nodiscard]] double longest() const { return in() > out() ? in() : out(); }
-  /// The link that takes longest; nothing if none takes any time.
-  [[nodiscard]] StepResource slowest() const;
+/// The flows of the three kinds of phases.
+struct StepFlows {
+  FlowSet dispatch;  ///< Q, K, V
+  FlowSet q;         ///< rows like Q
+  FlowSet gradient;  ///< dK and dV
 };
+
+/// Whether rows move home, against the flows.
+[[nodiscard]] inline bool is_reverse(StepPhase phase) {
+  return phase == StepPhase::output || phase == StepPhase::q_gradient ||
+         phase == StepPhase::kv_gradient;
+}
 
 /// Runs one phase in which rows move: fills `phase` (all but the document of `slowest`), whose
 /// `begin` and `phase` are set.
@@ -105,16 +105,18 @@ struct LinkSeconds {
 void run_transfer(const FlowSet& set, bool reverse, double nvlink_share, const Topology& nodes,
                   const StepOptions& options, PhasePrediction& phase);
 
-/// Runs one kernel: `seconds` is set, too.
-void run_kernel(PhasePrediction& phase);
-
-/// (query, key) pairs of a rank in a second of this kernel.
-[[nodiscard]] double kernel_pairs_per_second(const StepOptions& options, StepPhase phase);
+/// Runs the phases of a step whose options, world size and work are set.
+/// @param gradient_share as nvlink_share, of the gradients of K and V
+/// @param even as if every rank had the mean of the work
+/// @param staying [W] pairs that are attended to while rows travel; empty: none
+void run_phases(const StepFlows& flows, const Topology& nodes, double gradient_share, bool even,
+                std::span<const std::int64_t> staying, StepPrediction& step);
 
 /// When the last rank has ended it.
 [[nodiscard]] double end_of(const PhasePrediction& phase);
 
-/// The causes for which the last rank waited, phase by phase, without amounts and documents.
-[[nodiscard]] std::vector<StepCause> path_of(const StepPrediction& step);
+/// Sets the times of a step whose phases have run, and the path: the causes for which the last rank
+/// waited, phase by phase, without amounts and documents.
+void sum_up(StepPrediction& step);
 
 }  // namespace waybill::detail

@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <array>
+#include <numeric>
 #include <utility>
 
 #include "core/batch_bytes.h"
@@ -12,17 +14,30 @@ namespace {
 constexpr double forward_flops = 4;
 constexpr double backward_flops = 10;
 
+/// Seconds of the links of a rank, in the order of link_fields, as if it were alone.
+using LinkSeconds = std::array<double, std::size(link_fields)>;
+
+/// The link that takes longest, of equals the last; nothing if none takes any time.
+StepResource slowest(const LinkSeconds& seconds) {
+  const auto last = std::max_element(seconds.rbegin(), seconds.rend());
+  if (*last <= 0) return StepResource::nothing;
+  return static_cast<StepResource>(static_cast<int>(StepResource::nvlink_in) +
+                                   (seconds.rend() - last) - 1);
+}
+
+/// Sets the rank with the most seconds. @param busy its link or kernel
+template <class Busy>
+void find_slowest(PhasePrediction& phase, const Busy& busy) {
+  const auto most = std::ranges::max_element(phase.seconds);
+  const auto rank = static_cast<std::int32_t>(most - phase.seconds.begin());
+  phase.slowest = {.phase = phase.phase, .rank = rank, .resource = busy(rank), .seconds = *most};
+}
+
 /// A time, and the rank whose begin and links decide it.
 using Ready = std::pair<double, std::int32_t>;
 
 void wait_for(Ready& ready, const Ready& other) {
   if (other.first > ready.first) ready = other;
-}
-
-double forward_pairs_per_second(const StepOptions& options) {
-  if (options.hardware.pairs_per_second > 0) return options.hardware.pairs_per_second;
-  return options.costs.forward_flops_per_second /
-         (forward_flops * static_cast<double>(options.model.q_hidden));
 }
 
 class TransferClock {
@@ -49,9 +64,10 @@ class TransferClock {
       if (reverse_) phase.links[r] = reversed(phase.links[r]);
       own_[r] = link_seconds(phase.links[r], r);
       const auto rank = static_cast<std::int32_t>(r);
-      sent_[r] = {phase.begin[r] + own_[r].out(), rank};
-      done_[r] = {phase.begin[r] + own_[r].longest(), rank};
-      phase.seconds[r] = own_[r].longest() + costs_.phase_seconds;
+      const double longest = std::ranges::max(own_[r]);
+      sent_[r] = {phase.begin[r] + seconds_out(own_[r]), rank};
+      done_[r] = {phase.begin[r] + longest, rank};
+      phase.seconds[r] = longest + costs_.phase_seconds;
     }
     cut_pieces();
     if (reverse_) {
@@ -65,10 +81,23 @@ class TransferClock {
       phase.end[r] = done_[r].first + costs_.phase_seconds;
       phase.waits_for[r] = done_[r].second;
     }
-    find_slowest(phase);
+    find_slowest(phase, [&](std::int32_t rank) { return slowest(own_[rank]); });
   }
 
  private:
+  static double seconds_out(const LinkSeconds& seconds) {
+    double longest = 0;
+    for (std::size_t i = 0; i < seconds.size(); ++i)
+      if (link_fields[i].out) longest = std::max(longest, seconds[i]);
+    return longest;
+  }
+
+  /// Bytes that a rank moves over one kind of link, in so many messages.
+  double seconds_over(bool network, std::size_t rank, double bytes, double messages) const {
+    return network ? bytes / network_speed_ + messages * costs_.network_message_seconds
+                   : bytes / nvlink_speed_[rank] + messages * nvlink_message_;
+  }
+
   void find_forwarders() {
     nvlink_speed_.assign(nodes_.world_size, max_nvlink_speed_);
     for (const Flow& flow : set_.flows) {
@@ -78,19 +107,14 @@ class TransferClock {
   }
 
   LinkSeconds link_seconds(const LinkBytes& bytes, std::size_t rank) const {
-    const auto nvlink = [&](std::int64_t num_bytes, std::int64_t num_peers) {
-      return static_cast<double>(num_bytes) / nvlink_speed_[rank] +
-             static_cast<double>(num_peers) * nvlink_message_;
-    };
-    const auto network = [&](std::int64_t num_bytes, std::int64_t num_peers) {
-      return static_cast<double>(num_bytes) / network_speed_ +
-             static_cast<double>(num_peers) * costs_.network_message_seconds;
-    };
     const LinkBytes peers = reverse_ ? reversed(set_.peers[rank]) : set_.peers[rank];
-    return {.nvlink_in = nvlink(bytes.nvlink_in, peers.nvlink_in),
-            .nvlink_out = nvlink(bytes.nvlink_out, peers.nvlink_out),
-            .network_in = network(bytes.network_in, peers.network_in),
-            .network_out = network(bytes.network_out, peers.network_out)};
+    LinkSeconds seconds{};
+    for (std::size_t i = 0; i < seconds.size(); ++i) {
+      const LinkField& link = link_fields[i];
+      seconds[i] = seconds_over(link.network, rank, static_cast<double>(bytes.*link.bytes),
+                                static_cast<double>(peers.*link.bytes));
+    }
+    return seconds;
   }
 
   // The size of a piece, flow by flow: what its home sends to be forwarded decides.
@@ -113,9 +137,7 @@ class TransferClock {
   double piece_seconds(std::size_t i) const {
     const Flow& flow = set_.flows[i];
     const auto chunk = static_cast<double>(std::min(flow.bytes, piece_[home_[i]]));
-    return nodes_.share_node(Rank{flow.src}, Rank{flow.dst})
-               ? chunk / nvlink_speed_[flow.src] + nvlink_message_
-               : chunk / network_speed_ + costs_.network_message_seconds;
+    return seconds_over(!nodes_.share_node(Rank{flow.src}, Rank{flow.dst}), flow.src, chunk, 1);
   }
 
   void follow_forward() {
@@ -146,15 +168,6 @@ class TransferClock {
     }
   }
 
-  void find_slowest(PhasePrediction& phase) const {
-    const auto most = std::max_element(phase.seconds.begin(), phase.seconds.end());
-    const auto rank = static_cast<std::int32_t>(most - phase.seconds.begin());
-    phase.slowest.phase = phase.phase;
-    phase.slowest.rank = rank;
-    phase.slowest.seconds = *most;
-    phase.slowest.resource = own_[rank].slowest();
-  }
-
   const FlowSet& set_;
   bool reverse_;
   const Topology& nodes_;
@@ -175,76 +188,99 @@ StepResource resource_of(const PhasePrediction& phase, std::int32_t waiter, std:
                          const StepOptions& options) {
   if (!moves_rows(phase.phase))
     return phase.seconds[rank] > 0 ? StepResource::compute : StepResource::nothing;
-  const LinkBytes& links = phase.links[rank];
-  const auto nvlink = [&](std::int64_t bytes) {
-    return static_cast<double>(bytes) / options.hardware.nvlink_bytes_per_second;
-  };
-  const auto network = [&](std::int64_t bytes) {
-    return static_cast<double>(bytes) / options.hardware.network_bytes_per_second;
-  };
-  const bool own = waiter == rank;
-  return LinkSeconds{.nvlink_in = own ? nvlink(links.nvlink_in) : 0,
-                     .nvlink_out = nvlink(links.nvlink_out),
-                     .network_in = own ? network(links.network_in) : 0,
-                     .network_out = network(links.network_out)}
-      .slowest();
+  LinkSeconds seconds{};
+  for (std::size_t i = 0; i < seconds.size(); ++i) {
+    const LinkField& link = link_fields[i];
+    if (waiter != rank && !link.out) continue;
+    seconds[i] = static_cast<double>(phase.links[rank].*link.bytes) /
+                 (link.network ? options.hardware.network_bytes_per_second
+                               : options.hardware.nvlink_bytes_per_second);
+  }
+  return slowest(seconds);
+}
+
+/// (query, key) pairs of a rank in a second of this kernel.
+double kernel_pairs_per_second(const StepOptions& options, StepPhase phase) {
+  const StepCosts& costs = options.costs;
+  const double forward = options.hardware.pairs_per_second > 0
+                             ? options.hardware.pairs_per_second
+                             : costs.forward_flops_per_second /
+                                   (forward_flops * static_cast<double>(options.model.q_hidden));
+  if (phase == StepPhase::attention) return forward;
+  return forward * forward_flops / backward_flops * costs.backward_flops_per_second /
+         costs.forward_flops_per_second;
+}
+
+/// Pairs that stay are attended to while rows travel, in the phase before: that time is out of the
+/// kernel's.
+void run_kernel(const StepPrediction& step, bool even, std::span<const std::int64_t> staying,
+                PhasePrediction& phase) {
+  const double rate = kernel_pairs_per_second(step.options, phase.phase);
+  const PhasePrediction& travel = step.phases[static_cast<std::size_t>(phase.phase) - 1];
+  const std::size_t world_size = step.work.size();
+  const double mean = std::accumulate(step.work.begin(), step.work.end(), 0.0) /
+                      static_cast<double>(std::max<std::size_t>(1, world_size));
+  phase.waits_for.resize(world_size);
+  std::iota(phase.waits_for.begin(), phase.waits_for.end(), 0);
+  for (std::size_t r = 0; r < world_size; ++r) {
+    double seconds = (even ? mean : static_cast<double>(step.work[r])) / rate;
+    if (!staying.empty()) {
+      const double at_home = std::min(seconds, static_cast<double>(staying[r]) / rate);
+      seconds -= std::min(at_home, travel.end[r] - travel.begin[r]);
+    }
+    phase.seconds.push_back(seconds);
+    phase.end.push_back(phase.begin[r] + seconds);
+  }
+  find_slowest(phase, [&](std::int32_t rank) {
+    return phase.seconds[rank] > 0 ? StepResource::compute : StepResource::nothing;
+  });
 }
 
 }  // namespace
-
-StepResource LinkSeconds::slowest() const {
-  const double seconds = longest();
-  if (seconds <= 0) return StepResource::nothing;
-  if (seconds == network_out) return StepResource::network_out;
-  if (seconds == network_in) return StepResource::network_in;
-  return seconds == nvlink_out ? StepResource::nvlink_out : StepResource::nvlink_in;
-}
 
 void run_transfer(const FlowSet& set, bool reverse, double nvlink_share, const Topology& nodes,
                   const StepOptions& options, PhasePrediction& phase) {
   TransferClock(set, reverse, nvlink_share, nodes, options).run(phase);
 }
 
-void run_kernel(PhasePrediction& phase) {
-  const std::size_t world_size = phase.begin.size();
-  phase.end.resize(world_size);
-  phase.waits_for.resize(world_size);
-  for (std::size_t r = 0; r < world_size; ++r) {
-    phase.end[r] = phase.begin[r] + phase.seconds[r];
-    phase.waits_for[r] = static_cast<std::int32_t>(r);
+void run_phases(const StepFlows& flows, const Topology& nodes, double gradient_share, bool even,
+                std::span<const std::int64_t> staying, StepPrediction& step) {
+  step.phases.resize(num_step_phases);
+  std::vector<double> begin(step.world_size, 0);
+  for (int i = 0; i < num_step_phases; ++i) {
+    PhasePrediction& phase = step.phases[i];
+    phase.phase = static_cast<StepPhase>(i);
+    phase.begin = std::move(begin);
+    if (!moves_rows(phase.phase)) {
+      run_kernel(step, even, staying, phase);
+    } else {
+      const bool is_gradient = phase.phase == StepPhase::kv_gradient;
+      const FlowSet& set = phase.phase == StepPhase::dispatch ? flows.dispatch
+                           : is_gradient                      ? flows.gradient
+                                                              : flows.q;
+      run_transfer(set, is_reverse(phase.phase), is_gradient ? gradient_share : 1, nodes,
+                   step.options, phase);
+    }
+    begin = phase.end;
   }
-  const auto most = std::max_element(phase.seconds.begin(), phase.seconds.end());
-  phase.slowest = {.phase = phase.phase,
-                   .rank = static_cast<std::int32_t>(most - phase.seconds.begin()),
-                   .resource = *most > 0 ? StepResource::compute : StepResource::nothing,
-                   .seconds = *most};
 }
 
-double kernel_pairs_per_second(const StepOptions& options, StepPhase phase) {
-  const double forward = forward_pairs_per_second(options);
-  if (phase == StepPhase::attention) return forward;
-  return forward * forward_flops / backward_flops * options.costs.backward_flops_per_second /
-         options.costs.forward_flops_per_second;
-}
+double end_of(const PhasePrediction& phase) { return std::ranges::max(phase.end); }
 
-double end_of(const PhasePrediction& phase) {
-  return *std::max_element(phase.end.begin(), phase.end.end());
-}
-
-std::vector<StepCause> path_of(const StepPrediction& step) {
-  std::vector<StepCause> path;
+void sum_up(StepPrediction& step) {
+  step.seconds = end_of(step.phases.back());
+  step.forward_seconds = end_of(step.phase(StepPhase::output));
   const std::vector<double>& ends = step.phases.back().end;
   auto rank = static_cast<std::int32_t>(std::max_element(ends.begin(), ends.end()) - ends.begin());
   for (auto phase = step.phases.rbegin(); phase != step.phases.rend(); ++phase) {
     const std::int32_t cause = phase->waits_for[rank];
-    path.push_back({.phase = phase->phase,
-                    .rank = cause,
-                    .resource = resource_of(*phase, rank, cause, step.options),
-                    .seconds = phase->end[rank] - phase->begin[cause]});
+    step.path.push_back({.phase = phase->phase,
+                         .rank = cause,
+                         .resource = resource_of(*phase, rank, cause, step.options),
+                         .seconds = phase->end[rank] - phase->begin[cause]});
     rank = cause;
   }
-  std::reverse(path.begin(), path.end());
-  return path;
+  std::ranges::reverse(step.path);
 }
 
 }  // namespace waybill::detail

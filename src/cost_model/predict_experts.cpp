@@ -110,7 +110,7 @@ class LoadCount {
     first_ += tokens + 1;  // no run goes on
   }
 
-  [[nodiscard]] std::vector<ExpertRankLoad> take() { return std::move(loads_); }
+  [[nodiscard]] const std::vector<ExpertRankLoad>& loads() const { return loads_; }
 
  private:
   [[nodiscard]] bool is_other_node(std::int32_t rank) const {
@@ -189,15 +189,6 @@ class LoadCount {
   std::vector<std::int64_t> to_rank_;    ///< [W]
   std::vector<std::int64_t> from_rank_;  ///< [W]
 };
-
-/// @param ids as predict_experts has them, checked
-std::vector<ExpertRankLoad> count_expert_load(const EPConfig& config,
-                                              const EPDispatchOptions& dispatch,
-                                              std::span<const std::vector<std::int32_t>> ids) {
-  LoadCount count(config, dispatch);
-  for (std::int32_t r = 0; r < config.world_size; ++r) count.count_source(r, ids[r]);
-  return count.take();
-}
 
 /// A pipelined combine sums in at most so many pieces, of at least so many tokens.
 constexpr std::int64_t max_sum_pieces = 4;
@@ -494,8 +485,10 @@ std::vector<ExpertCallPrediction> predict_experts(const EPConfig& config,
   detail::check_ids("predict_experts", config, ids);
   std::vector<std::vector<std::int32_t>> places(ids.begin(), ids.end());
   if (dispatch.spare_experts > 0) (void)take_slots(config, dispatch, {}, places);
-  const std::vector<ExpertRankLoad> loads =
-      count_expert_load(slot_config(config, dispatch), dispatch, places);
+  const EPConfig slots = slot_config(config, dispatch);
+  LoadCount count(slots, dispatch);
+  for (std::int32_t r = 0; r < config.world_size; ++r) count.count_source(r, places[r]);
+  const std::vector<ExpertRankLoad>& loads = count.loads();
   const ExpertClock clock(config, dispatch, options);
   std::vector<ExpertCallPrediction> calls(num_expert_calls);
   for (int k = 0; k < num_expert_calls; ++k) {

@@ -17,7 +17,7 @@ namespace {
 using detail::end_of;
 using detail::FlowSet;
 using detail::homes_of;
-using detail::kernel_pairs_per_second;
+using detail::StepFlows;
 using detail::TimedPlan;
 
 constexpr const char* in_predict_step = "predict_step";
@@ -35,97 +35,35 @@ void check_bytes(const TimedPlan& timed, const StepOptions& options) {
           " bytes, expected at most 2^62 bytes in all");
 }
 
-std::vector<double> kernel_seconds(const std::vector<std::int64_t>& work, double pairs_per_second,
-                                   bool even) {
-  std::vector<double> seconds(work.size());
-  const double mean = std::accumulate(work.begin(), work.end(), 0.0) /
-                      static_cast<double>(std::max<std::size_t>(1, work.size()));
-  for (std::size_t r = 0; r < work.size(); ++r)
-    seconds[r] = (even ? mean : static_cast<double>(work[r])) / pairs_per_second;
-  return seconds;
-}
-
-// The flows of the three kinds of phases.
-struct StepFlows {
-  FlowSet dispatch;
-  FlowSet q;
-  FlowSet gradient;            ///< dK and dV, straight
-  FlowSet forwarded_gradient;  ///< as K and V went; empty where they went straight
-
-  StepFlows(const TimedPlan& timed, const Topology& nodes, const StepOptions& options) {
-    q.flows = detail::q_flows(timed, options.model.q_row_bytes());
-    std::vector<detail::Flow> kv =
-        detail::kv_flows(timed, nodes, options.transfer, options.model.kv_row_bytes());
-    dispatch.flows = kv;  // first: flows name others by their place
-    dispatch.flows.insert(dispatch.flows.end(), q.flows.begin(), q.flows.end());
-    gradient.flows =
-        detail::kv_flows(timed, nodes, TransferMode::direct, options.model.kv_row_bytes());
-    if (options.transfer != TransferMode::direct) {
-      forwarded_gradient.flows =
-          detail::gradient_flows(std::move(kv), detail::sum_width(options.model));
-    }
-    for (FlowSet* set : {&dispatch, &q, &gradient, &forwarded_gradient}) set->count(nodes);
-  }
-};
-
-/// Takes the time of `staying` pairs, [W], that passes while rows travel out of the kernel's.
-/// @param travel the phase before
-void overlap(const PhasePrediction& travel, std::span<const std::int64_t> staying,
-             double pairs_per_second, PhasePrediction& phase) {
-  for (std::size_t r = 0; r < staying.size(); ++r) {
-    const double at_home =
-        std::min(phase.seconds[r], static_cast<double>(staying[r]) / pairs_per_second);
-    phase.seconds[r] -= std::min(at_home, travel.end[r] - travel.begin[r]);
-  }
-}
-
-/// @param staying [W] pairs that are attended to while rows travel; empty: none
-void run_phase(const StepFlows& flows, const Topology& nodes, const StepPrediction& step, bool even,
-               std::span<const std::int64_t> staying, PhasePrediction& phase) {
-  const StepOptions& options = step.options;
-  const auto transfer = [&](const FlowSet& set, bool reverse, double share = 1) {
-    detail::run_transfer(set, reverse, share, nodes, options, phase);
-  };
-  switch (phase.phase) {
-    case StepPhase::dispatch:
-      return transfer(flows.dispatch, false);
-    case StepPhase::output:
-    case StepPhase::q_gradient:
-      return transfer(flows.q, true);
-    case StepPhase::output_gradient:
-      return transfer(flows.q, false);
-    case StepPhase::kv_gradient:
-      return transfer(flows.gradient, true, options.costs.pull_share);
-    case StepPhase::attention:
-    case StepPhase::attention_gradient: {
-      const double pairs_per_second = kernel_pairs_per_second(options, phase.phase);
-      phase.seconds = kernel_seconds(step.work, pairs_per_second, even);
-      overlap(step.phases[static_cast<std::size_t>(phase.phase) - 1], staying, pairs_per_second,
-              phase);
-      return detail::run_kernel(phase);
-    }
-  }
+/// @param kv the flows of K and V; those of their gradients here go straight
+StepFlows flows_of(const TimedPlan& timed, const Topology& nodes, const ModelShape& model,
+                   const std::vector<detail::Flow>& kv) {
+  StepFlows flows;
+  flows.q.flows = detail::q_flows(timed, model.q_row_bytes());
+  flows.dispatch.flows = kv;  // first: flows name others by their place
+  flows.dispatch.flows.insert(flows.dispatch.flows.end(), flows.q.flows.begin(),
+                              flows.q.flows.end());
+  flows.gradient.flows = detail::kv_flows(timed, nodes, TransferMode::direct, model.kv_row_bytes());
+  for (FlowSet* set : {&flows.dispatch, &flows.q, &flows.gradient}) set->count(nodes);
+  return flows;
 }
 
 // Takes dK and dV back as K and V went, where that is sooner than straight. Those of a batch go
 // straight on one node, as the dispatcher sends them there.
-void try_forwarded_gradient(const StepFlows& flows, const Topology& nodes, bool is_batch,
+void try_forwarded_gradient(std::vector<detail::Flow> kv, const Topology& nodes, bool is_batch,
                             StepPrediction& step) {
   if (step.options.transfer == TransferMode::direct) return;
   if (is_batch && nodes.num_nodes() == 1) return;
+  FlowSet set;
+  set.flows = detail::gradient_flows(std::move(kv), detail::sum_width(step.options.model));
+  set.count(nodes);
   PhasePrediction forwarded;
   forwarded.phase = StepPhase::kv_gradient;
   forwarded.begin = step.phases.back().begin;
-  detail::run_transfer(flows.forwarded_gradient, true, step.options.costs.pull_share, nodes,
-                       step.options, forwarded);
+  detail::run_transfer(set, true, step.options.costs.pull_share, nodes, step.options, forwarded);
   if (end_of(forwarded) >= end_of(step.phases.back())) return;
   step.phases.back() = std::move(forwarded);
   step.gradient_transfer = step.options.transfer;
-}
-
-bool is_reverse(StepPhase phase) {
-  return phase == StepPhase::output || phase == StepPhase::q_gradient ||
-         phase == StepPhase::kv_gradient;
 }
 
 /// Amounts by document for one cause.
@@ -137,7 +75,7 @@ struct Tally {
   [[nodiscard]] bool crosses(std::int32_t src, std::int32_t dst, bool same_node) const {
     const detail::LinkField& link = *detail::link_of(cause->resource);
     if (link.network == same_node) return false;
-    const bool from_src = link.out != is_reverse(cause->phase);
+    const bool from_src = link.out != detail::is_reverse(cause->phase);
     return (from_src ? src : dst) == cause->rank;
   }
 
@@ -208,7 +146,9 @@ StepPrediction predict_plan(const TimedPlan& timed, const StepOptions& options, 
   const AttentionMask mask = options.mask.as_in(*timed.plan, in_predict_step);
   check_bytes(timed, options);
   const Topology nodes{timed.plan->world_size, options.hardware.ranks_per_node};
-  const StepFlows flows(timed, nodes, options);
+  std::vector<detail::Flow> kv =
+      detail::kv_flows(timed, nodes, options.transfer, options.model.kv_row_bytes());
+  const StepFlows flows = flows_of(timed, nodes, options.model, kv);
   const std::vector<std::int64_t> shard_pairs =
       detail::work_of_shards(timed, mask, options.hardware);
 
@@ -223,19 +163,9 @@ StepPrediction predict_plan(const TimedPlan& timed, const StepOptions& options, 
     if (!timed.stays.empty() && timed.stays[n] != 0)
       staying[timed.plan->q_dst[n]] += shard_pairs[n];
   }
-  step.phases.resize(num_step_phases);
-  std::vector<double> begin(step.world_size, 0);
-  for (int i = 0; i < num_step_phases; ++i) {
-    PhasePrediction& phase = step.phases[i];
-    phase.phase = static_cast<StepPhase>(i);
-    phase.begin = std::move(begin);
-    run_phase(flows, nodes, step, even, staying, phase);
-    begin = phase.end;
-  }
-  try_forwarded_gradient(flows, nodes, !timed.stays.empty(), step);
-  step.seconds = end_of(step.phases.back());
-  step.forward_seconds = end_of(step.phase(StepPhase::output));
-  step.path = detail::path_of(step);
+  detail::run_phases(flows, nodes, options.costs.pull_share, even, staying, step);
+  try_forwarded_gradient(std::move(kv), nodes, !timed.stays.empty(), step);
+  detail::sum_up(step);
   find_documents(timed, nodes, shard_pairs, step);
   return step;
 }

@@ -87,28 +87,6 @@ void check_bytes(std::span<const std::int64_t> doc_lengths, double row_bytes) {
           " bytes, expected at most 2^62 bytes in all");
 }
 
-/// The exchanges of a step.
-struct Exchanges {
-  FlowSet dispatch;  ///< Q, K, V
-  FlowSet q;         ///< rows like Q
-  FlowSet kv;
-};
-
-void run_phase(const Exchanges& sets, const Topology& nodes, const StepOptions& options,
-               const std::vector<std::int64_t>& work, PhasePrediction& phase) {
-  if (!moves_rows(phase.phase)) {
-    const double rate = detail::kernel_pairs_per_second(options, phase.phase);
-    for (const std::int64_t pairs : work)
-      phase.seconds.push_back(static_cast<double>(pairs) / rate);
-    return detail::run_kernel(phase);
-  }
-  const FlowSet& set = phase.phase == StepPhase::dispatch      ? sets.dispatch
-                       : phase.phase == StepPhase::kv_gradient ? sets.kv
-                                                               : sets.q;
-  const bool home = phase.phase != StepPhase::dispatch && phase.phase != StepPhase::output_gradient;
-  detail::run_transfer(set, home, 1, nodes, options, phase);
-}
-
 }  // namespace
 
 std::optional<HeadCounts> heads_of(const ModelShape& model, std::int64_t head_dim) {
@@ -150,18 +128,9 @@ StepPrediction predict_ulysses(std::span<const std::int64_t> doc_lengths,
   const auto of_rows = [&](std::int64_t bytes) {
     return exchange(loads, groups.degree, bytes, nodes);
   };
-  const Exchanges sets{of_rows(q_bytes + kv_bytes), of_rows(q_bytes), of_rows(kv_bytes)};
-  std::vector<double> begin(groups.world_size, 0);
-  for (int i = 0; i < num_step_phases; ++i) {
-    PhasePrediction& phase = step.phases.emplace_back();
-    phase.phase = static_cast<StepPhase>(i);
-    phase.begin = std::move(begin);
-    run_phase(sets, nodes, options, step.work, phase);
-    begin = phase.end;
-  }
-  step.seconds = detail::end_of(step.phases.back());
-  step.forward_seconds = detail::end_of(step.phase(StepPhase::output));
-  step.path = detail::path_of(step);
+  const detail::StepFlows flows{of_rows(q_bytes + kv_bytes), of_rows(q_bytes), of_rows(kv_bytes)};
+  detail::run_phases(flows, nodes, 1, false, {}, step);
+  detail::sum_up(step);
   find_amounts(loads, groups.degree, step);
   return step;
 }

@@ -18,10 +18,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-struct CloseFile {
-  void operator()(std::FILE* file) const { (void)std::fclose(file); }
-};
-using File = std::unique_ptr<std::FILE, CloseFile>;
+using File = std::unique_ptr<std::FILE, decltype([](std::FILE* file) { (void)std::fclose(file); })>;
 
 [[noreturn]] void fail(const std::string& name, const char* doing, int error) {
   throw IoError(concat(name, ": ", doing, ": ", detail::errno_text(error)));

@@ -40,9 +40,12 @@ class TreeBuilder : public nlohmann::json_sax<nlohmann::json> {
     return true;
   }
   bool end_object() override {
-    const std::optional<std::string> twice = repeated_key(std::get<JsonObject>(open_.back().value));
-    if (twice) return fail(concat("the key \"", excerpt(*twice), "\" appears twice"));
-    return close();
+    std::vector<std::string_view> names;
+    for (const auto& [key, value] : std::get<JsonObject>(open_.back().value)) names.push_back(key);
+    std::ranges::sort(names);
+    const auto twice = std::ranges::adjacent_find(names);
+    if (twice == names.end()) return close();
+    return fail(concat("the key \"", excerpt(*twice), "\" appears twice"));
   }
   bool start_array(std::size_t) override { return open(JsonValue{JsonIntegers{}}); }
   bool end_array() override { return close(); }
@@ -57,15 +60,6 @@ class TreeBuilder : public nlohmann::json_sax<nlohmann::json> {
   [[nodiscard]] const std::string& error() const { return error_; }
 
  private:
-  static std::optional<std::string> repeated_key(const JsonObject& object) {
-    std::vector<std::string_view> names;
-    names.reserve(object.size());
-    for (const auto& [key, value] : object) names.push_back(key);
-    std::sort(names.begin(), names.end());
-    const auto twice = std::adjacent_find(names.begin(), names.end());
-    return twice == names.end() ? std::nullopt : std::optional<std::string>(*twice);
-  }
-
   bool open(JsonValue container) {
     if (open_.size() >= max_json_depth) {
       return fail(concat("nested deeper than ", max_json_depth, " levels"));
@@ -176,15 +170,7 @@ std::string excerpt(std::string_view text) {
 
 std::string path_step(std::string_view key) {
   std::string step = "/";
-  for (const char c : excerpt(key)) {
-    if (c == '~') {
-      step += "~0";
-    } else if (c == '/') {
-      step += "~1";
-    } else {
-      step += c;
-    }
-  }
+  for (const char c : excerpt(key)) step += c == '~' ? "~0" : c == '/' ? "~1" : std::string(1, c);
   return step;
 }
 
@@ -212,6 +198,14 @@ std::string shown(const JsonValue& json) {
   return std::visit(show, json.value);
 }
 
+/// The value of this type. @throws IoError `... expected EXPECTED`
+template <class Value>
+const Value& get(const JsonNode& node, std::string_view expected) {
+  const auto* const value = std::get_if<Value>(&node.value().value);
+  if (value == nullptr) node.fail(expected);
+  return *value;
+}
+
 /// Null: there is no such member.
 const JsonValue* member_of(const JsonObject& object, std::string_view key) {
   const auto found = std::ranges::find(object, key, &JsonObject::value_type::first);
@@ -234,11 +228,7 @@ bool JsonNode::is_list() const {
          std::holds_alternative<JsonList>(value_->value);
 }
 
-const JsonObject& JsonNode::object() const {
-  const auto* object = std::get_if<JsonObject>(&value_->value);
-  if (object == nullptr) fail("an object");
-  return *object;
-}
+const JsonObject& JsonNode::object() const { return get<JsonObject>(*this, "an object"); }
 
 void JsonNode::check_keys(const std::vector<std::string_view>& known) const {
   for (const auto& [key, value] : object()) {
@@ -277,40 +267,28 @@ std::vector<JsonNode> JsonNode::items() const {
     if (!integers->empty()) fail("a list of objects");
     return result;
   }
-  const auto* list = std::get_if<JsonList>(&value_->value);
-  if (list == nullptr) fail("a list");
-  for (std::size_t i = 0; i < list->size(); ++i) {
-    result.push_back(JsonNode{(*list)[i], origin_, concat(path_, '/', i)});
+  const auto& list = get<JsonList>(*this, "a list");
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    result.push_back(JsonNode{list[i], origin_, concat(path_, '/', i)});
   }
   return result;
 }
 
-bool JsonNode::boolean() const {
-  const auto* flag = std::get_if<bool>(&value_->value);
-  if (flag == nullptr) fail("true or false");
-  return *flag;
-}
+bool JsonNode::boolean() const { return get<bool>(*this, "true or false"); }
 
-const std::string& JsonNode::string() const {
-  const auto* text = std::get_if<std::string>(&value_->value);
-  if (text == nullptr) fail("a string");
-  return *text;
-}
+const std::string& JsonNode::string() const { return get<std::string>(*this, "a string"); }
 
 std::int64_t JsonNode::integer(std::int64_t low, std::int64_t high) const {
-  const auto* number = std::get_if<std::int64_t>(&value_->value);
-  if (number == nullptr) fail("an integer");
-  if (*number < low || high < *number) fail(concat(low, "..", high));
-  return *number;
+  const std::int64_t number = get<std::int64_t>(*this, "an integer");
+  if (number < low || high < number) fail(concat(low, "..", high));
+  return number;
 }
 
 double JsonNode::real() const {
-  if (const auto* number = std::get_if<std::int64_t>(&value_->value)) {
-    return static_cast<double>(*number);
-  }
-  const auto* number = std::get_if<JsonReal>(&value_->value);
-  if (number == nullptr || !std::isfinite(number->value)) fail("a number");
-  return number->value;
+  if (std::holds_alternative<std::int64_t>(value_->value)) return static_cast<double>(integer());
+  const double number = get<JsonReal>(*this, "a number").value;
+  if (!std::isfinite(number)) fail("a number");
+  return number;
 }
 
 const std::vector<std::int64_t>& JsonNode::integers() const {

@@ -193,7 +193,7 @@ std::int32_t ReceiverPool::bucket_of(std::int64_t room) const {
 
 void ReceiverPool::put(std::int32_t rank, std::int64_t room) {
   remove(rank);
-  places_[rank] = ranks_.insert({bucket_of(room), rank, num_puts_++}).first;
+  places_[rank] = ranks_.emplace(bucket_of(room), num_puts_++, rank).first;
 }
 
 void ReceiverPool::remove(std::int32_t rank) {
@@ -203,11 +203,11 @@ void ReceiverPool::remove(std::int32_t rank) {
 }
 
 std::int32_t ReceiverPool::roomiest() const {
-  return ranks_.empty() ? -1 : at(ranks_.lower_bound({.bucket = ranks_.rbegin()->bucket}));
+  return ranks_.empty() ? -1 : at(ranks_.lower_bound({std::get<0>(*ranks_.rbegin()), 0, 0}));
 }
 
 std::int32_t ReceiverPool::smallest_fit(std::int64_t room) const {
-  const std::int32_t rank = at(ranks_.lower_bound({.bucket = bucket_of(room) + 1}));
+  const std::int32_t rank = at(ranks_.lower_bound({bucket_of(room) + 1, 0, 0}));
   return rank < 0 ? roomiest() : rank;
 }
 

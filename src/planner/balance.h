@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <iterator>
 #include <set>
+#include <tuple>
 #include <vector>
 
 #include "home_layout.h"
@@ -120,20 +121,13 @@ class ReceiverPool {
   }
 
  private:
-  struct Entry {
-    std::int32_t bucket = 0;
-    std::int32_t rank = 0;
-    std::int64_t number = 0;  ///< counts puts
-
-    friend bool operator<(const Entry& a, const Entry& b) {
-      return a.bucket != b.bucket ? a.bucket < b.bucket : a.number < b.number;
-    }
-  };
+  /// Bucket, number of the put, rank.
+  using Entry = std::tuple<std::int32_t, std::int64_t, std::int32_t>;
   using Place = std::set<Entry>::const_iterator;
 
   [[nodiscard]] std::int32_t bucket_of(std::int64_t room) const;
   [[nodiscard]] std::int32_t at(Place place) const {
-    return place == ranks_.end() ? -1 : place->rank;
+    return place == ranks_.end() ? -1 : std::get<2>(*place);
   }
 
   std::set<Entry> ranks_;

@@ -52,28 +52,7 @@ void count_rows(ExpertCopies& copies) {
   }
 }
 
-/// A copy: the expert in a spare slot that takes rows.
-struct PlacedCopy {
-  std::int32_t expert = 0;
-  std::int32_t rank = 0;
-  std::int64_t rows = 0;
-};
-
-std::vector<PlacedCopy> copies_of(const ExpertCopies& copies) {
-  const EvenExperts& plan = copies.plan;
-  const std::int32_t homes = copies.config.num_experts_per_rank();
-  std::vector<PlacedCopy> placed;
-  for (std::int32_t r = 0; r < plan.num_ranks; ++r) {
-    for (std::int32_t s = homes; s < plan.slots_per_rank; ++s) {
-      const std::int64_t i = std::int64_t{r} * plan.slots_per_rank + s;
-      if (plan.slots[i] >= 0 && plan.quotas[i] > 0)
-        placed.push_back({plan.slots[i], r, plan.quotas[i]});
-    }
-  }
-  return placed;
-}
-
-/// The copies that take rows, as slots.
+/// The slots as planned, without copies that take no rows.
 std::vector<std::int32_t> used_slots(const ExpertCopies& copies) {
   std::vector<std::int32_t> slots = copies.plan.slots;
   const std::int32_t homes = copies.config.num_experts_per_rank();
@@ -213,7 +192,10 @@ ExpertCopies price_expert_copies(const EPConfig& config, const EPDispatchOptions
   return copies;
 }
 
-std::int64_t ExpertCopies::num_copies() const { return std::ssize(copies_of(*this)); }
+std::int64_t ExpertCopies::num_copies() const {
+  const std::vector<std::int32_t> slots = used_slots(*this);
+  return std::ranges::count_if(slots, [](std::int32_t e) { return e >= 0; }) - config.num_experts;
+}
 
 std::int64_t break_even_rows(const EPConfig& config, const ExpertCopyCosts& costs,
                              const ExpertCopyTrips& trips) {
@@ -257,9 +239,12 @@ std::vector<HotExpert> hot_experts(const ExpertCopies& copies) {
         total == 0 ? 0 : as_double(rows) * as_double(copies.config.num_experts) / as_double(total);
     all[e] = {e, e / homes, rows, share, rows, {}};
   }
-  for (const PlacedCopy& copy : copies_of(copies)) {
-    all[copy.expert].ranks.push_back(copy.rank);
-    all[copy.expert].at_home -= copy.rows;
+  const std::vector<std::int32_t> slots = used_slots(copies);
+  for (std::int64_t i = 0; i < std::ssize(slots); ++i) {
+    const std::int64_t slots_per_rank = copies.plan.slots_per_rank;
+    if (slots[i] < 0 || i % slots_per_rank < homes) continue;
+    all[slots[i]].ranks.push_back(static_cast<std::int32_t>(i / slots_per_rank));
+    all[slots[i]].at_home -= copies.plan.quotas[i];
   }
   std::ranges::stable_sort(all, std::ranges::greater(), &HotExpert::rows);
   const HotExpert hottest = all.front();

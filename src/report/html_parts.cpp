@@ -9,24 +9,17 @@
 
 namespace waybill::detail {
 std::string html_escape(std::string_view text) {
+  constexpr std::string_view special = "&<>\"'";
+  constexpr std::string_view names[] = {"&amp;", "&lt;", "&gt;", "&quot;", "&#39;"};
   std::string result;
   while (!text.empty()) {
     const auto [code_point, length] = first_code_point(text);
     const char lead = text.front();
     if (length == 0 || (is_control(code_point) && lead != '\n' && lead != '\t')) {
       result += "\uFFFD";
-    } else if (lead == '&') {
-      result += "&amp;";
-    } else if (lead == '<') {
-      result += "&lt;";
-    } else if (lead == '>') {
-      result += "&gt;";
-    } else if (lead == '"') {
-      result += "&quot;";
-    } else if (lead == '\'') {
-      result += "&#39;";
     } else {
-      result += text.substr(0, length);
+      const std::size_t at = special.find(lead);
+      result += at == special.npos ? text.substr(0, length) : names[at];
     }
     text.remove_prefix(length == 0 ? 1 : length);
   }

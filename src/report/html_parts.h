@@ -4,6 +4,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "waybill/report/html_report.h"
@@ -63,14 +64,9 @@ inline constexpr double load_height = 120;
 [[nodiscard]] std::string documents_section(const QkvPlan& plan, std::int64_t max_documents);
 [[nodiscard]] std::string table_section(const PlanSummary& summary);
 
-/// One figure of predictions side by side: a cell for each of them.
-struct StepFigure {
-  std::string label;
-  std::vector<std::string> cells;
-};
-
-/// The lines of step_table below its names.
-[[nodiscard]] std::vector<StepFigure> step_figures(std::span<const NamedStep> steps);
+/// The lines of step_table below its names: a label, and a cell for each prediction.
+[[nodiscard]] std::vector<std::pair<std::string, std::vector<std::string>>> step_figures(
+    std::span<const NamedStep> steps);
 
 /// Predictions: their figures side by side, what their names mean, and timelines one below the
 /// other on one scale; nothing for none.

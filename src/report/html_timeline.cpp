@@ -91,9 +91,9 @@ std::string figures(const std::vector<NamedStep>& steps) {
   std::string text = "<div class=\"scroll\"><table><thead><tr><th></th>";
   for (const NamedStep& step : steps) text += concat("<th>", html_escape(step.name), "</th>");
   text += "</tr></thead><tbody>\n";
-  for (const StepFigure& figure : step_figures(steps)) {
-    text += concat("<tr><th>", html_escape(figure.label), "</th>");
-    for (const std::string& cell : figure.cells) text += concat("<td>", html_escape(cell), "</td>");
+  for (const auto& [label, cells] : step_figures(steps)) {
+    text += concat("<tr><th>", html_escape(label), "</th>");
+    for (const std::string& cell : cells) text += concat("<td>", html_escape(cell), "</td>");
     text += "</tr>\n";
   }
   text += "</tbody></table></div>\n<dl class=\"facts\">\n";

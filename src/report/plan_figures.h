@@ -15,7 +15,6 @@ struct DocumentFigures {
   std::int64_t document = 0;
   std::int64_t tokens = 0;
   std::int64_t num_shards = 0;
-  std::int32_t num_home_ranks = 0;
   std::int32_t num_attending_ranks = 0;
 };
 

@@ -65,10 +65,8 @@ namespace waybill {
 
 std::vector<DocumentFigures> document_figures(const QkvPlan& plan) {
   plan.check("document_figures");
-  const std::vector<std::int32_t> home = detail::homes_of(plan.rank_shard_offsets);
   std::vector<DocumentFigures> result(plan.num_documents());
   // The last document that was seen at a rank, so that each rank counts once per document.
-  std::vector<std::int64_t> seen_home(plan.world_size, -1);
   std::vector<std::int64_t> seen_attending(plan.world_size, -1);
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
     DocumentFigures& document = result[d];
@@ -76,7 +74,6 @@ std::vector<DocumentFigures> document_figures(const QkvPlan& plan) {
     for (const std::int32_t shard : detail::shards_of(plan, d)) {
       document.tokens += plan.shard_len[shard];
       ++document.num_shards;
-      if (std::exchange(seen_home[home[shard]], d) != d) ++document.num_home_ranks;
       if (std::exchange(seen_attending[plan.q_dst[shard]], d) != d) ++document.num_attending_ranks;
     }
   }

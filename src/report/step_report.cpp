@@ -62,11 +62,12 @@ std::string document_text(const StepCause& cause) {
 
 namespace detail {
 
-std::vector<StepFigure> step_figures(std::span<const NamedStep> steps) {
-  std::vector<StepFigure> figures;
+std::vector<std::pair<std::string, std::vector<std::string>>> step_figures(
+    std::span<const NamedStep> steps) {
+  std::vector<std::pair<std::string, std::vector<std::string>>> figures;
   const auto add = [&](std::string label, const auto& cell) {
-    figures.push_back({std::move(label), {}});
-    for (const NamedStep& step : steps) figures.back().cells.push_back(cell(step));
+    auto& cells = figures.emplace_back(std::move(label), std::vector<std::string>()).second;
+    for (const NamedStep& step : steps) cells.push_back(cell(step));
   };
   if (std::ranges::any_of(steps, [](const NamedStep& s) { return s.degree > 0; })) {
     add("ranks of a group",
@@ -95,9 +96,9 @@ std::string step_table(std::span<const NamedStep> steps) {
   std::string text = "  " + pad_right("", label_width);
   for (const NamedStep& step : steps) text += pad_left(printable_line(step.name), column_width);
   text += "\n";
-  for (const detail::StepFigure& figure : detail::step_figures(steps)) {
-    text += "  " + pad_right(figure.label, label_width);
-    for (const std::string& cell : figure.cells) text += pad_left(cell, column_width);
+  for (const auto& [label, cells] : detail::step_figures(steps)) {
+    text += "  " + pad_right(label, label_width);
+    for (const std::string& cell : cells) text += pad_left(cell, column_width);
     text += "\n";
   }
   return text;

@@ -90,14 +90,6 @@ Job open_job(const IndexArray& seq_len, const IndexArray& dispatch, Undispatched
   return job;
 }
 
-std::vector<std::int64_t> last_column(const IndexArray& counts) {
-  std::vector<std::int64_t> totals;
-  for (std::int64_t r = 0; r < counts.dim(0); ++r) {
-    totals.push_back(counts.at({r, counts.dim(1) - 1}));
-  }
-  return totals;
-}
-
 /// num_seqs: entries with rows, by rank.
 IndexArray count_entries_with_rows(const IndexArray& seq_len) {
   const std::int64_t per_rank = seq_len.dim(1);
@@ -150,6 +142,7 @@ Metadata reverse_metadata(const Job& job, const IndexArray& seq_len, const Index
   rev.dst_offset = IndexArray({job.world_size, most});
   rev.seq_len = IndexArray({job.world_size, most});
   rev.num_recv_tokens = IndexArray({job.world_size, job.world_size + 1});
+  rev.num_total_recv_tokens.assign(static_cast<std::size_t>(job.world_size), 0);
   const auto home = rev.dst_rank.i64();
   const auto offset = rev.dst_offset.i64();
   const auto rows = rev.seq_len.i64();
@@ -164,10 +157,10 @@ Metadata reverse_metadata(const Job& job, const IndexArray& seq_len, const Index
     const std::int64_t row = i * (job.world_size + 1);
     recv[row + dst] += job.seq_len[shard];
     recv[row + job.world_size] += job.seq_len[shard];
+    rev.num_total_recv_tokens[i] += job.seq_len[shard];
   });
   rev.num_seqs = count_entries_with_rows(rev.seq_len);
   rev.world_size = job.world_size;
-  rev.num_total_recv_tokens = last_column(rev.num_recv_tokens);
   if (job.has_copies) {
     rev.seq_recv_mask = detail::used_copies(dispatch);
     rev.recv_seq_lens = seq_len;

@@ -35,11 +35,6 @@ void add_shard(QkvPlan& plan, std::int64_t num_tokens, std::int64_t q_dst) {
   plan.q_dst.push_back(static_cast<std::int32_t>(q_dst));
 }
 
-E2eMetadata metadata_of(const RawQkvDispatch& raw, bool return_intermediate) {
-  return compute_e2e_metadata(raw.cp_seq_lens, raw.num_cp_shards, raw.cp_query_dst, raw.kv,
-                              return_intermediate);
-}
-
 /// Uniform in [lo, mean) or [mean, hi), in the proportion that gives the mean of the bucket.
 std::int64_t draw(const LengthDistribution::Bucket& bucket, Random& random) {
   const auto lo = static_cast<double>(std::max<std::int64_t>(bucket.lo, 1));
@@ -233,6 +228,13 @@ RawQkvDispatchWithLens with_raw_form(QkvPlan plan, std::int64_t max_cp_degree,
   return result;
 }
 
+QkvDispatch with_metadata(RawQkvDispatchWithLens made, bool return_intermediate) {
+  const RawQkvDispatch& raw = made.raw;
+  E2eMetadata metadata = compute_e2e_metadata(raw.cp_seq_lens, raw.num_cp_shards, raw.cp_query_dst,
+                                              raw.kv, return_intermediate);
+  return {std::move(metadata), std::move(made.raw), std::move(made.seq_lens), std::move(made.plan)};
+}
+
 /// A random plan for the function `who`.
 RawQkvDispatchWithLens random_dispatch(const char* who, std::int64_t world_size,
                                        std::int64_t total_seq_len, std::int64_t num_seqs,
@@ -304,14 +306,9 @@ RawQkvDispatchWithLens create_raw_qkv_dispatch(const IndexArray& seq_lens, const
 QkvDispatch create_qkv_dispatch(std::int64_t world_size, std::int64_t total_seq_len,
                                 std::int64_t num_seqs, std::int64_t max_cp_degree,
                                 std::uint64_t seed, bool return_intermediate) {
-  RawQkvDispatchWithLens random = random_dispatch("create_qkv_dispatch", world_size, total_seq_len,
-                                                  num_seqs, max_cp_degree, seed);
-  QkvDispatch result;
-  result.raw = std::move(random.raw);
-  result.seq_lens = std::move(random.seq_lens);
-  result.plan = std::move(random.plan);
-  result.metadata = metadata_of(result.raw, return_intermediate);
-  return result;
+  return with_metadata(random_dispatch("create_qkv_dispatch", world_size, total_seq_len, num_seqs,
+                                       max_cp_degree, seed),
+                       return_intermediate);
 }
 
 namespace {
@@ -390,12 +387,7 @@ QkvDispatch create_qkv_dispatch_with_custom_mapping(
     }
     plan.rank_shard_offsets.push_back(plan.num_shards());
   }
-  QkvDispatch result;
-  result.plan = std::move(plan);
-  result.seq_lens = *lens;
-  result.raw = to_raw_dispatch(result.plan, slots);
-  result.metadata = metadata_of(result.raw, return_intermediate);
-  return result;
+  return with_metadata(with_raw_form(std::move(plan), slots, *lens), return_intermediate);
 }
 
 QkvDispatch create_balanced_example(std::int64_t rows_per_rank) {

@@ -96,7 +96,6 @@ TEST(PlanSummary, DocumentsBehindTheBytes) {
 
   const auto documents = document_figures(plan);
   ASSERT_EQ(documents.size(), 2U);
-  EXPECT_EQ(documents[0].num_home_ranks, 2);
   EXPECT_EQ(documents[0].num_attending_ranks, 2);
   EXPECT_EQ(documents[1].tokens, 3);
 }

@@ -45,29 +45,14 @@ SparseAttnLayout expect(const PlanIndex& index) {
   return result;
 }
 
-void report(const char* field, std::int32_t rank, std::int64_t shard, std::int64_t got,
-            std::int64_t expected, Findings& findings) {
-  findings.add(FindingKind::attention, attention_table, field, {.rank = rank, .shard = shard}, got,
-               expected);
-}
-
-/// Compares the values of one rank.
+/// Compares the values of one rank; -1: one value per rank.
 void compare(const char* field, std::int32_t rank, Values got, Values expected,
              Findings& findings) {
-  if (std::equal(got.begin(), got.end(), expected.begin(), expected.end())) return;
-  for (std::size_t i = 0; i < expected.size(); ++i) {
-    if (got[i] != expected[i]) {
-      report(field, rank, static_cast<std::int64_t>(i), got[i], expected[i], findings);
-    }
-  }
-}
-
-/// Compares one value per rank.
-void compare_ranks(const char* field, Values got, Values expected, Findings& findings) {
-  for (std::size_t r = 0; r < expected.size(); ++r) {
-    if (got[r] != expected[r]) {
-      report(field, static_cast<std::int32_t>(r), -1, got[r], expected[r], findings);
-    }
+  if (std::ranges::equal(got, expected)) return;
+  for (std::int64_t i = 0; i < std::ssize(expected); ++i) {
+    if (got[i] == expected[i]) continue;
+    const Place place = rank < 0 ? Place{.rank = i} : Place{.rank = rank, .shard = i};
+    findings.add(FindingKind::attention, attention_table, field, place, got[i], expected[i]);
   }
 }
 
@@ -125,12 +110,7 @@ void check_attention(const SparseAttnLayout& attention, const PlanIndex& index,
   if (!check_sizes(attention, world, index.plan->num_shards(), findings)) return;
   const SparseAttnLayout expected = expect(index);
   if (attention.rank_offsets != expected.rank_offsets) {
-    for (std::int32_t r = 0; r <= world; ++r) {
-      const std::int64_t got = attention.rank_offsets[r];
-      if (got == expected.rank_offsets[r]) continue;
-      report("rank_offsets", r, -1, got, expected.rank_offsets[r], findings);
-    }
-    return;
+    return compare("rank_offsets", -1, attention.rank_offsets, expected.rank_offsets, findings);
   }
   const auto check = [&](const char* field, const Flat& got, const Flat& want) {
     if (std::equal(got.begin(), got.end(), want.begin())) [[likely]]
@@ -147,8 +127,8 @@ void check_attention(const SparseAttnLayout& attention, const PlanIndex& index,
   check("q_len", attention.q_len, expected.q_len);
   check("kv_row", attention.kv_row, expected.kv_row);
   check("kv_len", attention.kv_len, expected.kv_len);
-  compare_ranks("max_seqlen_q", attention.max_seqlen_q, expected.max_seqlen_q, findings);
-  compare_ranks("max_seqlen_kv", attention.max_seqlen_kv, expected.max_seqlen_kv, findings);
+  compare("max_seqlen_q", -1, attention.max_seqlen_q, expected.max_seqlen_q, findings);
+  compare("max_seqlen_kv", -1, attention.max_seqlen_kv, expected.max_seqlen_kv, findings);
 }
 
 void check_attention(const AttnLayout& attention, const PlanIndex& index, Findings& findings) {
@@ -161,7 +141,7 @@ void check_attention(const AttnLayout& attention, const PlanIndex& index, Findin
   const auto check_vector = [&](const char* field, const IndexArray& array, Values values) {
     check_dtype(attention_table, field, array, DType::int64, "attention layout", findings);
     if (!check_shape(attention_table, field, array, {world}, findings)) return;
-    compare_ranks(field, IndexReader(array).span(), values, findings);
+    compare(field, -1, IndexReader(array).span(), values, findings);
   };
   check_vector("max_seqlen_q", attention.max_seqlen_q, expected.max_seqlen_q);
   check_vector("max_seqlen_kv", attention.max_seqlen_kv, expected.max_seqlen_kv);

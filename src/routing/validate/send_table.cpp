@@ -164,84 +164,66 @@ void check_dtypes(const Metadata& m, const char* name, Findings& findings) {
   if (m.recv_seq_lens) check("recv_seq_lens", *m.recv_seq_lens, DType::uint32);
 }
 
-/// Reads the entries of one dense table into the entries and copies of a SendTable.
-class DenseLoader {
- public:
-  DenseLoader(const Metadata& m, SendTable& table, Findings& findings)
-      : len_(m.seq_len),
-        dst_(m.dst_rank),
-        row_(m.dst_offset),
-        per_entry_(m.has_copies() ? m.dst_rank.dim(-1) : 1),
-        table_(table),
-        findings_(findings) {}
-
-  /// False: not safe to go on.
-  bool run(std::int64_t num_shards) {
-    const std::int64_t world = table_.world_size;
-    table_.entries.resize(world * num_shards);
-    table_.own_copy_offsets.assign(1, 0);
-    for (std::int64_t r = 0; r <= world; ++r) table_.rank_offsets.push_back(r * num_shards);
-    for (std::int64_t entry = 0; entry < world * num_shards; ++entry) {
-      table_.entries[entry] = {.len = len_[entry],
-                               .begin = 0,
-                               .rank = static_cast<std::int32_t>(entry / num_shards),
-                               .shard = static_cast<std::int32_t>(entry % num_shards)};
-      read_entry(entry);
-      table_.own_copy_offsets.push_back(std::ssize(table_.own_dst_rank));
+/// Reads one copy of a dense table. False: not safe to go on.
+bool read_copy(std::int64_t dst, std::int64_t row, const Place& place, SendTable& table,
+               Findings& findings) {
+  if (dst == -1) {
+    if (row != 0) {
+      findings.add(FindingKind::padding, table.name, "dst_offset", place, row,
+                   "0, as dst_rank is -1");
     }
-    table_.copy_offsets = table_.own_copy_offsets;
-    table_.dst_rank = table_.own_dst_rank;
-    table_.dst_row = table_.own_dst_row;
-    table_.copy_slot = table_.own_copy_slot;
-    return safe_;
+    return true;
   }
+  if (dst < -1 || dst >= table.world_size) {
+    findings.add(FindingKind::rank_range, table.name, "dst_rank", place, dst,
+                 concat("-1 (none) or 0..", table.world_size - 1));
+    return false;
+  }
+  table.own_dst_rank.push_back(static_cast<std::int32_t>(dst));
+  table.own_dst_row.push_back(row);
+  return check_rows(table.name, "dst_offset", place, row, findings);
+}
 
- private:
-  void read_entry(std::int64_t entry) {
-    const std::int64_t len = len_[entry];
-    safe_ &= check_rows(table_.name, "seq_len", table_.place(entry), len, findings_);
-    const std::int64_t before = std::ssize(table_.own_dst_rank);
-    for (std::int64_t k = 0; k < per_entry_; ++k) read_copy(entry, k);
-    if (std::ssize(table_.own_dst_rank) > before || len <= 0 || !safe_) return;
-    if (table_.reverse) {
-      findings_.add(FindingKind::padding, table_.name, "seq_len", table_.place(entry), len,
-                    "0, as dst_rank is -1");
+/// Reads the entries of a dense table. False: not safe to go on.
+bool read_entries(const Metadata& m, SendTable& table, Findings& findings) {
+  const IndexReader lens(m.seq_len), ranks(m.dst_rank), offsets(m.dst_offset);
+  const std::int64_t num_shards = m.seq_len.dim(1);
+  const std::int64_t per_entry = m.has_copies() ? m.dst_rank.dim(-1) : 1;
+  bool safe = true;
+  table.entries.resize(m.seq_len.size());
+  table.own_copy_offsets.assign(1, 0);
+  for (std::int64_t r = 0; r <= table.world_size; ++r) table.rank_offsets.push_back(r * num_shards);
+  for (std::int64_t entry = 0; entry < table.num_entries(); ++entry) {
+    const std::int64_t len = lens[entry];
+    table.entries[entry] = {.len = len,
+                            .begin = 0,
+                            .rank = static_cast<std::int32_t>(entry / num_shards),
+                            .shard = static_cast<std::int32_t>(entry % num_shards)};
+    safe &= check_rows(table.name, "seq_len", table.place(entry), len, findings);
+    for (std::int64_t k = 0; k < per_entry; ++k) {
+      const std::int64_t at = entry * per_entry + k;
+      const Place place{
+          .rank = entry / num_shards, .shard = entry % num_shards, .copy = table.reverse ? -1 : k};
+      safe &= read_copy(ranks[at], offsets[at], place, table, findings);
+      table.own_copy_slot.resize(table.own_dst_rank.size(), static_cast<std::int32_t>(k));
+    }
+    const bool is_sent = std::ssize(table.own_dst_rank) > table.own_copy_offsets.back();
+    table.own_copy_offsets.push_back(std::ssize(table.own_dst_rank));
+    if (is_sent || len <= 0 || !safe) continue;
+    if (table.reverse) {
+      findings.add(FindingKind::padding, table.name, "seq_len", table.place(entry), len,
+                   "0, as dst_rank is -1");
     } else {
-      findings_.add(FindingKind::undispatched, table_.name, "dst_rank", table_.place(entry),
-                    concat("no destination for ", len, " rows"), "one");
+      findings.add(FindingKind::undispatched, table.name, "dst_rank", table.place(entry),
+                   concat("no destination for ", len, " rows"), "one");
     }
   }
-
-  void read_copy(std::int64_t entry, std::int64_t k) {
-    const std::int64_t dst = dst_[entry * per_entry_ + k];
-    const std::int64_t row = row_[entry * per_entry_ + k];
-    if (dst == -1) {
-      if (row != 0) {
-        findings_.add(FindingKind::padding, table_.name, "dst_offset", table_.place(entry, k), row,
-                      "0, as dst_rank is -1");
-      }
-      return;
-    }
-    if (dst < -1 || dst >= table_.world_size) {
-      safe_ = false;
-      findings_.add(FindingKind::rank_range, table_.name, "dst_rank", table_.place(entry, k), dst,
-                    concat("-1 (none) or 0..", table_.world_size - 1));
-      return;
-    }
-    safe_ &= check_rows(table_.name, "dst_offset", table_.place(entry, k), row, findings_);
-    table_.own_dst_rank.push_back(static_cast<std::int32_t>(dst));
-    table_.own_dst_row.push_back(row);
-    table_.own_copy_slot.push_back(static_cast<std::int32_t>(k));
-  }
-
-  IndexReader len_;
-  IndexReader dst_;
-  IndexReader row_;
-  std::int64_t per_entry_;
-  SendTable& table_;
-  Findings& findings_;
-  bool safe_ = true;
-};
+  table.copy_offsets = table.own_copy_offsets;
+  table.dst_rank = table.own_dst_rank;
+  table.dst_row = table.own_dst_row;
+  table.copy_slot = table.own_copy_slot;
+  return safe;
+}
 
 }  // namespace
 
@@ -254,8 +236,7 @@ std::optional<SendTable> load(const Metadata& m, const char* name, bool is_rever
   table.world_size = static_cast<std::int32_t>(m.seq_len.dim(0));
   table.one_copy = !m.has_copies();
   table.reverse = is_reverse;
-  if (!DenseLoader(m, table, findings).run(m.seq_len.dim(1))) return std::nullopt;
-  if (!sum_lengths(table, findings)) return std::nullopt;
+  if (!read_entries(m, table, findings) || !sum_lengths(table, findings)) return std::nullopt;
   return table;
 }
 
