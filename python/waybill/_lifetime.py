@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, Type, TypeVar
 
 from .errors import InvalidArgument, WrongType
@@ -85,15 +86,9 @@ def _in_flight() -> int:
     return id(sys.exc_info()[1])
 
 
-class Unwinding:
-    """True while an exception is in flight that was not when this was made: code that runs in an
-    ``except`` block from its beginning to its end may fail, too.
+def unwinding() -> Callable[[], bool]:
+    """A function: whether an exception is in flight that was not when it was made. Code that runs
+    in an ``except`` block from its beginning to its end may fail, too.
     """
-
-    __slots__ = ("_before",)
-
-    def __init__(self) -> None:
-        self._before = _in_flight()
-
-    def __bool__(self) -> bool:
-        return sys.exc_info()[1] is not None and _in_flight() != self._before
+    before = _in_flight()
+    return lambda: sys.exc_info()[1] is not None and _in_flight() != before

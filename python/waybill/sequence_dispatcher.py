@@ -24,7 +24,7 @@ from . import _core
 from ._arrays import AnyArray, as_numpy, dtype_name, flag, instance, int64, library_dtype
 from ._errors import reworded, shown, tensor_words
 from ._graphs import outside_graphs
-from ._lifetime import Made, OfThisProcess, Unwinding, forwarded
+from ._lifetime import Made, OfThisProcess, forwarded, unwinding
 from .errors import Disagreement, Error, InvalidArgument, Unsupported
 from .plans import relay_of, room_of, sparse_table
 from .world import World, agree
@@ -211,7 +211,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         self.world = world
         self.num_sms = int(num_sms)
         self._closed = False
-        self._unwinding = Unwinding()
+        self._unwinding = unwinding()
         self._dispatcher: Any = _core.Dispatcher(world._world, options)
 
     @outside_graphs
@@ -346,7 +346,7 @@ class Dispatcher(OfThisProcess, Generic[_Array]):
         memory goes with the world, and so it does when an error of this rank is in flight: nobody
         is waited for then. Views that are left keep theirs.
         """
-        if self._unwinding:
+        if self._unwinding():
             return
         self._dispatcher.close()
         self._closed = True

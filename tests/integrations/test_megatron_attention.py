@@ -285,7 +285,7 @@ def test_what_is_refused():
             core(rows, rows, rows, None, packed_seq_params=params)
         with pytest.raises(InvalidArgument, match="SharedSeqParams without pieces"):
             core(rows, rows, rows, None, packed_seq_params=SharedSeqParams(qkv_format="thd"))
-        with pytest.raises(InvalidArgument, match=f"rotary = 'never' on rank {rank}"):
+        with pytest.raises(InvalidArgument, match=f'rotary on rank {rank} = "never"'):
             share_sequences(None, [5], ranks.DEVICE, rotary="never")
         for held in ("x", None, [1.5], ["x"], [(0, 0, 0)]):  # of one rank: both hear of it
             with pytest.raises(InvalidArgument, match=r"share_sequences: .*pieces of rank 1"):

@@ -156,7 +156,7 @@ def test_pieces_that_do_not_add_up(held, message):
         ({"window": 0}, "window = 0"),
         ({"scale": -1.0}, "scale = -1.0"),
         ({"in_place": 3}, "in_place = 3"),
-        ({"kernel": "fast"}, "kernel = 'fast', expected one of \"auto\""),
+        ({"kernel": "fast"}, 'kernel = "fast", expected "auto", "varlen"'),
         ({"kernel": 3}, "kernel is a int"),
         ({"kernel": "varlen"}, 'kernel = "varlen" on cpu'),
         ({"kernel": "flash_attn"}, "needs the package flash_attn"),

@@ -19,6 +19,7 @@ from nemo_automodel.components.distributed.context_parallel.sharder import (
     ShardLayout,
 )
 
+from .._arrays import instance
 from .._errors import shown
 from ..errors import InvalidArgument, Unsupported
 from ..torch.attention.plan import Piece
@@ -71,8 +72,7 @@ def _shard(
     attention: SharedAttention, batch: Dict[str, Any], loss_mask: Any, padding_token_id: int
 ) -> Tuple[Any, Dict[str, Any], ShardLayout]:
     who = f"{_WHO}: rank {attention.rank}"
-    if not isinstance(batch, Mapping):
-        raise InvalidArgument(f"{who}: batch = {shown(batch)}, expected a dict of tensors")
+    instance(batch, Mapping, f"{who}: batch", "a dict of tensors")
     tokens = batch.get("input_ids")
     if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 or tokens.numel() == 0:
         shape = getattr(tokens, "shape", None)

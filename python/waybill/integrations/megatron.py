@@ -19,7 +19,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from .._errors import said_by, shown
+from .._arrays import choice
+from .._errors import said_by
 from .._graphs import outside_graphs
 from ..errors import Error, InvalidArgument, Unsupported
 from ..torch.attention.plan import Piece, RankPieces, piece_table
@@ -100,10 +101,7 @@ def share_sequences(
 
 def _lengths_of(held: RankPieces, rank: int, rotary: str, who: str) -> List[int]:
     """The lengths of pieces whose positions are those of the rotary embeddings."""
-    if rotary not in ("by sequence", "by row"):
-        raise InvalidArgument(
-            f'{who}: rotary = {shown(rotary)} on rank {rank}, expected "by sequence" or "by row"'
-        )
+    choice(rotary, f"{who}: rotary on rank {rank}", "by sequence", "by row")
     table = piece_table(held, rank, who)
     for i, offset in enumerate(table[:, 1].tolist()):
         if offset and rotary == "by sequence":

@@ -253,11 +253,9 @@ def attention_forward(
     **options: Any,
 ) -> Tuple[torch.Tensor, None]:
     """Collective: what AttentionInterface calls. ([1, rows, heads, head_dim], None)"""
-    if not isinstance(waybill, PlannedBatch):
-        raise InvalidArgument(
-            f"{_WHO}: waybill is a {type(waybill).__name__}, expected a PlannedBatch: call the"
-            " model with waybill=attention.plan(...)"
-        )
+    expected = "a PlannedBatch: call the model with waybill=attention.plan(...)"
+    instance(waybill, PlannedBatch, f"{_WHO}: waybill", expected)
+    assert waybill is not None
     shared = waybill.attention
     who = f"{_WHO}: rank {shared.rank}"
     _refuse(who, module, attention_mask, dropout, is_causal, options)

@@ -26,7 +26,7 @@ from .._arrays import (
 )
 from .._errors import on_rank, said_by
 from .._graphs import outside_graphs
-from .._lifetime import OfThisProcess, Unwinding
+from .._lifetime import OfThisProcess, unwinding
 from ..errors import InvalidArgument, Unsupported, WrongType
 from ..world import World, agreed_world
 from .config import EPConfig
@@ -214,7 +214,7 @@ class ExpertLayer(OfThisProcess):
             options, self.num_sm, self.enable_local_combine, factor, self.fixed_rows or 0, most
         )
         self._layer: Any = _core.ExpertLayer(self.world._world, compiled, layer_options)
-        self._lock, self._unwinding = threading.RLock(), Unwinding()
+        self._lock, self._unwinding = threading.RLock(), unwinding()
 
     def _capacity(self, capacity: Any, who: str) -> int:
         factor = int64(capacity, f"{who}: capacity")
@@ -322,7 +322,7 @@ class ExpertLayer(OfThisProcess):
         """Collective: gives all symmetric memory back. Twice does nothing. When an error of this
         rank is in flight, nobody is waited for, and the memory goes with the world.
         """
-        if self._unwinding:
+        if self._unwinding():
             return
         self._layer.finalize()
 

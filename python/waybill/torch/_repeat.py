@@ -15,7 +15,7 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 import torch
 
-from .._selftest import TIMEOUT_S, expected_gradients, expected_rows
+from .._selftest import TIMEOUT_S, expected_gradients, expected_rows, rows_of
 from ..errors import InvalidArgument, Unsupported
 from ..moe import simulate_dispatch
 from ..planner import plan
@@ -187,9 +187,7 @@ def _sequences(kind: Kind, sizes: Sizes) -> Callable[[World], Calls]:
         left -= documents[-1]
     planned = plan(documents, sizes.ranks, 0)
     metadata, routing = planned.to_metadata(), planned.to_routing()
-    qkv = planned.to_qkv_plan()
-    ends = qkv.rank_shard_offsets
-    own = [int(qkv.shard_len[ends[r] : ends[r + 1]].sum()) for r in range(sizes.ranks)]
+    own = [rows_of(planned, rank) for rank in range(sizes.ranks)]
     given, wanted = [], []
     for seed in range(INPUTS):
         random = np.random.default_rng(seed)

@@ -254,7 +254,8 @@ class FixedStep(RankStep):
         full = [tuple(of) + (0,) * (len(cu_seqlens[0]) - 1 - len(of)) for of in lens]
         for device_table, lengths in zip(cu_seqlens, full):
             _copy(device_table, np.cumsum((0, *lengths), dtype=np.int32))
-        sequences = Sequences(*cu_seqlens, longest, longest, *full)
+        cu_q, cu_k = cu_seqlens
+        sequences = Sequences(cu_q, cu_k, longest, longest, full[0], full[1])
         return Call(slice(0, ends[0]), slice(0, ends[1]), sequences, self.shape)
 
     def prepare(self) -> None:

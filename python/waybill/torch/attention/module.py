@@ -343,7 +343,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
             if name != "token" or tensor is not None:
                 self._check_tensor(tensor, name)
         keeps(self.kernel, self.device, q, k, v)
-        if self._casts():
+        if casts_to(self._kind, self._dtype):
             q, k, v = (t.to(self._dtype) for t in (q, k, v))
         given = q.new_empty(0, dtype=torch.float32) if token is None else token
         out, after, lse, *_ = attend(
@@ -369,7 +369,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
         self, plan: Union[BatchPlan, FixedPlan], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         return_lse: bool,
     ) -> Any:  # fmt: skip
-        return self._step(plan).attend(q, (k, v), self._casts, return_lse)
+        return self._step(plan).attend(q, (k, v), return_lse)
 
     @overload
     def latent(
@@ -399,7 +399,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
                 autocast the function computes under the same everywhere.
         """
         return_lse = flag(return_lse, f"{_WHO}: return_lse")
-        return self._step(plan).attend(q, (rows, *weights), self._casts, return_lse, project)
+        return self._step(plan).attend(q, (rows, *weights), return_lse, project)
 
     @said_by(f"{_WHO}.close")
     def close(self) -> None:
@@ -420,7 +420,3 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
     def __deepcopy__(self, memo: Any) -> ContextParallelAttention:
         """A model that is copied shares it: it has no parameters."""
         return self
-
-    def _casts(self) -> bool:
-        """Whether autocast is on, to the module's dtype."""
-        return casts_to(self._kind, self._dtype)

@@ -90,7 +90,7 @@ def attend(
 ) -> Tuple[torch.Tensor, ...]:  # fmt: skip
     """(output, token, log-sum-exp or nothing, number of the dispatch, what backward needs)."""
     step = _step_of(number, owner)
-    q, k, v = step.checked(q, k, v, lambda: False)
+    q, k, v = step.checked(q, k, v)
     out, lse, saved, dispatch = step.forward(q, k, v, True, want_lse)
     lse = q.new_empty(0, dtype=torch.float32) if lse is None else lse
     return (out, token.new_empty(0), lse, torch.tensor([dispatch]), *_kept(step, saved))

@@ -14,6 +14,7 @@ from ...errors import Disagreement, Error, InvalidArgument, TransportError
 from .._tensors import (
     adjacent_rows,
     autocast_now,
+    casts_to,
     first_order,
     is_plain,
     profiled,
@@ -200,8 +201,8 @@ class RankStep:
                 self._moves.prepare(self.uploads.run())
 
     def attend(
-        self, q: torch.Tensor, kv: Sequence[torch.Tensor], casts: Callable[[], bool],
-        want_lse: bool, project: Optional[Project] = None,
+        self, q: torch.Tensor, kv: Sequence[torch.Tensor], want_lse: bool,
+        project: Optional[Project] = None,
     ) -> Any:  # fmt: skip
         """Collective, known to autograd: the output, and the log-sum-exp where it is wanted.
 
@@ -209,18 +210,17 @@ class RankStep:
         """
         latent: Tuple[torch.Tensor, ...] = ()
         if project is not None:
-            project, latent, kv = self._projected(project, kv[0], kv[1:], casts)
-        q, k, v = self.checked(q, kv[0], kv[1], casts, project is not None)
+            project, latent, kv = self._projected(project, kv[0], kv[1:])
+        q, k, v = self.checked(q, kv[0], kv[1], project is not None)
         keep = keeps(self.kernel, self.device, q, *(latent or (k, v)))
         out, lse = Attention.apply(self, keep, want_lse, project, q, k, v, *latent)
         return (out, lse) if want_lse else out
 
     def checked(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, casts: Callable[[], bool],
-        latent: bool = False,
-    ) -> list[torch.Tensor]:  # fmt: skip
-        """The tensors of a call, which fit the plan; cast where ``casts`` says so. Without the
-        rows that stay, K and V of latent rows have none.
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, latent: bool = False
+    ) -> list[torch.Tensor]:
+        """The tensors of a call, which fit the plan; cast where autocast says so. Without the rows
+        that stay, K and V of latent rows have none.
         """
         if self.latent_dim and not latent:
             raise InvalidArgument(
@@ -228,27 +228,23 @@ class RankStep:
             )
         self.check_open()
         shapes = self._shapes
-        return [
-            self._checked("q", q, shapes[0], casts),
-            self._checked("k", k, shapes[1], casts),
-            self._checked("v", v, shapes[2], casts),
-        ]
+        q, k = self._checked("q", q, shapes[0]), self._checked("k", k, shapes[1])
+        return [q, k, self._checked("v", v, shapes[2])]
 
     def _projected(
-        self, project: Project, rows: torch.Tensor, weights: Sequence[torch.Tensor],
-        casts: Callable[[], bool],
-    ) -> Tuple[Project, Tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:  # fmt: skip
+        self, project: Project, rows: torch.Tensor, weights: Sequence[torch.Tensor]
+    ) -> Tuple[Project, Tuple[torch.Tensor, ...], Sequence[torch.Tensor]]:
         """(the function for rows that come, latent rows and weights, K and V of those that stay).
         Wherever rows are, the function computes under autocast as it is around the call.
         """
         if not self.latent_dim:
             raise InvalidArgument(f"{WHO}: got latent rows, expected k and v: latent_dim is None")
-        rows = self._checked("rows", rows, (self.rows, self.latent_dim), casts)
+        rows = self._checked("rows", rows, (self.rows, self.latent_dim))
         for i, weight in enumerate(weights):
             require_moved(weight, f"{WHO}: weights[{i}]")
         if not callable(project):
             raise InvalidArgument(f"{WHO}: project = {shown(project)}, expected a function")
-        autocast, cast = autocast_now(self.device.type), casts()
+        autocast, cast = autocast_now(self.device.type), self._casts()
 
         def there(came: torch.Tensor, *weights: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
             with autocast():
@@ -275,9 +271,11 @@ class RankStep:
             fits.append(tensor)
         return fits[0], fits[1]
 
-    def _checked(
-        self, name: str, tensor: torch.Tensor, expected: Tuple[int, ...], casts: Callable[[], bool]
-    ) -> torch.Tensor:
+    def _casts(self) -> bool:
+        """Whether autocast is on, to the plan's dtype."""
+        return casts_to(self.device.type, self.shape.dtype)
+
+    def _checked(self, name: str, tensor: torch.Tensor, expected: Tuple[int, ...]) -> torch.Tensor:
         fits = is_plain(tensor) and tensor.dtype == self.shape.dtype
         if fits and tensor.shape == expected and tensor.device == self.device:
             return tensor
@@ -288,7 +286,7 @@ class RankStep:
                 f"{WHO}: {name} is a {type(tensor).__name__} {at}, expected this rank's part:"
                 f" {name}.to_local()"
             )
-        if tensor.dtype != self.shape.dtype and casts():
+        if tensor.dtype != self.shape.dtype and self._casts():
             tensor = tensor.to(self.shape.dtype)
         wrong = mismatch(tensor, expected, self.device, self.shape.dtype)
         if wrong is not None:

@@ -9,7 +9,7 @@ import torch
 from ... import _core
 from ..._arrays import flag, instance, int64
 from ..._graphs import outside_graphs
-from ..._lifetime import Made, OfThisProcess, Unwinding
+from ..._lifetime import Made, OfThisProcess, unwinding
 from ...moe import EPConfig
 from .._tensors import torch_dtype, view_of
 from ..world import world_of
@@ -24,7 +24,7 @@ class DispatchCombineContext(OfThisProcess, Made):
     weight_recv_buf: torch.Tensor  #: [rows]: their weights
 
     _context: Any
-    _unwinding: Unwinding
+    _unwinding: Any
     _made_by = "DispatchCombineContext.create"
 
     @classmethod
@@ -41,7 +41,7 @@ class DispatchCombineContext(OfThisProcess, Made):
         ep_config, compiled = ep_config._for_use()
         rank = world_of(world, ep_config.local_world_size, None, who, "world")
         context = _core.ExpertContext(rank._world, compiled, int64(capacity, f"{who}: capacity"))
-        self = cls._with(ep_config=ep_config, _unwinding=Unwinding(), _context=context)
+        self = cls._with(ep_config=ep_config, _unwinding=unwinding(), _context=context)
         self.reallocate_dispatch_output_buf(0)
         return self
 
@@ -65,7 +65,7 @@ class DispatchCombineContext(OfThisProcess, Made):
         """Collective: gives all symmetric memory back. Twice does nothing. When an error of this
         rank is in flight, nobody is waited for, and the memory goes with the world.
         """
-        if self._unwinding:
+        if self._unwinding():
             return
         self.__dict__.pop("dispatch_output_buf", None)
         self.__dict__.pop("weight_recv_buf", None)
@@ -80,7 +80,7 @@ class BarrierAllContext(OfThisProcess):
     @outside_graphs
     def __init__(self, is_intra_node: bool = True, *, world: Any = None) -> None:
         rank = world_of(world, None, None, "BarrierAllContext", "world")
-        self._unwinding = Unwinding()
+        self._unwinding = unwinding()
         self._barrier = _core.ExpertBarrier(
             rank._world, flag(is_intra_node, "BarrierAllContext: is_intra_node")
         )
@@ -95,6 +95,6 @@ class BarrierAllContext(OfThisProcess):
         """Collective: gives the signals back. Twice does nothing. When an error of this rank is in
         flight, nobody is waited for, and they go with the world.
         """
-        if self._unwinding:
+        if self._unwinding():
             return
         self._barrier.finalize()

@@ -335,7 +335,7 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
 
     @outside_graphs
     def finalize(self) -> None:
-        if not self._unwinding:
+        if not self._unwinding():
             for layer in self._slot_layers:
                 layer.finalize()
             self._views.clear()

@@ -7,6 +7,7 @@ from typing import Any, Union
 
 import torch
 
+from ..._arrays import choice
 from ...errors import InvalidArgument
 from .backends import (
     DotProductKernel,
@@ -50,13 +51,10 @@ def choose_kernel(kernel: Kernel, device: torch.device, who: str) -> AttentionKe
     if isinstance(kernel, AttentionKernel):
         return kernel
     if isinstance(kernel, str):
-        name = kernel
+        name = choice(kernel, f"{who}: kernel", "auto", *_BY_NAME)
         if name == "auto":
             name = "varlen" if device.type == "cuda" else "dot_product"
-        if name in _BY_NAME:
-            return _BY_NAME[name]()
-        names = ", ".join(f'"{known}"' for known in ("auto", *_BY_NAME))
-        raise InvalidArgument(f"{who}: kernel = {kernel!r}, expected one of {names}")
+        return _BY_NAME[name]()
     if isinstance(kernel, type):
         raise InvalidArgument(
             f"{who}: kernel is the class {kernel.__name__}, expected an object: {kernel.__name__}()"
