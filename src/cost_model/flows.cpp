@@ -85,8 +85,6 @@ std::vector<std::int64_t> work_of_shards(const TimedPlan& timed, const Attention
   return work;
 }
 
-namespace {
-
 std::vector<Flow> flows_of_pairs(const RecvCounts& recv, std::int64_t row_bytes) {
   std::vector<Flow> flows;
   for (std::size_t dst = 0; dst + 1 < recv.offsets.size(); ++dst) {
@@ -98,6 +96,8 @@ std::vector<Flow> flows_of_pairs(const RecvCounts& recv, std::int64_t row_bytes)
   }
   return flows;
 }
+
+namespace {
 
 std::vector<Flow> flows_of_hops(const std::vector<RelayHop>& hops, std::int64_t row_bytes) {
   std::vector<Flow> flows;
@@ -142,10 +142,6 @@ std::vector<Flow> flows_of_moves(std::vector<KvMove> moves, std::int64_t row_byt
 std::vector<Flow> gradient_flows(std::vector<Flow> flows, std::int64_t width) {
   for (Flow& flow : flows) flow.bytes += flow.sum_bytes * (width - 1);
   return flows;
-}
-
-std::vector<Flow> q_flows(const TimedPlan& timed, std::int64_t row_bytes) {
-  return flows_of_pairs(timed.routing.fwd_q.recv, row_bytes);
 }
 
 std::vector<Flow> kv_flows(const TimedPlan& timed, const Topology& nodes, TransferMode transfer,

@@ -75,8 +75,8 @@ struct FlowSet {
   void count(const Topology& nodes);
 };
 
-/// Rows of Q; once per pair of ranks.
-[[nodiscard]] std::vector<Flow> q_flows(const TimedPlan& timed, std::int64_t row_bytes);
+/// Rows that go straight; once per pair of ranks.
+[[nodiscard]] std::vector<Flow> flows_of_pairs(const RecvCounts& recv, std::int64_t row_bytes);
 
 /// The gradients that come back along flows of KV: sums are `width` times as wide.
 [[nodiscard]] std::vector<Flow> gradient_flows(std::vector<Flow> flows, std::int64_t width);

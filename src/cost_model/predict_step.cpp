@@ -39,7 +39,7 @@ void check_bytes(const TimedPlan& timed, const StepOptions& options) {
 StepFlows flows_of(const TimedPlan& timed, const Topology& nodes, const ModelShape& model,
                    const std::vector<detail::Flow>& kv) {
   StepFlows flows;
-  flows.q.flows = detail::q_flows(timed, model.q_row_bytes());
+  flows.q.flows = detail::flows_of_pairs(timed.routing.fwd_q.recv, model.q_row_bytes());
   flows.dispatch.flows = kv;  // first: flows name others by their place
   flows.dispatch.flows.insert(flows.dispatch.flows.end(), flows.q.flows.begin(),
                               flows.q.flows.end());

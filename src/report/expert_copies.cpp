@@ -149,11 +149,6 @@ std::vector<std::int64_t> counts_of(const EPConfig& config,
   return counts;
 }
 
-/// Elements of an expert's matrices.
-std::int64_t elements_of(const EPConfig& config, const ExpertCopyCosts& costs, const char* who) {
-  return detail::checked_mul(matrices * config.hidden, costs.intermediate, who);
-}
-
 }  // namespace
 
 void ExpertCopyCosts::check(const char* who) const {
@@ -181,7 +176,8 @@ ExpertCopies price_expert_copies(const EPConfig& config, const EPDispatchOptions
   for (std::int64_t i = 0; i < std::ssize(rows); ++i)
     copies.expert_rows[i % config.num_experts] += rows[i];
   count_rows(copies);
-  const std::int64_t elements = elements_of(config, costs, in_price);
+  const std::int64_t elements =
+      detail::checked_mul(matrices * config.hidden, costs.intermediate, in_price);
   copies.weight_bytes = detail::checked_mul(elements, dtype_bytes(config.token_dtype), in_price);
   copies.gradient_bytes = detail::checked_mul(elements, 4, in_price);
   const double row_seconds = flops_per_mac * as_double(elements) / costs.gemm_flops_per_second;

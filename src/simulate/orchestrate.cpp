@@ -194,34 +194,26 @@ class SegmentList {
   template <class Ranks, class Rows>
   void add_shard(std::int64_t shard, std::int64_t rows, const Ranks& dst_rank, const Rows& dst_row,
                  std::int64_t first, std::int64_t last) {
-    const bool none = first == last;
-    begin_shard(shard, rows, none ? -1 : dst_rank[first], none ? 0 : dst_row[first]);
+    at_.src_row = next_row_;
+    at_.shard = shard;
+    at_.rows = rows;
+    const std::int64_t num_left = source_rows_ - next_row_;
+    if (rows < 0 || rows > num_left) {  // the first copy only makes the text complete
+      const bool none = first == last;
+      at_.copy = 0;
+      at_.dst_row = none ? 0 : dst_row[first];
+      fail_at(job_, at_, none ? -1 : dst_rank[first],
+              rows < 0
+                  ? concat("length = ", rows, ", expected >= 0")
+                  : concat("the source has ", num_left, " rows left, expected at least ", rows));
+    }
+    next_row_ += rows;
     for (std::int64_t c = first; c < last; ++c) add_copy(c - first, dst_rank[c], dst_row[c]);
   }
 
   [[nodiscard]] std::vector<CopySegment> take() { return std::move(segments_); }
 
  private:
-  /// The next shard of `at_.src_rank`, before its copies. `dst_rank` and `dst_row` of its first
-  /// copy only make the text complete.
-  void begin_shard(std::int64_t shard, std::int64_t rows, std::int64_t dst_rank,
-                   std::int64_t dst_row) {
-    at_.src_row = next_row_;
-    at_.shard = shard;
-    at_.rows = rows;
-    const std::int64_t num_rows = source_rows_;
-    if (rows >= 0 && rows <= num_rows - next_row_) {
-      next_row_ += rows;
-      return;
-    }
-    at_.copy = 0;
-    at_.dst_row = dst_row;
-    if (rows < 0) fail_at(job_, at_, dst_rank, concat("length = ", rows, ", expected >= 0"));
-    fail_at(
-        job_, at_, dst_rank,
-        concat("the source has ", num_rows - next_row_, " rows left, expected at least ", rows));
-  }
-
   /// A copy of the shard begun last. Rank -1: there is none.
   void add_copy(std::int64_t copy, std::int64_t dst_rank, std::int64_t dst_row) {
     if (dst_rank == -1) return;
