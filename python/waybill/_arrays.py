@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import stat
@@ -195,12 +196,13 @@ def choice(value: Any, name: str, *options: str) -> str:
 
 def library_dtype_of(value: Any, name: str) -> str:
     """The library's name of a dtype that the caller named, or has of numpy or torch."""
-    if isinstance(value, (np.dtype, type)):
-        text = np.dtype(value).name
-    elif type(value).__module__ == "torch" and not hasattr(value, "shape"):
+    text = value if isinstance(value, str) else str(getattr(value, "__name__", shown(value)))
+    if type(value).__module__ == "torch" and not hasattr(value, "shape"):
         text = str(value)
-    else:
-        text = value if isinstance(value, str) else shown(value)
+    elif isinstance(value, (np.dtype, type)):
+        with contextlib.suppress(TypeError, ValueError):  # np.floating, and classes with a dtype
+            known = np.dtype(value)
+            text = text if known.kind == "O" else known.name
     found = text.removeprefix("torch.")
     if found not in _LIBRARY_NAMES and found not in _ALIASES:
         raise InvalidArgument(f"{name} = {shown(text)}, expected one of {sorted(_LIBRARY_NAMES)}")

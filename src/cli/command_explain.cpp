@@ -42,8 +42,7 @@ int run_explain(const Options& options, Command command, Program& program) {
   }
   const std::vector<NamedStep> steps = {
       {std::string(to_string(job.options.transfer)), job.plan.num_shards(), step}};
-  write_step_html(options, job, steps, program);
-  write_trace(options, steps, console);
+  write_step_reports(options, job, steps, program);
   return exit_good;
 }
 
@@ -127,14 +126,14 @@ std::string columns_text(const std::vector<NamedStep>& steps) {
   return concat("Columns\n", sentence_list(sentences));
 }
 
-void write_compared_html(const Options& options, const Documents& documents,
-                         const std::vector<NamedStep>& steps, Program& program) {
-  if (options.html.empty()) return;
+void write_compared(const Options& options, const Documents& documents,
+                    const std::vector<NamedStep>& steps, Program& program) {
+  if (options.html.empty()) return write_trace(options, steps, program.console);
   StepJob job = step_job_of(plan_attention(documents.lengths, documents.plan), documents.origin);
   job.remarks = documents.remarks;
   job.remarks.push_back(heads_text(job.options.model, options.head_dim, steps));
   job.remarks.push_back(verdict_text(steps));
-  write_step_html(options, job, steps, program);
+  write_step_reports(options, job, steps, program);
 }
 
 void compare_one(const Options& options, std::int64_t world_size, Program& program) {
@@ -150,8 +149,7 @@ void compare_one(const Options& options, std::int64_t world_size, Program& progr
                        "dispatch.\nWays by hand move all rows before attention.\n\n",
                        columns_text(steps), "\n", sentence_list(comparison_sentences(steps)), "\n",
                        verdict_text(steps), "\n"));
-  write_compared_html(options, documents, steps, program);
-  write_trace(options, steps, console);
+  write_compared(options, documents, steps, program);
 }
 
 /// A line for each world: the step of each column, and the verdict.
@@ -255,8 +253,7 @@ void add_explain_command(Command app, Program& program) {
       "--transfer", options.transfer, {"auto", "direct", "once_per_node", "relay"},
       "How K and V travel: direct, once_per_node, relay; auto: relay where there is a schedule");
   add_rank_option(prediction, options, "Also print the phases of this rank");
-  command.under(output_group).file("--html", options.html, "Write a report with the timeline");
-  add_trace_option(command, options);
+  add_report_options(command, options, "Write a report with the timeline");
   command.footer(
       "Examples:\n"
       "  waybill explain --distribution prolong --world-size 64\n"
@@ -297,8 +294,7 @@ void add_compare_command(Command app, Program& program) {
   command.under(rows_group)
       .number("--head-dim", options.head_dim, 1, 1 << 20,
               "Elements of a head, of which Ulysses gives each rank some");
-  command.under(output_group).file("--html", options.html, "Write a report with the timelines");
-  add_trace_option(command, options);
+  add_report_options(command, options, "Write a report with the timelines");
   command.footer(
       "Examples:\n"
       "  waybill compare\n"

@@ -2,6 +2,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <numeric>
 
@@ -37,8 +38,10 @@ std::size_t text_column(std::string_view line) {
   return std::min(column, line.size());
 }
 
+constexpr std::array package_commands = {"bench", "cmake-dir", "selftest"};  // in Python
+
 std::vector<std::string> names_of_commands(const CLI::App& app) {
-  std::vector<std::string> names;
+  std::vector<std::string> names(package_commands.begin(), package_commands.end());
   for (const CLI::App* command : app.get_subcommands(nullptr)) names.push_back(command->get_name());
   return names;
 }
@@ -59,6 +62,9 @@ std::string left_over_text(const CLI::App& app, const std::vector<std::string>& 
   if (option == left.end()) {
     if (!chosen.empty())
       return concat(chosen.front()->get_name(), ": ", left.front(), " was not expected");
+    if (std::ranges::find(package_commands, left.front()) != package_commands.end())
+      return concat(left.front(), " is a command of the Python package: python -m waybill ",
+                    left.front());
     return concat("there is no command ", left.front(),
                   did_you_mean(left.front(), names_of_commands(app)),
                   " (waybill --help lists them)");

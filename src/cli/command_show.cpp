@@ -15,16 +15,12 @@ std::string shard_lines(const QkvPlan& plan, std::int32_t rank) {
   std::vector<std::int64_t> document(plan.num_shards());
   std::vector<std::int64_t> position(plan.num_shards());
   std::vector<std::int64_t> first_token(plan.num_shards());
-  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    std::int64_t place = 0;
-    std::int64_t token = 0;
-    for (const std::int32_t shard : detail::shards_of(plan, d)) {
-      document[shard] = d;
-      position[shard] = place++;
-      first_token[shard] = token;
-      token += plan.shard_len[shard];
-    }
-  }
+  detail::for_each_place(
+      plan, [&](std::int64_t d, std::int32_t place, std::int64_t token, std::int32_t shard) {
+        document[shard] = d;
+        position[shard] = place;
+        first_token[shard] = token;
+      });
   std::int64_t row = 0;
   std::string text = concat("Shards of rank ", rank,
                             "\n   shard  first row     tokens  document  place  first token  keys "

@@ -26,22 +26,19 @@ int run_prediction(const Options& options, Program& program) {
   check_outputs({options.html, options.trace});
   StepJob job;
   std::vector<NamedStep> steps;
-  std::vector<Remedy> remedies;
-  {
-    const Progress progress(console, "predict");
+  const std::vector<Remedy> remedies = with_progress(console, "predict", [&] {
     job = step_job_of_documents(options);
     const StepPredictor predictor = job.predictor();
     steps = compare_transfers(predictor, job.options, job.plan.num_shards());
-    remedies = step_remedies(predictor, steps.back().step);
-  }
+    return step_remedies(predictor, steps.back().step);
+  });
   console.print_remarks(job.remarks);
   console.print(concat("Predicted, not run: one attention layer, forward and backward\n",
                        job.origin, "\n", hardware_text(job.options), "\n\n", step_table(steps),
                        "\nPhases: what the last rank waited for. Bytes: of the first dispatch.\n\n",
                        steps.back().name, ":\n",
                        sentence_list(explain_step(steps.back().step, remedies))));
-  write_step_html(options, job, steps, program);
-  write_trace(options, steps, console);
+  write_step_reports(options, job, steps, program);
   return exit_good;
 }
 
@@ -98,8 +95,7 @@ void add_simulate_command(Command app, Program& program) {
   add_plan_options(command, options, "--ranks,--world-size");
   add_row_options(command, options);
   add_hardware_options(command, options);
-  command.under(output_group).file("--html", options.html, "Write a report with the timelines");
-  add_trace_option(command, options);
+  add_report_options(command, options, "Write a report with the timelines");
   for (Option option :
        command.options_of({documents_group, plan_group, rows_group, hardware_group, output_group}))
     option.excludes(file);

@@ -53,6 +53,7 @@ void add_commands(Command app, Program& program) {
       "  waybill experts --skew 1                       what a mixture of experts sends where\n"
       "  waybill doctor                                 what this machine has, what it lacks\n"
       "  waybill calibrate -o links.json                how fast its links are\n"
+      "In the Python package: selftest, bench, cmake-dir (python -m waybill bench --help).\n"
       "Exit: 0 good, 1 failure or findings, 2 wrong usage.");
 }
 

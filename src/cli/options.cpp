@@ -263,6 +263,11 @@ void add_trace_option(Command command, Options& options) {
             "Write the predicted timelines for Perfetto or chrome://tracing (JSON)");
 }
 
+void add_report_options(Command command, Options& options, const std::string& html_text) {
+  command.under(output_group).file("--html", options.html, html_text);
+  add_trace_option(command, options);
+}
+
 std::optional<std::vector<std::int64_t>> parse_world_sizes(const std::string& text) {
   std::vector<std::int64_t> numbers;
   for (std::size_t begin = 0; begin <= text.size();) {

@@ -125,6 +125,8 @@ void add_link_options(Command command, Options& options);
 /// Links, and attention.
 void add_hardware_options(Command command, Options& options);
 void add_trace_option(Command command, Options& options);
+/// The page and the trace.
+void add_report_options(Command command, Options& options, const std::string& html_text);
 
 /// Bytes per second from "50GB/s", "400Gbit/s", "400Gbps", "345" (GB/s); units B, kB, MB, GB, TB,
 /// and bit or b in place of B; "ps" or "/s". None when it is something else, or a speed that makes

@@ -204,9 +204,9 @@ void write_html(const Options& options, const std::string& page, Console& consol
   console.print(concat("\nReport: ", printable_line(options.html), " (open it in a browser)\n"));
 }
 
-void write_step_html(const Options& options, const StepJob& job,
-                     const std::vector<NamedStep>& steps, Program& program) {
-  if (options.html.empty()) return;
+void write_step_reports(const Options& options, const StepJob& job,
+                        const std::vector<NamedStep>& steps, Program& program) {
+  if (options.html.empty()) return write_trace(options, steps, program.console);
   const QkvRouting routing = compute_qkv_routing(job.plan);
   const ModelShape& model = job.options.model;
   ReportContext context;
@@ -219,6 +219,7 @@ void write_step_html(const Options& options, const StepJob& job,
   const PlanSummary summary =
       summarize(job.plan, routing, {.q = model.q_row_bytes(), .kv = model.kv_row_bytes()});
   write_html(options, html_report(job.plan, routing, summary, context), program.console);
+  write_trace(options, steps, program.console);
 }
 
 DispatchCheck run_checked(const QkvPlan& plan, const QkvRouting& routing, const Options& options,

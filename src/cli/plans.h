@@ -98,9 +98,9 @@ void write_trace(const Options& options, const std::vector<NamedStep>& steps, Co
 /// Writes the page that is asked for, and says so.
 void write_html(const Options& options, const std::string& page, Console& console);
 
-/// The report of a plan with its timelines, where one is asked for.
-void write_step_html(const Options& options, const StepJob& job,
-                     const std::vector<NamedStep>& steps, Program& program);
+/// Writes the report of a plan with its timelines, and the trace, where they are asked for.
+void write_step_reports(const Options& options, const StepJob& job,
+                        const std::vector<NamedStep>& steps, Program& program);
 
 /// The byte-checked run, with progress. Sets `payload_bytes` to the number that "auto" came to.
 /// @throws Unsupported when it would not fit the memory of this machine.

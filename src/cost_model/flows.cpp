@@ -1,8 +1,10 @@
 #include "flows.h"
 
 #include <algorithm>
+#include <ranges>
 #include <tuple>
 
+#include "routing/homes.h"
 #include "waybill/routing/qkv_plan.h"
 
 namespace waybill::detail {
@@ -159,9 +161,8 @@ void FlowSet::count(const Topology& nodes) {
   const std::size_t world_size = nodes.world_size;
   links.assign(world_size, {});
   peers.assign(world_size, {});
-  std::vector<std::int64_t> first(world_size + 1, 0);  // flows by source, as peers count once
-  for (const Flow& flow : flows) ++first[flow.src + 1];
-  for (std::size_t r = 0; r < world_size; ++r) first[r + 1] += first[r];
+  std::vector<std::int64_t> first;  // flows by source, as peers count once
+  offsets_by(std::views::transform(flows, &Flow::src), nodes.world_size, first);
   std::vector<std::int32_t> dst_of(flows.size());
   for (const Flow& flow : flows) {
     add_hop(links, nodes, flow.src, flow.dst, flow.bytes);

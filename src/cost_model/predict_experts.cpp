@@ -1,11 +1,11 @@
 #include "waybill/cost_model/predict_experts.h"
 
 #include <algorithm>
-#include <cmath>
 #include <tuple>
 #include <utility>
 
 #include "core/batch_bytes.h"
+#include "core/checks.h"
 #include "moe/input_checks.h"
 #include "moe/token_routes.h"
 #include "planner/node_routes.h"
@@ -20,7 +20,7 @@ std::string_view to_string(ExpertPath path) {
 }
 
 void ExpertCosts::check(const char* who) const {
-  require(num_sms >= 1, who, ": costs.num_sms = ", num_sms, ", expected >= 1");
+  detail::check_at_least(who, "costs.num_sms", num_sms, 1);
   for (const auto& [field, got, zero_too] :
        {std::tuple{"count_seconds", count_seconds, true},
         {"count_token_seconds", count_token_seconds, true},
@@ -34,8 +34,8 @@ void ExpertCosts::check(const char* who) const {
         {"last_row_seconds", last_row_seconds, true},
         {"put_seconds", put_seconds, true},
         {"path_bytes_per_second", path_bytes_per_second, true}}) {
-    require(std::isfinite(got) && (zero_too ? got >= 0 : got > 0), who, ": costs.", field, " = ",
-            got, ", expected a number ", zero_too ? ">= 0" : "> 0");
+    (zero_too ? detail::check_not_negative : detail::check_positive)(who, concat("costs.", field),
+                                                                     got);
   }
 }
 

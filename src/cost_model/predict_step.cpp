@@ -208,14 +208,11 @@ std::unique_ptr<TimedPlan> timed_plan(const QkvPlan& plan, const RelaySchedule* 
                        timed.home);
   timed.document.resize(timed.home.size());
   timed.position.resize(timed.home.size());
-  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
-    std::int64_t position = 0;
-    for (const std::int32_t shard : detail::shards_of(plan, d)) {
-      timed.document[shard] = static_cast<std::int32_t>(d);
-      timed.position[shard] = position;
-      position += plan.shard_len[shard];
-    }
-  }
+  detail::for_each_place(plan,
+                         [&](std::int64_t d, std::int32_t, std::int64_t token, std::int32_t shard) {
+                           timed.document[shard] = static_cast<std::int32_t>(d);
+                           timed.position[shard] = token;
+                         });
   return made;
 }
 

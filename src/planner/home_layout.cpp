@@ -295,19 +295,16 @@ void number_by_rank(const HomeLayout& home, QkvPlan& plan) {
     for (std::int64_t rows = piece.rows(); rows > 0; ++shard) rows -= plan.shard_len[shard];
     piece_shards.push_back(shard);
   }
-  const auto old_len = plan.shard_len;
-  const auto old_dst = plan.q_dst;
-  const auto old_begin = plan.kv_begin;
-  const auto old_end = plan.kv_end;
+  const QkvPlan old = plan;
   plan.rank_shard_offsets.assign(1, 0);
   std::int32_t number = 0;
   for (std::int32_t rank = 0; rank < home.world_size; ++rank) {
     for (const std::int32_t piece : home.pieces_of(rank)) {
       for (std::int64_t n = piece_shards[piece]; n < piece_shards[piece + 1]; ++n, ++number) {
-        plan.shard_len[number] = old_len[n];
-        plan.q_dst[number] = old_dst[n];
-        if (!old_begin.empty()) plan.kv_begin[number] = old_begin[n];
-        if (!old_end.empty()) plan.kv_end[number] = old_end[n];
+        plan.shard_len[number] = old.shard_len[n];
+        plan.q_dst[number] = old.q_dst[n];
+        if (!old.kv_begin.empty()) plan.kv_begin[number] = old.kv_begin[n];
+        if (!old.kv_end.empty()) plan.kv_end[number] = old.kv_end[n];
         plan.doc_shards[n] = number;
       }
     }

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "waybill/core/error.h"
@@ -16,13 +17,6 @@ struct Cursor {
   std::int64_t local_rows = 0;  ///< that the local slot still takes
   std::int64_t next_rest = 0;   ///< place of the next row in what the expert's slots leave
   std::int64_t taken = 0;       ///< rows of this rank so far
-};
-
-/// Slots with rows of other ranks, by expert, in order of first_row: those of expert e are
-/// [begin[e], begin[e + 1]).
-struct SharingSlots {
-  std::vector<std::int64_t> begin;
-  std::vector<std::int64_t> slots;
 };
 
 void check_tables(const EvenExperts& plan, std::span<const std::int64_t> rows,
@@ -49,22 +43,24 @@ void check_tables(const EvenExperts& plan, std::span<const std::int64_t> rows,
           odd - left.begin(), " has ", odd == left.end() ? 0 : *odd, " rows more than quotas");
 }
 
-SharingSlots sharing_slots(const EvenExperts& plan, std::int64_t num_experts) {
-  SharingSlots result;
-  result.begin.assign(num_experts + 1, 0);
+/// Slots with rows of other ranks, by expert, in order of first_row; before them where those of
+/// each expert begin, and end.
+std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>> sharing_slots(
+    const EvenExperts& plan, std::int64_t num_experts) {
+  std::vector<std::int64_t> begin(num_experts + 1);
   const auto shares = [&](std::int64_t i) {
     return plan.slots[i] >= 0 && plan.quotas[i] > plan.local_rows[i];
   };
   for (std::int64_t i = 0; i < std::ssize(plan.slots); ++i) {
-    if (shares(i)) ++result.begin[plan.slots[i] + 1];
+    if (shares(i)) ++begin[plan.slots[i] + 1];
   }
-  for (std::int64_t e = 0; e < num_experts; ++e) result.begin[e + 1] += result.begin[e];
-  result.slots.resize(result.begin[num_experts]);
-  std::vector<std::int64_t> next = result.begin;
+  for (std::int64_t e = 0; e < num_experts; ++e) begin[e + 1] += begin[e];
+  std::vector<std::int64_t> slots(begin[num_experts]);
+  std::vector<std::int64_t> next = begin;
   for (std::int64_t i = 0; i < std::ssize(plan.slots); ++i) {
-    if (shares(i)) result.slots[next[plan.slots[i]]++] = i;
+    if (shares(i)) slots[next[plan.slots[i]]++] = i;
   }
-  return result;
+  return {std::move(begin), std::move(slots)};
 }
 
 /// For each expert, where the rows of `rank` begin.
@@ -99,7 +95,7 @@ std::vector<std::int32_t> slot_ids(const EvenExperts& plan, std::span<const std:
           rows.size(), " numbers, expected [", plan.num_ranks, ", num_experts]");
   const std::int64_t num_experts = std::ssize(rows) / plan.num_ranks;
   check_tables(plan, rows, num_experts, rank);
-  const SharingSlots sharing = sharing_slots(plan, num_experts);
+  const auto [sharing_begin, sharing] = sharing_slots(plan, num_experts);
   std::vector<Cursor> cursors = first_cursors(plan, rows, num_experts, rank);
   std::vector<std::int32_t> result;
   result.reserve(ids.size());
@@ -118,8 +114,8 @@ std::vector<std::int32_t> slot_ids(const EvenExperts& plan, std::span<const std:
       result.push_back(static_cast<std::int32_t>(cursor.local_slot));
       continue;
     }
-    const auto first = sharing.slots.begin() + sharing.begin[id];
-    const auto last = sharing.slots.begin() + sharing.begin[id + 1];
+    const auto first = sharing.begin() + sharing_begin[id];
+    const auto last = sharing.begin() + sharing_begin[id + 1];
     const auto after = std::upper_bound(
         first, last, cursor.next_rest++,
         [&](std::int64_t place, std::int64_t slot) { return place < plan.first_row[slot]; });

@@ -74,19 +74,17 @@ std::int64_t tokens_of(const QkvPlan& plan, std::int64_t document) {
 std::vector<std::int64_t> count_work(const AttentionPlan& plan) {
   const QkvPlan& qkv = plan.plan;
   std::vector<std::int64_t> work(qkv.world_size);
-  for (std::int64_t d = 0; d < qkv.num_documents(); ++d) {
-    std::int64_t position = 0;
-    const std::int64_t doc_len = tokens_of(qkv, d);
-    for (const std::int32_t n : detail::shards_of(qkv, d)) {
-      const std::int64_t len = qkv.shard_len[n];
-      const std::int64_t pairs = plan.options.mask_of(d).pairs(position, position + len, doc_len);
-      const HardwareFacts& facts = plan.options.hardware;
-      std::int64_t& sum = work[qkv.q_dst[n]];
-      sum = add_wrapping(sum, pairs);
-      sum = add_wrapping(sum, facts.row_pairs * len + (len > 0 ? facts.shard_pairs : 0));
-      position += len;
-    }
-  }
+  std::int64_t doc_len = 0;
+  detail::for_each_place(
+      qkv, [&](std::int64_t d, std::int32_t place, std::int64_t token, std::int32_t n) {
+        if (place == 0) doc_len = tokens_of(qkv, d);
+        const std::int64_t len = qkv.shard_len[n];
+        const std::int64_t pairs = plan.options.mask_of(d).pairs(token, token + len, doc_len);
+        const HardwareFacts& facts = plan.options.hardware;
+        std::int64_t& sum = work[qkv.q_dst[n]];
+        sum = add_wrapping(sum, pairs);
+        sum = add_wrapping(sum, facts.row_pairs * len + (len > 0 ? facts.shard_pairs : 0));
+      });
   return work;
 }
 

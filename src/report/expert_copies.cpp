@@ -422,9 +422,7 @@ std::string expert_copies_text(const ExpertCopies& copies, const ExpertCopyCosts
   return concat(
       text, "\n",
       detail::heading("  rank  rows before              rows after             sends gets", style),
-      detail::rank_lines(detail::shown_ranks(copies.rows_before, always, style.max_rank_lines),
-                         plan.num_ranks, line_of, style),
-      "\n",
+      detail::rank_lines(copies.rows_before, always, line_of, style), "\n",
       detail::meaning("What copies cost and gain", explain_expert_copies(copies, costs), style));
 }
 

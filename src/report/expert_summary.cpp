@@ -295,8 +295,7 @@ std::string rank_block(const ExpertSummary& s, const LinkSpeeds& speeds, const T
   const std::int32_t always[] = {limit.rank, computed.max_rank};
   return detail::heading("  rank     tokens  rows computed      bytes in           bytes out",
                          style) +
-         detail::rank_lines(detail::shown_ranks(bytes, always, style.max_rank_lines),
-                            s.config.world_size, line_of, style);
+         detail::rank_lines(bytes, always, line_of, style);
 }
 
 }  // namespace

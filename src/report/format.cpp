@@ -157,46 +157,37 @@ std::string rank_line(std::int32_t rank, std::int64_t tokens,
                 marked ? paint(style.unicode ? " ◀" : " <", "1", style) : "", "\n");
 }
 
-std::vector<std::int32_t> shown_ranks(std::span<const std::int64_t> weights,
-                                      std::span<const std::int32_t> always, int max_lines) {
-  std::vector<std::int32_t> all(weights.size());
-  std::iota(all.begin(), all.end(), 0);
-  const int lines = std::max(max_lines, 8);
-  if (std::ssize(weights) <= lines) return all;
-
-  std::vector<bool> shown(all.size());
-  const int ends = lines / 4;
-  for (int i = 0; i < ends; ++i) shown[i] = shown[std::ssize(weights) - 1 - i] = true;
-  for (const std::int32_t rank : always) shown[rank] = true;
-  std::vector<std::int32_t> worst = all;
-  std::ranges::stable_sort(worst, std::ranges::greater(),
-                           [&](std::int32_t rank) { return weights[rank]; });
-  auto num_shown = std::count(shown.begin(), shown.end(), true);
-  for (std::size_t i = 0; num_shown < lines; ++i) {
-    if (shown[worst[i]]) continue;
-    shown[worst[i]] = true;
-    ++num_shown;
-  }
-  std::erase_if(all, [&](std::int32_t rank) { return !shown[rank]; });
-  return all;
-}
-
-std::string rank_lines(std::span<const std::int32_t> shown, std::int32_t world_size,
+std::string rank_lines(std::span<const std::int64_t> weights, std::span<const std::int32_t> always,
                        const std::function<std::string(std::int32_t)>& line_of,
                        const TextStyle& style) {
-  std::string text;
-  std::int32_t expected = 0;
-  const auto skip_to = [&](std::int32_t rank) {
-    if (rank == expected) return;
-    text += concat(style.unicode ? "     ⋮" : "     :", "       ",
-                   format_plural(rank - expected, "rank"), " not shown\n");
-  };
-  for (const std::int32_t rank : shown) {
-    skip_to(rank);
-    text += line_of(rank);
-    expected = rank + 1;
+  const auto world_size = static_cast<std::int32_t>(weights.size());
+  const int lines = std::max(style.max_rank_lines, 8);
+  std::vector<bool> shown(weights.size(), world_size <= lines);
+  for (int i = 0; i < std::min(world_size, lines / 4); ++i)
+    shown[i] = shown[world_size - 1 - i] = true;
+  for (const std::int32_t rank : always) shown[rank] = true;
+  std::vector<std::int32_t> worst(weights.size());
+  std::iota(worst.begin(), worst.end(), 0);
+  std::ranges::stable_sort(worst, std::ranges::greater(),
+                           [&](std::int32_t rank) { return weights[rank]; });
+  auto num_shown = std::ranges::count(shown, true);
+  for (auto rank = worst.begin(); num_shown < std::min(world_size, lines); ++rank) {
+    if (!shown[*rank]) ++num_shown;
+    shown[*rank] = true;
   }
-  skip_to(world_size);
+  std::string text;
+  std::int32_t num_hidden = 0;  // before this rank
+  for (std::int32_t rank = 0; rank <= world_size; ++rank) {
+    if (rank < world_size && !shown[rank]) {
+      ++num_hidden;
+      continue;
+    }
+    if (num_hidden > 0)
+      text += concat(style.unicode ? "     ⋮" : "     :", "       ",
+                     format_plural(num_hidden, "rank"), " not shown\n");
+    if (rank < world_size) text += line_of(rank);
+    num_hidden = 0;
+  }
   return text;
 }
 

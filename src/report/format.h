@@ -76,14 +76,10 @@ namespace waybill::detail {
                                     std::int64_t bytes_out, std::int64_t max_bytes, bool marked,
                                     const TextStyle& style);
 
-/// Ranks worth a line, ascending: all, or the first, the last, `always`, and those with the largest
-/// weights. @param weights [W]
-[[nodiscard]] std::vector<std::int32_t> shown_ranks(std::span<const std::int64_t> weights,
-                                                    std::span<const std::int32_t> always,
-                                                    int max_lines);
-
-/// The lines of these ranks, and how many are left out between them.
-[[nodiscard]] std::string rank_lines(std::span<const std::int32_t> shown, std::int32_t world_size,
+/// The lines of ranks that are worth one, and how many are left out between them: all, or the
+/// first, the last, `always`, and those with the largest weights. @param weights [W]
+[[nodiscard]] std::string rank_lines(std::span<const std::int64_t> weights,
+                                     std::span<const std::int32_t> always,
                                      const std::function<std::string(std::int32_t)>& line_of,
                                      const TextStyle& style);
 

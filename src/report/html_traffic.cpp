@@ -152,22 +152,13 @@ std::string matrix_section(const PlanSummary& summary) {
 
 namespace {
 
-// One figure of all ranks: how it is named, coloured, printed and scaled.
-struct Panel {
-  std::string_view title;
-  std::string_view css_class;
-  std::int64_t RankFigures::*figure;
-  const Spread& spread;
-  std::int64_t scale;  // value of a bar of full height
-  std::string (*print)(std::int64_t);
-};
-
-std::string print_work(std::int64_t pairs) { return format_si(static_cast<double>(pairs)); }
-
-std::string panel_figure(const PlanSummary& summary, const Panel& panel) {
+/// One figure of all ranks. @param scale value of a bar of full height
+std::string panel(std::string_view title, std::string_view css_class, const PlanSummary& summary,
+                  std::int64_t RankFigures::*figure, const Spread& spread, std::int64_t scale,
+                  std::string (*print)(std::int64_t)) {
   const RankBlocks blocks = RankBlocks::make(summary.world_size, max_blocks);
   const auto height = [&](double value) {
-    return panel.scale == 0 ? 0 : load_height * value / static_cast<double>(panel.scale);
+    return scale == 0 ? 0 : load_height * value / static_cast<double>(scale);
   };
   const double step = load_width / blocks.count();
   const double gap = step > 8 ? 2 : step > 3 ? 0.6 : 0.15;
@@ -175,41 +166,40 @@ std::string panel_figure(const PlanSummary& summary, const Panel& panel) {
   for (std::int32_t block = 0; block < blocks.count(); ++block) {
     std::int32_t worst = blocks.first(block);
     for (std::int32_t rank = worst; rank <= blocks.last(block); ++rank) {
-      if (summary.ranks[rank].*panel.figure > summary.ranks[worst].*panel.figure) worst = rank;
+      if (summary.ranks[rank].*figure > summary.ranks[worst].*figure) worst = rank;
     }
-    const std::int64_t value = summary.ranks[worst].*panel.figure;
+    const std::int64_t value = summary.ranks[worst].*figure;
     const double tall = height(static_cast<double>(value));
-    text += concat("<rect class=\"", panel.css_class, worst == panel.spread.max_rank ? " top" : "",
-                   "\" x=\"", svg_number(block * step), "\" y=\"", svg_number(load_height - tall),
+    text += concat("<rect class=\"", css_class, worst == spread.max_rank ? " top" : "", "\" x=\"",
+                   svg_number(block * step), "\" y=\"", svg_number(load_height - tall),
                    "\" width=\"", svg_number(step - gap), "\" height=\"", svg_number(tall),
-                   "\"><title>rank ", worst, ": ", panel.print(value));
+                   "\"><title>rank ", worst, ": ", print(value));
     if (blocks.ranks_per_block > 1) text += concat(", most of ", blocks.name(block));
     text += "</title></rect>\n";
   }
-  return load_figure(panel.title, panel.spread, panel.print(panel.spread.max), blocks, text,
-                     panel.scale > 0 ? height(panel.spread.mean) : -1);
+  return load_figure(title, spread, print(spread.max), blocks, text,
+                     scale > 0 ? height(spread.mean) : -1);
 }
 
 }  // namespace
 
 std::string loads_section(const PlanSummary& summary) {
-  const Panel panels[] = {
-      {"Attention work", "work", &RankFigures::work, summary.rank_work, summary.rank_work.max,
-       print_work},
-      {"Bytes in", "in", &RankFigures::bytes_in, summary.rank_bytes_in, summary.limit_bytes,
-       format_bytes},
-      {"Bytes out", "out", &RankFigures::bytes_out, summary.rank_bytes_out, summary.limit_bytes,
-       format_bytes},
-  };
   std::string text =
       "<section><h2>Load of each rank</h2>\n<p class=\"note\">Work is (query, key) pairs under the "
       "mask. Bytes in and out share one scale; the dashed line is the mean.";
   if (summary.relay_limit)
     text += " Bytes are those of rows sent straight: relay lowers the largest bytes out.";
   if (summary.world_size > max_blocks) text += " A bar is the largest rank of its block.";
-  text += "</p>\n<div class=\"loads\">\n";
-  for (const Panel& panel : panels) text += panel_figure(summary, panel);
-  return text + "</div></section>\n";
+  const auto pairs = [](std::int64_t work) { return format_si(static_cast<double>(work)); };
+  const std::int64_t limit = summary.limit_bytes;
+  return concat(text, "</p>\n<div class=\"loads\">\n",
+                panel("Attention work", "work", summary, &RankFigures::work, summary.rank_work,
+                      summary.rank_work.max, pairs),
+                panel("Bytes in", "in", summary, &RankFigures::bytes_in, summary.rank_bytes_in,
+                      limit, format_bytes),
+                panel("Bytes out", "out", summary, &RankFigures::bytes_out, summary.rank_bytes_out,
+                      limit, format_bytes),
+                "</div></section>\n");
 }
 
 std::string table_section(const PlanSummary& summary) {

@@ -172,10 +172,9 @@ std::string rank_block(const PlanSummary& s, const TextStyle& style) {
   std::vector<std::int64_t> bytes;
   for (const RankFigures& rank : s.ranks) bytes.push_back(std::max(rank.bytes_in, rank.bytes_out));
   const std::int32_t always[] = {s.limit_rank, s.rank_work.max_rank};
-  const auto shown = detail::shown_ranks(bytes, always, style.max_rank_lines);
   return heading("  rank     tokens  work (q,k pairs)   bytes in           bytes out", style) +
          detail::rank_lines(
-             shown, s.world_size,
+             bytes, always,
              [&](std::int32_t rank) {
                const RankFigures& r = s.ranks[rank];
                return detail::rank_line(rank, r.home_tokens, {r.work, s.rank_work.max},

@@ -27,6 +27,20 @@ struct Homes {
   return std::span(plan.doc_shards).subspan(first, plan.doc_shard_offsets[document + 1] - first);
 }
 
+/// Calls visit(document, position in it, its first token there, shard) for all shards of a plan,
+/// document by document.
+template <class Visit>
+void for_each_place(const QkvPlan& plan, const Visit& visit) {
+  for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
+    std::int32_t position = 0;
+    std::int64_t token = 0;
+    for (const std::int32_t shard : shards_of(plan, d)) {
+      visit(d, position++, token, shard);
+      token += plan.shard_len[shard];
+    }
+  }
+}
+
 /// The rank that each shard (or entry) belongs to. [N]
 /// @param rank_offsets [W + 1]: rank w has shards [o[w], o[w + 1])
 [[nodiscard]] inline std::vector<std::int32_t> homes_of(

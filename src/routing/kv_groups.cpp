@@ -26,7 +26,10 @@ class GroupBuilder {
       result_.window[shards_[p]] = result_.context[shards_[kv_begin(shards_[p])]];
       result_.range_end[shards_[p]] = rows;
     }
-    if (!plan_.kv_end.empty()) extend_ranges();
+    for (std::int32_t p = 0; p < num_shards_ && !plan_.kv_end.empty(); ++p) {
+      const std::size_t last = shards_[kv_last(p)];
+      result_.range_end[shards_[p]] = result_.context[last] + plan_.shard_len[last];
+    }
     if (plan_.kv_layout == KvLayout::per_query) {
       group_each_query();
     } else if (plan_.kv_begin.empty() && plan_.kv_end.empty()) {
@@ -37,14 +40,6 @@ class GroupBuilder {
   }
 
  private:
-  /// range_end is that of the shard itself so far.
-  void extend_ranges() {
-    for (std::int32_t p = 0; p < num_shards_; ++p) {
-      const std::size_t last = shards_[kv_last(p)];
-      result_.range_end[shards_[p]] = result_.context[last] + plan_.shard_len[last];
-    }
-  }
-
   [[nodiscard]] std::int32_t kv_begin(std::int32_t shard) const {
     return plan_.first_needed(shard);
   }
@@ -137,11 +132,11 @@ class GroupBuilder {
   /// Stable order by rank (last query first), and inside a rank by position.
   void order_ranges(const std::vector<std::int32_t>& first_met, std::int32_t num_ranks) {
     const auto num_groups = static_cast<std::int32_t>(first_met.size());
-    std::vector<std::int32_t> next(num_ranks + 1);
-    for (const std::int32_t order : first_met) ++next[order + 1];
-    for (std::size_t i = 1; i < next.size(); ++i) next[i] += next[i - 1];
+    std::vector<std::int64_t> next;
+    offsets_by(first_met, num_ranks, next);
     std::vector<std::int32_t> place(first_met.size());
-    for (std::int32_t g = num_groups - 1; g >= 0; --g) place[g] = next[first_met[g]]++;
+    for (std::int32_t g = num_groups - 1; g >= 0; --g)
+      place[g] = static_cast<std::int32_t>(next[first_met[g]]++);
     std::vector<KvGroup> ordered(first_met.size());
     for (std::int32_t g = 0; g < num_groups; ++g) {
       ordered[place[g]] = result_.groups[first_group_ + g];

@@ -350,23 +350,19 @@ bool come_in_order(const CopyJob& job, const std::vector<CopySegment>& segments)
   });
 }
 
-/// A bit a row of every output, set when a segment takes it.
-class TakenRows {
- public:
-  explicit TakenRows(const CopyJob& job) {
-    for (const TensorView& output : job.outputs) {
-      first_word_.push_back(num_words_);
-      num_words_ = std::min(num_words_ + output.shape[0] / 64 + 1, max_words);
-    }
+/// True: no row is taken twice. False: perhaps; sorting will tell. Linear in the segments and the
+/// rows that they write, of which it reads 64 at a time.
+bool surely_disjoint(const CopyJob& job, const std::vector<CopySegment>& segments) {
+  if (come_in_order(job, segments)) return true;
+  constexpr std::int64_t max_words_per_segment = 64;
+  std::vector<std::int64_t> first_word{0};  // [W + 1] bits of rows, set when a segment takes them
+  for (const TensorView& output : job.outputs) {
+    first_word.push_back(first_word.back() + output.shape[0] / 64 + 1);
+    if (first_word.back() / max_words_per_segment > std::ssize(segments)) return false;
   }
-
-  /// Up to max_words.
-  [[nodiscard]] std::int64_t num_words() const { return num_words_; }
-  void clear() { words_.assign(static_cast<std::size_t>(num_words_), 0); }
-
-  /// False: one of the rows was taken before.
-  [[nodiscard]] bool take(const CopySegment& segment) {
-    std::uint64_t* words = words_.data() + first_word_[segment.dst_rank];
+  std::vector<std::uint64_t> taken(static_cast<std::size_t>(first_word.back()));
+  return std::ranges::all_of(segments, [&](const CopySegment& segment) {
+    std::uint64_t* const words = taken.data() + first_word[segment.dst_rank];
     bool free = true;
     for (std::int64_t row = segment.dst_row, end = row + segment.rows; row < end;) {
       const std::int64_t count = std::min(end - row, 64 - row % 64);
@@ -376,26 +372,7 @@ class TakenRows {
       row += count;
     }
     return free;
-  }
-
- private:
-  static constexpr std::int64_t max_words = std::int64_t{1} << 60;  // more is never cleared
-
-  std::vector<std::int64_t> first_word_;
-  std::int64_t num_words_ = 0;
-  std::vector<std::uint64_t> words_;
-};
-
-/// True: no row is taken twice. False: perhaps; sorting will tell. Linear in the segments and the
-/// rows that they write, of which it reads 64 at a time.
-bool surely_disjoint(const CopyJob& job, const std::vector<CopySegment>& segments) {
-  if (come_in_order(job, segments)) return true;
-  TakenRows taken(job);
-  constexpr std::int64_t words_per_segment = 64;
-  if (taken.num_words() / words_per_segment > std::ssize(segments)) return false;
-  taken.clear();
-  return std::ranges::all_of(segments,
-                             [&](const CopySegment& segment) { return taken.take(segment); });
+  });
 }
 
 /// Whether two segments write one row. Linear, but for outputs that are nearly empty and filled out

@@ -15,6 +15,8 @@ using SuggestTest = ProgramTest;
 
 TEST_F(SuggestTest, NamesThatAreClose) {
   EXPECT_TRUE(fails(run("dem"), 2, {"no command dem, did you mean demo?"}));
+  EXPECT_TRUE(fails(run("selftst"), 2, {"no command selftst, did you mean selftest?"}));
+  EXPECT_TRUE(fails(run("bench"), 2, {"Python package: python -m waybill bench"}));
   EXPECT_TRUE(fails(run("vaildate x.json"), 2, {"did you mean validate?"}));
   EXPECT_TRUE(fails(run("plan --wrld-size 4"), 2,
                     {"plan: there is no option --wrld-size, did you mean --world-size?"}));

@@ -112,6 +112,8 @@ def test_capacity_is_kept_or_refused():
         ({"chunk": 0}, "plan: chunk = 0, expected >= 1, or None"),
         ({"dtype": "float12"}, "float12"),
         ({"dtype": np.dtype("complex64")}, "complex64"),
+        ({"dtype": np.floating}, "dtype = 'floating', expected one of"),
+        ({"dtype": dict}, "dtype = 'dict', expected one of"),
         ({"kv_layout": "x"}, 'kv_layout = "x"'),
         ({"doc_lengths": [[1], 2]}, "doc_lengths"),
         ({"doc_lengths": [1.5]}, "doc_lengths has dtype float64, expected int64"),

@@ -14,152 +14,107 @@ struct Held {
   std::int64_t query;  ///< place of the first query that reads it
 };
 
-/// Compares the KV buffer of one rank with what the plan asks for.
-class KvBuffer {
- public:
-  KvBuffer(const SendTable& table, const Arrivals& arrivals, const PlanIndex& index,
-           std::int32_t rank, Findings& findings)
-      : table_(table),
-        arrived_(arrivals.of(rank)),
-        index_(index),
-        rank_(rank),
-        findings_(findings),
-        per_query_(index.plan->kv_layout == KvLayout::per_query) {}
+/// Calls visit(held) for what the KV buffer of a rank must hold, in order.
+template <class Visit>
+void for_each_expected(const SendTable& table, const PlanIndex& index, std::int32_t rank,
+                       const Visit& visit) {
+  const bool per_query = index.plan->kv_layout == KvLayout::per_query;
+  walk_kv(index, rank, [&](const KvStep& step) {
+    for (std::int64_t p = step.new_first; p <= step.new_last; ++p) {
+      // per_query: the number of the query's copy, among those that need the KV shard.
+      const std::int64_t slot = per_query ? step.query - index.first_query[p] : -1;
+      visit(Held{index.entry_of(index.shard(p), table), slot, p, step.query});
+    }
+  });
+}
 
-  /// True: shard by shard as expected.
-  [[nodiscard]] bool matches() const {
-    std::int64_t t = 0;
-    bool same = true;
-    walk_kv(index_, rank_, [&](const KvStep& step) {
-      same = same && step.new_last - step.new_first < std::ssize(arrived_) - t;
-      for (std::int64_t p = step.new_first; same && p <= step.new_last; ++p, ++t) {
-        const Arrival& a = arrived_[t];
-        same = entry_of(p) == a.entry && (!per_query_ || a.slot == slot_of(step, p));
-      }
-    });
-    return same && t == std::ssize(arrived_);
-  }
+/// The same copy of the same shard. On a rank no other entry is equal to it.
+bool agree(const Held& expected, std::int64_t entry, std::int64_t slot) {
+  return expected.entry == entry && (expected.slot < 0 || expected.slot == slot);
+}
 
-  /// Says where they differ. Shards without rows that land on the same row may stand in any order.
-  [[gnu::cold]] void report() {
-    std::vector<Held> expected;
-    walk_kv(index_, rank_, [&](const KvStep& step) {
-      for (std::int64_t p = step.new_first; p <= step.new_last; ++p) {
-        expected.push_back({entry_of(p), per_query_ ? slot_of(step, p) : -1, p, step.query});
-      }
-    });
-    std::vector<Held> got;
-    for (const Arrival& a : arrived_) got.push_back({a.entry, a.slot, -1, -1});
-    order_empty(expected);
-    order_empty(got);
-    compare(expected, got);
-  }
-
- private:
-  /// per_query: the number of the query's copy of the KV shard at a place, among those that need
-  /// it.
-  [[nodiscard]] std::int64_t slot_of(const KvStep& step, std::int64_t place) const {
-    return step.query - index_.first_query[place];
-  }
-
-  [[nodiscard]] std::int64_t entry_of(std::int64_t place) const {
-    return index_.entry_of(index_.shard(place), table_);
-  }
-
-  void order_empty(std::vector<Held>& list) const {
-    const auto has_rows = [&](const Held& held) { return table_.entries[held.entry].len > 0; };
-    const auto before = [](const Held& a, const Held& b) {
+/// Shards without rows that land on the same row may stand in any order.
+void order_empty(const SendTable& table, std::vector<Held>& list) {
+  const auto has_rows = [&](const Held& held) { return table.entries[held.entry].len > 0; };
+  for (auto first = list.begin(); first != list.end();) {
+    const auto last = std::find_if(first, list.end(), has_rows);
+    std::sort(first, last, [](const Held& a, const Held& b) {
       return std::tie(a.entry, a.slot) < std::tie(b.entry, b.slot);
-    };
-    for (auto first = list.begin(); first != list.end();) {
-      const auto last = std::find_if(first, list.end(), has_rows);
-      std::sort(first, last, before);
-      first = last == list.end() ? last : last + 1;
-    }
+    });
+    first = last == list.end() ? last : last + 1;
   }
+}
 
-  void compare(const std::vector<Held>& expected, const std::vector<Held>& got) {
-    std::int64_t e = 0;
-    std::int64_t g = 0;
-    while ((e < std::ssize(expected) || g < std::ssize(got)) && !findings_.full()) {
-      if (agree(expected, e, got, g)) {
-        ++e;
-        ++g;
-        continue;
+/// How many to leave out on one side so that both agree again, within reach; or one on each.
+std::pair<std::int64_t, std::int64_t> resume(std::span<const Held> expected,
+                                             std::span<const Held> got) {
+  constexpr std::int64_t reach = 16;
+  if (expected.empty()) return {0, 1};
+  if (got.empty()) return {1, 0};
+  for (std::int64_t skip = 1; skip <= reach; ++skip) {
+    const bool ahead =
+        skip < std::ssize(expected) && agree(expected[skip], got[0].entry, got[0].slot);
+    const bool behind =
+        skip < std::ssize(got) && agree(expected[0], got[skip].entry, got[skip].slot);
+    if (ahead && behind) return {1, 1};  // they changed places
+    if (ahead) return {skip, 0};
+    if (behind) return {0, skip};
+  }
+  return {1, 1};
+}
+
+/// Says where the buffer of a rank is not as the plan asks for.
+[[gnu::cold]] void report(const SendTable& table, const PlanIndex& index, std::int32_t rank,
+                          std::vector<Held> expected, std::vector<Held> got, Findings& findings) {
+  const auto add = [&](FindingKind kind, const char* field, const Held& at, const std::string& is,
+                       const std::string& wanted) {
+    findings.add(kind, table.name, field, table.place(at.entry, at.slot), is, wanted);
+  };
+  const auto reader = [&](const Held& held) {
+    return concat("the query of ", index.describe(held.query));
+  };
+  order_empty(table, expected);
+  order_empty(table, got);
+  for (std::span<const Held> e = expected, g = got;
+       (!e.empty() || !g.empty()) && !findings.full();) {
+    std::int64_t missing = 1, superfluous = 1;
+    if (e.empty() || g.empty() || !agree(e[0], g[0].entry, g[0].slot)) {
+      std::tie(missing, superfluous) = resume(e, g);
+      if (missing == 1 && superfluous == 1 && e[0].entry == g[0].entry) {
+        add(FindingKind::order, "dst_offset", g[0], concat("this copy for ", reader(e[0])),
+            concat("copy ", e[0].slot));
+      } else {
+        for (const Held& held : e.first(missing))
+          add(FindingKind::causality, "dst_rank", held, concat("no copy in place on rank ", rank),
+              concat("one for ", reader(held)));
+        for (const Held& held : g.first(superfluous))
+          add(FindingKind::causality, "dst_rank", held, concat("a copy on rank ", rank),
+              "none there: no query reads it at that position");
       }
-      const auto [missing, superfluous] = resume(expected, e, got, g);
-      if (missing == 1 && superfluous == 1 && expected[e].entry == got[g].entry) {
-        report_number(expected[e++], got[g++]);
-        continue;
-      }
-      for (const std::int64_t end = e + missing; e < end; ++e) report_missing(expected[e]);
-      for (const std::int64_t end = g + superfluous; g < end; ++g) {
-        report_superfluous(got[g]);
-      }
     }
+    e = e.subspan(missing);
+    g = g.subspan(superfluous);
   }
-
-  /// The same copy of the same shard. On a rank no other entry is equal to it.
-  [[nodiscard]] static bool agree(const std::vector<Held>& expected, std::int64_t e,
-                                  const std::vector<Held>& got, std::int64_t g) {
-    if (e >= std::ssize(expected) || g >= std::ssize(got)) return false;
-    const Held& wanted = expected[e];
-    return wanted.entry == got[g].entry && (wanted.slot < 0 || wanted.slot == got[g].slot);
-  }
-
-  /// How many to leave out on one side so that both agree again, within reach; or one on each.
-  [[nodiscard]] static std::pair<std::int64_t, std::int64_t> resume(
-      const std::vector<Held>& expected, std::int64_t e, const std::vector<Held>& got,
-      std::int64_t g) {
-    constexpr std::int64_t reach = 16;
-    if (e == std::ssize(expected)) return {0, 1};
-    if (g == std::ssize(got)) return {1, 0};
-    for (std::int64_t skip = 1; skip <= reach; ++skip) {
-      const bool ahead = agree(expected, e + skip, got, g);
-      const bool behind = agree(expected, e, got, g + skip);
-      if (ahead && behind) return {1, 1};  // they changed places
-      if (ahead) return {skip, 0};
-      if (behind) return {0, skip};
-    }
-    return {1, 1};
-  }
-
-  void report_number(const Held& expected, const Held& got) {
-    findings_.add(FindingKind::order, table_.name, "dst_offset", table_.place(got.entry, got.slot),
-                  concat("this copy for ", reader(expected)), concat("copy ", expected.slot));
-  }
-
-  void report_missing(const Held& held) {
-    findings_.add(FindingKind::causality, table_.name, "dst_rank",
-                  table_.place(held.entry, held.slot), concat("no copy in place on rank ", rank_),
-                  concat("one for ", reader(held)));
-  }
-
-  void report_superfluous(const Held& held) {
-    findings_.add(FindingKind::causality, table_.name, "dst_rank",
-                  table_.place(held.entry, held.slot), concat("a copy on rank ", rank_),
-                  "none there: no query reads it at that position");
-  }
-
-  [[nodiscard]] std::string reader(const Held& held) const {
-    return concat("the query of ", index_.describe(held.query));
-  }
-
-  const SendTable& table_;
-  std::span<const Arrival> arrived_;
-  const PlanIndex& index_;
-  std::int32_t rank_;
-  Findings& findings_;
-  bool per_query_;
-};
+}
 
 }  // namespace
 
 void check_causality(const SendTable& table, const Arrivals& arrivals, const PlanIndex& index,
                      Findings& findings) {
   for (std::int32_t r = 0; r < table.world_size && !findings.full(); ++r) {
-    KvBuffer buffer(table, arrivals, index, r, findings);
-    if (!buffer.matches()) buffer.report();
+    const std::span<const Arrival> arrived = arrivals.of(r);
+    std::size_t t = 0;
+    bool same = true;
+    for_each_expected(table, index, r, [&](const Held& held) {
+      same = same && t < arrived.size() && agree(held, arrived[t].entry, arrived[t].slot);
+      ++t;
+    });
+    if (same && t == arrived.size()) [[likely]]
+      continue;
+    std::vector<Held> expected, got;
+    for_each_expected(table, index, r, [&](const Held& held) { expected.push_back(held); });
+    for (const Arrival& a : arrived) got.push_back({a.entry, a.slot, -1, -1});
+    report(table, index, r, std::move(expected), std::move(got), findings);
   }
 }
 

@@ -82,12 +82,10 @@ bool check_documents(const QkvPlan& plan, Findings& findings) {
   return ok;
 }
 
-/// One bound of the ranges: in [least(p, n), most(p, n)] for position p of n, and never less than
-/// at the position before.
-/// @param meant what a value of position p stands for
-template <class Meant, class Least, class Most>
+/// One bound of the ranges, for position p of n: a begin in [0, p], or an end in [p + 1, n], of
+/// which 0 stands for p + 1; never less than at the position before.
 bool check_bound(const QkvPlan& plan, const char* field, const std::vector<std::int32_t>& bound,
-                 const Meant& meant, const Least& least, const Most& most, Findings& findings) {
+                 bool is_end, Findings& findings) {
   if (bound.empty()) return true;
   bool ok = true;
   for (std::int64_t d = 0; d < plan.num_documents(); ++d) {
@@ -96,32 +94,19 @@ bool check_bound(const QkvPlan& plan, const char* field, const std::vector<std::
     std::int64_t before = 0;
     for (std::int64_t p = 0; p < num; ++p) {
       const std::int32_t shard = plan.doc_shards[first + p];
-      const std::int64_t value = meant(std::int64_t{bound[shard]}, p);
-      const std::int64_t low = std::max(before, least(p, num));
-      if (low <= value && value <= most(p, num)) [[likely]] {
+      const std::int64_t value = is_end && bound[shard] == 0 ? p + 1 : bound[shard];
+      const std::int64_t low = is_end ? std::max(before, p + 1) : before;
+      const std::int64_t high = is_end ? num : p;
+      if (low <= value && value <= high) [[likely]] {
         before = value;
         continue;
       }
       findings.add(FindingKind::causality, plan_table, field, {.shard = shard}, bound[shard],
-                   concat(low, "..", most(p, num), " at position ", p, " of document ", d));
+                   concat(low, "..", high, " at position ", p, " of document ", d));
       ok = false;
     }
   }
   return ok;
-}
-
-bool check_ranges(const QkvPlan& plan, Findings& findings) {
-  using Position = std::int64_t;
-  const bool begins = check_bound(
-      plan, "kv_begin", plan.kv_begin, [](Position value, Position) { return value; },
-      [](Position, Position) { return Position{0}; }, [](Position p, Position) { return p; },
-      findings);
-  const bool ends = check_bound(
-      plan, "kv_end", plan.kv_end,
-      [](Position value, Position p) { return value == 0 ? p + 1 : value; },
-      [](Position p, Position) { return p + 1; }, [](Position, Position num) { return num; },
-      findings);
-  return begins && ends;
 }
 
 }  // namespace
@@ -129,7 +114,9 @@ bool check_ranges(const QkvPlan& plan, Findings& findings) {
 bool check_plan(const QkvPlan& plan, Findings& findings) {
   if (!check_sizes(plan, findings)) return false;
   const bool shards_ok = check_shards(plan, findings);
-  return check_documents(plan, findings) && check_ranges(plan, findings) && shards_ok;
+  if (!check_documents(plan, findings)) return false;
+  const bool begins_ok = check_bound(plan, "kv_begin", plan.kv_begin, false, findings);
+  return check_bound(plan, "kv_end", plan.kv_end, true, findings) && begins_ok && shards_ok;
 }
 
 PlanIndex index_plan(const QkvPlan& plan) {

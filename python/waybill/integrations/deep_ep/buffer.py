@@ -413,11 +413,11 @@ class Buffer(OfThisProcess):
 
     def internode_dispatch(self, *_: Any, **__: Any) -> NoReturn:
         """Several nodes are not served."""
-        raise Unsupported("Buffer.internode_dispatch: expected ranks of one host, and dispatch")
+        raise Unsupported("Buffer.internode_dispatch: ranks are of one host: call dispatch")
 
     def internode_combine(self, *_: Any, **__: Any) -> NoReturn:
         """Several nodes are not served."""
-        raise Unsupported("Buffer.internode_combine: expected ranks of one host, and combine")
+        raise Unsupported("Buffer.internode_combine: ranks are of one host: call combine")
 
     def get_local_buffer_tensor(self, *_: Any, **__: Any) -> NoReturn:
         """Symmetric memory has no face of its own."""
