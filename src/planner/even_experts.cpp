@@ -144,9 +144,9 @@ class EvenExpertsPlanner::State {
             " numbers, expected ", num_ranks_, " x ", num_experts_);
     std::ranges::fill(expert_rows_, 0);
     std::uint64_t any = 0;  // its high bits tell of a number that is negative or too large
-    std::int32_t r = 0;
-    for (; r + 4 <= num_ranks_; r += 4) any |= add_rows<4>(rows.data() + row_of(r));
-    for (; r < num_ranks_; ++r) any |= add_rows<1>(rows.data() + row_of(r));
+    std::int32_t rank = 0;
+    for (; rank + 4 <= num_ranks_; rank += 4) any |= add_rows<4>(rows.data() + row_of(rank));
+    for (; rank < num_ranks_; ++rank) any |= add_rows<1>(rows.data() + row_of(rank));
     if (any > std::uint64_t{max_exact}) {
       for (std::int64_t i = 0; i < cells; ++i) {
         require(rows[i] >= 0 && rows[i] <= max_exact, in_even_experts, ": rows of rank ",
