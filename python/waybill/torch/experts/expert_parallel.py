@@ -14,6 +14,7 @@ from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
 from ..._process_group import group_of
 from ...errors import InvalidArgument, TransportError, WrongType
+from ...moe.config import EPConfig
 from ...world import World, agree_on
 from .._tensors import (
     as_autocast,
@@ -127,14 +128,24 @@ _WHO = "ExpertParallel"
 _FIRST_OPTION = "num_sm"  # an argument of the layer: those before it are the module's
 
 
-def check_options(dtype: Any, weight_dtype: Any, options: Dict[str, Any]) -> Tuple[Any, Any]:
-    """Checks the options that a layer would be made with; returns its dtypes. The layer looks at
-    sizes.
+def check_options(
+    world: World, num_experts: int, topk: int, hidden: int, max_tokens: int, dtype: Any,
+    weight_dtype: Any, options: Dict[str, Any],
+) -> Tuple[torch.dtype, torch.dtype]:  # fmt: skip
+    """Checks the options that a layer would be made with; returns its dtypes.
+
+    The layer would check sizes, too, but after the ranks have compared them: then a rank's own
+    mistake would be told as one that they disagree on.
     """
     dtype = torch_dtype(torch.bfloat16 if dtype is None else dtype, f"{_WHO}: dtype")
     weight_dtype = torch_dtype(
         torch.float32 if weight_dtype is None else weight_dtype, f"{_WHO}: weight_dtype"
     )
+    EPConfig._of_words(
+        _WHO, {"token_dtype": "dtype", "world_size": "ranks"}, max_tokens, hidden, topk,
+        num_experts, world.rank, world.world_size, world.topology.ranks_per_node,
+        dtype, weight_dtype, torch.int32,
+    )  # fmt: skip
     for name, value, reason in (
         ("rows", "grouped", "experts get rows of their own"),
         ("payload", "plain", "rows in other formats have no gradients"),
@@ -408,7 +419,9 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
             max_tokens = -(-most // chunks) if most > 0 else most
             sizes = {"max_tokens": max_tokens, "num_experts": num_experts, "topk": topk}
             if layer is None:
-                dtype, of_weights = check_options(dtype, weight_dtype, layer_options)
+                dtype, of_weights = check_options(
+                    world, num_experts, topk, hidden, max_tokens, dtype, weight_dtype, layer_options
+                )
                 options.update(dropped_id=-1, **preset_options(preset, world, **sizes))
                 options.update(layer_options, weight_dtype=of_weights)
                 fixed_rows = options.get("fixed_rows")
@@ -645,9 +658,7 @@ def _box_of(
     def make(**changed: Any) -> EPAll2AllLayer:
         if changed:  # capacity was that of buffers that grow
             options.pop("capacity", None)
-        with said_by(
-            "ExpertParallel", words={"num_tot_experts": "num_experts", "world_size": "ranks"}
-        ):
+        with said_by("ExpertParallel"):
             return EPAll2AllLayer(
                 world, max_tokens, hidden, topk, world.rank, num_experts,
                 world.topology.ranks_per_node, world.world_size, dtype, **{**options, **changed},
