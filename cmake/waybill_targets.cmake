@@ -38,9 +38,9 @@ endfunction()
 # driver compiles for what comes. "90-real" is machine code, "120" that and PTX.
 set(WAYBILL_CUDA_ARCHITECTURES "80-real;90-real;100-real;120"
     CACHE STRING "Compute capabilities to compile for")
-# CMake 3.25 does not know how nvcc is told about C++20. nvcc puts a hash of a source's path into the names
-# of its anonymous namespaces: it is told the path below this project, so that any folder gives the
-# same bytes (the last of two options counts).
+# CMake 3.25 does not know how nvcc is told about C++20.
+# nvcc puts a hash of a source's path into the names of its anonymous namespaces. It is told the path
+# below this project, so that any folder gives the same bytes (the last of two options counts).
 function(waybill_cuda_options target)
   set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES OFF)
   get_target_property(sources ${target} SOURCES)

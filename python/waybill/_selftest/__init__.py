@@ -300,7 +300,7 @@ def run_golden(face: Face = None, make: Callable[[Any], Any] = lambda array: arr
         name = f"{record['fn']} ({record['case']})"
         given = {key: _made(entry, face, make) for key, entry in record["inputs"].items()}
         results = _results(face, record["fn"], given)
-        for got, want in zip(results, record["outputs"].values()):
+        for got, want in zip(results, record["outputs"].values(), strict=True):
             expect(_same(got, want), f"{name}: got {got!r}, expected {want!r}")
     return f"{len(every)} cases of {len({record['fn'] for record in every})} functions"
 
