@@ -7,8 +7,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Optional, TypeVar
 
 from . import _core
@@ -396,9 +396,9 @@ def run_threads(
     raised when they have ended (a second Ctrl-C does not wait).
 
     Where torch was imported before, it works on the rank's GPU. Ranks that share a GPU get a stream
-    each, as they would wait for each other in one queue. They also share torch's generator: what a
-    rank draws depends on the others, unless it has a ``torch.Generator``. Each has its own grad
-    mode, and begins with gradients enabled.
+    each, and backward runs in the rank's thread, as they would wait for each other in one queue.
+    They also share torch's generator: what a rank draws depends on the others, unless it has a
+    ``torch.Generator``. Each has its own grad mode, and begins with gradients enabled.
 
     Raises:
         what a body raised: of several the first by rank that is neither PeerFailed nor Timeout,
@@ -423,15 +423,23 @@ def run_threads(
     return run_ranks(world_size, rank_main, scope)
 
 
-def _torch_on(gpu: int, is_shared: bool) -> AbstractContextManager[Any]:
-    """Makes torch use the GPU in this thread, with a stream of the rank if others share the GPU."""
+@contextmanager
+def _torch_on(gpu: int, is_shared: bool) -> Iterator[None]:
+    """Makes torch use the GPU in this thread. If others share the GPU, with a stream of the rank,
+    and with backward in this thread: autograd has one thread per GPU, where a rank's backward would
+    wait for that of another rank.
+    """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
-        return nullcontext()
+        yield
+        return
     torch.cuda.set_device(gpu)
     if not is_shared:
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(gpu))
+        yield
+        return
+    own_thread = torch.autograd.set_multithreading_enabled(False)
+    with torch.cuda.stream(torch.cuda.Stream(gpu)), own_thread:
+        yield
 
 
 def seconds_of(timeout_s: Any, who: str) -> float:

@@ -183,7 +183,6 @@ def trained(device, spare, **options):
     from waybill.torch.moe import ExpertParallel, SwiGLUExperts
 
     def body(world):
-        torch.autograd.set_multithreading_enabled(False)
         rank, experts = world.rank, SwiGLUExperts(LOCAL, HIDDEN, INNER, device=device)
         for n, weight in enumerate(experts.parameters()):
             weight.data.copy_(drawn(weight.shape, 10 * rank + n, 0.1))
