@@ -7,7 +7,9 @@ other names: said_by and reworded put them in place of the library's.
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +20,16 @@ import numpy as np
 from . import _core
 from .errors import Disagreement, Error, InvalidArgument, WrongType
 
-__all__ = ["flat_names", "on_rank", "renamed", "reworded", "said_by", "shown", "tensor_words"]
+__all__ = [
+    "flat_names",
+    "known_keywords",
+    "on_rank",
+    "renamed",
+    "reworded",
+    "said_by",
+    "shown",
+    "tensor_words",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _P = ParamSpec("_P")
@@ -165,6 +176,39 @@ def renamed(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
                 return function(*args, **given)
 
         return call
+
+    return decorate
+
+
+#: Arguments of other libraries, and what is like them here.
+_ELSEWHERE = {"causal": "mask", "is_causal": "mask", "softmax_scale": "scale", "top_k": "topk"}
+
+
+def known_keywords(*others: str) -> Callable[[_F], _F]:
+    """For constructors: an unknown keyword is a WrongType that names the one that is like it.
+    Python does so from 3.13 on, unless an argument is missing, too.
+
+    :param others: names that the constructor passes on
+    """
+
+    def decorate(function: _F) -> _F:
+        who = function.__qualname__.partition(".")[0]
+        parameters = inspect.signature(function).parameters.values()
+        own = [one.name for one in parameters if one.kind != one.VAR_KEYWORD]
+        known = sorted({*own[1:], *others})  # without self
+
+        @functools.wraps(function)
+        def call(*args: Any, **given: Any) -> Any:
+            for name in given:
+                if name not in known:
+                    like = difflib.get_close_matches(name, known, 1) or [_ELSEWHERE.get(name, "")]
+                    hint = f"did you mean {like[0]}?"
+                    if like[0] not in known:
+                        hint = f"expected one of {', '.join(known)}"
+                    raise WrongType(f"{who}: there is no argument {name}, {hint}")
+            return function(*args, **given)
+
+        return cast(_F, call)
 
     return decorate
 
