@@ -29,6 +29,7 @@ __all__ = [
     "said_by",
     "shown",
     "tensor_words",
+    "unknown_keyword",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -184,28 +185,35 @@ def renamed(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
 _ELSEWHERE = {"causal": "mask", "is_causal": "mask", "softmax_scale": "scale", "top_k": "topk"}
 
 
-def known_keywords(*others: str) -> Callable[[_F], _F]:
-    """For constructors: an unknown keyword is a WrongType that names the one that is like it.
-    Python does so from 3.13 on, unless an argument is missing, too.
+def unknown_keyword(who: str, name: str, known: Sequence[str]) -> WrongType:
+    """The error for an argument that there is not: it names the one that is like it."""
+    like = difflib.get_close_matches(name, known, 1) or [_ELSEWHERE.get(name, "")]
+    hint = f"did you mean {like[0]}?"
+    if like[0] not in known:
+        hint = f"expected one of {', '.join(sorted(known))}"
+    return WrongType(f"{who}: there is no argument {name}, {hint}")
 
-    :param others: names that the constructor passes on
+
+def known_keywords(*others: str) -> Callable[[_F], _F]:
+    """For constructors: an unknown keyword is an ``unknown_keyword``. Python suggests one from 3.13
+    on, unless an argument is missing, too.
+
+    :param others: names that the constructor passes on, and checks if it is called at all
     """
 
     def decorate(function: _F) -> _F:
         who = function.__qualname__.partition(".")[0]
-        parameters = inspect.signature(function).parameters.values()
-        own = [one.name for one in parameters if one.kind != one.VAR_KEYWORD]
-        known = sorted({*own[1:], *others})  # without self
+        own = inspect.signature(function).parameters.values()
+        known = [*[one.name for one in own if one.kind != one.VAR_KEYWORD][1:], *others]
+        named = (one for one in own if one.kind == one.KEYWORD_ONLY)
+        needed = {one.name for one in named if one.default is one.empty}
 
         @functools.wraps(function)
         def call(*args: Any, **given: Any) -> Any:
-            for name in given:
-                if name not in known:
-                    like = difflib.get_close_matches(name, known, 1) or [_ELSEWHERE.get(name, "")]
-                    hint = f"did you mean {like[0]}?"
-                    if like[0] not in known:
-                        hint = f"expected one of {', '.join(known)}"
-                    raise WrongType(f"{who}: there is no argument {name}, {hint}")
+            if not others or needed - given.keys():
+                for name in given:
+                    if name not in known:
+                        raise unknown_keyword(who, name, known)
             return function(*args, **given)
 
         return cast(_F, call)

@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 import torch
 
 from ..._arrays import at_least, choice, flag, instance, int64
-from ..._errors import known_keywords, said_by, shown
+from ..._errors import known_keywords, said_by, shown, unknown_keyword
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
 from ..._process_group import group_of
@@ -155,6 +155,10 @@ def check_options(
             raise InvalidArgument(
                 f'{_WHO}: {name} = {shown(options[name])}, expected "{value}": {reason}'
             )
+    for name in options:
+        if name not in _LAYER_OPTIONS:
+            own = inspect.signature(ExpertParallel).parameters
+            raise unknown_keyword(_WHO, name, [*list(own)[:-1], *_LAYER_OPTIONS])
     return dtype, weight_dtype
 
 
