@@ -127,8 +127,8 @@ class _Ranks:
 
 
 def _takes_import_locks(frame: Any) -> bool:
-    """Whether the thread of this frame is in Python's own code of imports. An exception there leaves
-    a lock taken, and other threads that import the same module wait for ever.
+    """Whether the thread of this frame is in Python's own code of imports. An exception there
+    leaves a lock taken, and others that import the same module wait for ever.
     """
     return frame is not None and frame.f_code.co_filename.startswith("<frozen importlib")
 
