@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "transport/bootstrap/wire.h"
 #include "transport/transport.h"
 #include "waybill/core/error.h"
 
@@ -21,6 +22,7 @@ class AbortState {
   AbortState(AbortState&& other) noexcept
       : what_(other.what_),
         transport_(std::exchange(other.transport_, nullptr)),
+        process_(other.process_),
         why_(std::move(other.why_)),
         num_exceptions_(other.num_exceptions_) {}
   AbortState& operator=(AbortState&&) = delete;
@@ -32,6 +34,7 @@ class AbortState {
 
   /// @throws TransportError saying why, once it has ended
   void check(const char* who) const {
+    process_.require_here(who, what_);
     if (why_.empty()) return;
     throw TransportError(concat(who, ": the ", what_, " ", why_));
   }
@@ -92,6 +95,7 @@ class AbortState {
 
   const char* what_;
   Transport* transport_;
+  OwnProcess process_;
   std::string why_;
   int num_exceptions_;  ///< that were in flight when the object was made
 };

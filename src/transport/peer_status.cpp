@@ -67,9 +67,12 @@ PeerStatus::PeerStatus(Bootstrap& bootstrap) : rank_(to_int(bootstrap.rank())) {
   });
 }
 
-PeerStatus::~PeerStatus() { peers_[rank_].block->end_as(Block::left); }
+PeerStatus::~PeerStatus() {
+  if (process_.is_here()) peers_[rank_].block->end_as(Block::left);
+}
 
 void PeerStatus::fail(std::string_view reason) noexcept {
+  if (!process_.is_here()) return;
   const std::lock_guard lock(mutex_);
   Block& mine = *peers_[rank_].block;
   if (mine.state == Block::failed) return;
@@ -79,7 +82,9 @@ void PeerStatus::fail(std::string_view reason) noexcept {
   mine.state.store(Block::failed, std::memory_order_release);
 }
 
-void PeerStatus::note_timeout() noexcept { peers_[rank_].block->end_as(Block::timed_out); }
+void PeerStatus::note_timeout() noexcept {
+  if (process_.is_here()) peers_[rank_].block->end_as(Block::timed_out);
+}
 
 void PeerStatus::check_failed(std::string_view operation) const {
   for (std::size_t r = 0; r < peers_.size(); ++r) {

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "transport/bootstrap/wire.h"
 #include "transport/share_memory.h"
 #include "waybill/core/topology.h"
 #include "waybill/core/wait.h"
@@ -50,6 +51,7 @@ class PeerStatus : public std::enable_shared_from_this<PeerStatus> {
   void check_failed(std::string_view operation) const;
   void check_gone(std::string_view operation, std::size_t rank, std::chrono::milliseconds patience);
 
+  detail::OwnProcess process_;
   std::size_t rank_;
   std::mutex mutex_;
   std::vector<Peer> peers_;  ///< [W]

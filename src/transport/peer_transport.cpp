@@ -72,6 +72,7 @@ PeerTransport::PeerTransport(std::shared_ptr<Bootstrap> bootstrap, std::int32_t 
       bootstrap_(std::move(bootstrap)) {}
 
 void PeerTransport::require_usable(std::string_view operation) const {
+  process_.require_here(operation, "world");
   if (failure_.empty()) return;
   throw TransportError(concat(operation, ": the world is unusable after ", failure_));
 }

@@ -103,6 +103,7 @@ class PeerTransport : public Transport {
 
   std::shared_ptr<Bootstrap> bootstrap_;
   std::shared_ptr<PeerStatus> status_;
+  detail::OwnProcess process_;
   std::string failure_;        ///< the reason why this rank has given up
   std::mutex deferred_mutex_;  ///< destructors may run on any thread
   Parts deferred_;

@@ -200,6 +200,57 @@ def test_a_rank_that_dies_is_named(tmp_path):
         assert f"rank {rank} says: SequenceDispatcher: rank 1 " in results[rank][1], results
 
 
+FORK = """
+    import gc, time
+
+    world = waybill.World.from_environment(timeout_s=20)
+    layer = waybill.EPAll2AllLayer(
+        world, 4, 8, 1, world.rank, 2, 2, 2, dtype="float32", fixed_rows=8
+    )
+    ids = np.array([[0], [1]])
+
+    def dispatched(value):
+        rows, _, _ = layer.dispatch(np.full((2, 8), value, np.float32), ids)
+        return rows[:, 0].tolist()
+
+    def in_the_child(call):
+        try:
+            call()
+            print("child", call, "was not refused")
+        except waybill.TransportError as error:
+            print(str(error))
+
+    world.barrier()
+    if world.rank == 1:
+        child = os.fork()
+        if child == 0:
+            in_the_child(lambda: dispatched(9))
+            in_the_child(world.barrier)
+            del layer, world
+            gc.collect()
+            sys.stdout.flush()
+            os._exit(0)
+        os.waitpid(child, 0)
+        time.sleep(1.5)  # rank 0 waits, and asks whether this rank is there
+    print(dispatched(world.rank)[:2])
+    world.barrier()
+"""
+
+
+@pytest.mark.parametrize("place", ("file", "tcp"))
+def test_a_child_that_a_rank_forks_has_no_part_in_its_world(tmp_path, place):
+    """Its calls would put rows where the rank's belong, and its end would be taken for the rank's."""
+    meet = {} if place == "file" else {"WAYBILL_RENDEZVOUS": f"tcp://127.0.0.1:{free_port()}"}
+    (first, said), (second, told) = run_ranks(tmp_path, FORK, world_size=2, environment=meet)
+    assert (first, second) == (0, 0), (said, told)
+    assert said.splitlines() == ["[0.0, 1.0]"]
+    refused = "belongs to the process from which this one was forked, and no call of it can be made"
+    lines = told.splitlines()
+    assert lines[0] == f"dispatch: the layer {refused} here", told
+    assert lines[1] == f"World::barrier: the world {refused} here", told
+    assert lines[2:] == ["[0.0, 1.0]"], told
+
+
 def test_a_rank_that_cannot_start_is_named_at_once(tmp_path):
     program = """
         device = "cuda:x" if os.environ["RANK"] == "1" else "cpu"

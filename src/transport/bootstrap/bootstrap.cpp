@@ -1,10 +1,12 @@
 #include "waybill/transport/bootstrap.h"
 
+#include <pthread.h>
 #include <sys/random.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstdlib>
 #include <fstream>
@@ -209,6 +211,21 @@ std::vector<std::string> gather_texts(Bootstrap& bootstrap, std::string_view min
     texts.emplace_back(text_of(bytes));
   }
   return texts;
+}
+
+std::uint32_t num_forks() noexcept {
+  static std::atomic<std::uint32_t> forks{0};
+  // Without memory for the handler children are not told apart.
+  static const int told = pthread_atfork(nullptr, nullptr, [] { ++forks; });
+  (void)told;
+  return forks.load(std::memory_order_relaxed);
+}
+
+void OwnProcess::require_here(std::string_view operation, std::string_view what) const {
+  if (is_here()) return;
+  throw TransportError(concat(operation, ": the ", what,
+                              " belongs to the process from which this one was forked, and no call "
+                              "of it can be made here"));
 }
 
 void fill_random(std::span<std::byte> bytes) {

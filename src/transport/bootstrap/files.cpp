@@ -186,6 +186,7 @@ class FileBootstrap final : public Bootstrap {
     if (folder_.is_new()) (void)folder_.publish("made");
   }
   ~FileBootstrap() override {
+    if (!process_.is_here()) return;
     leave({});
     clean_up();
   }
@@ -278,6 +279,7 @@ class FileBootstrap final : public Bootstrap {
   void leave(std::string_view reason) noexcept {
     if (has_left_) return;
     has_left_ = true;
+    if (!process_.is_here()) return;
     try {
       (void)folder_.publish(concat("end.", rank()), reason.substr(0, max_reason_bytes));
     } catch (const std::exception&) {
@@ -310,6 +312,7 @@ class FileBootstrap final : public Bootstrap {
   }
 
   RunFolder folder_;
+  OwnProcess process_;
   std::uint64_t round_ = 0;
   bool has_left_ = false;
 };

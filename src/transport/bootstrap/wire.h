@@ -49,6 +49,21 @@ void fill_random(std::span<std::byte> bytes);
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
+/// Forks that made this process, as far as anyone has asked before them.
+[[nodiscard]] std::uint32_t num_forks() noexcept;
+
+/// Made with a world's memory, files and connections: these are not a child's that is forked later,
+/// which has them, too.
+class OwnProcess {
+ public:
+  [[nodiscard]] bool is_here() const noexcept { return num_forks_ == num_forks(); }
+  /// @throws TransportError in a child
+  void require_here(std::string_view operation, std::string_view what) const;
+
+ private:
+  std::uint32_t num_forks_ = num_forks();
+};
+
 /// Owns a file descriptor; below 0: none.
 class Descriptor {
  public:

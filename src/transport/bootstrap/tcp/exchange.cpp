@@ -120,7 +120,7 @@ std::uint64_t TcpBootstrap::max_frame_bytes(std::int32_t rank, std::int32_t worl
 }
 
 void TcpBootstrap::fail(std::string_view reason) noexcept {
-  if (std::exchange(has_failed_, true)) return;
+  if (std::exchange(has_failed_, true) || !process_.is_here()) return;
   try {
     const Frame frame = verdict_frame(FrameKind::failed, to_int(rank()), round_, reason);
     for (TcpPeer& peer : peers_) peer.write_now(frame);

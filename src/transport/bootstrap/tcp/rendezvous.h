@@ -112,6 +112,7 @@ class TcpBootstrap final : public Bootstrap {
                                   std::string_view operation) const;
 
   std::vector<TcpPeer> peers_;
+  OwnProcess process_;
   std::uint64_t round_ = 0;
   bool has_failed_ = false;
 };
