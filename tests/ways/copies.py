@@ -173,6 +173,14 @@ def _ways() -> Iterator[Way]:
         "spare_module_processes", "spare experts, one node, processes, module",
         topologies=((2, 2),), ranks="processes",
     )  # fmt: skip
+    for backend, at in (("nccl", "NCCL"), ("nvshmem", "NVSHMEM")):
+        on: dict[str, Any] = {"ranks": "processes", "backend": backend, "devices": ("cuda",)}
+        for name, topologies in (("module", ((4, 2),)), ("module_kept", ((2, 1),))):
+            title, options = kinds[name]
+            yield CopiesWay(
+                f"nodes_{backend}_spare_{name}", f"spare experts, several nodes, {at}, {title}",
+                topologies=topologies, **on, **options,
+            )  # fmt: skip
 
 
 WAYS = {way.name: way for way in _ways()}
