@@ -202,7 +202,7 @@ struct RoundsCase {
   }
   static std::int64_t stage_at(const RuleCase& of) { return 16 + of.table.spare * expert_bytes; }
 
-  /// The parts of a copy in a rank's store, one behind the other.
+  /// The parts of a copy in a rank's store, one after the other.
   [[nodiscard]] std::vector<std::uint8_t> copy_in(std::int32_t copy) const {
     std::vector<std::uint8_t> bytes;
     for (const cuda::StreamPart& part : parts_of(one)) {
@@ -249,13 +249,13 @@ struct RoundsCase {
   const RuleCase& one;
   cuda::CopyRounds rounds;
   std::vector<std::vector<std::uint8_t>> windows;
-  std::vector<std::vector<std::uint8_t>> homes;  ///< [P, expert_bytes]: parts one behind the other
+  std::vector<std::vector<std::uint8_t>> homes;  ///< [P, expert_bytes]: parts one after the other
 };
 
 TEST(DeviceCopies, RoundsBringWeightsToTheFirstCopyOnEachNode) {
   std::int64_t most_rounds = 0;
   for (const RuleCase& of : rule_cases()) {
-    for (const std::int64_t half : {std::int64_t{96}, std::int64_t{1} << 20}) {
+    for (const std::int64_t half : {std::int64_t{96}, std::int64_t{4096}}) {
       RoundsCase one(of, false, half);
       const RoundsCase before(of, false, half);
       most_rounds = std::max(most_rounds, one.rounds.num_rounds());

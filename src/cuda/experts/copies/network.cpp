@@ -17,7 +17,7 @@ constexpr std::int64_t default_stage_kb = std::int64_t{32} << 10;
 constexpr int network_blocks = 8;
 constexpr std::int64_t path_state_at = (sizeof(CallState) + 7) / 8 * 8;
 
-/// What a kernel of the path reads, followed by the puts.
+/// A kernel of the path reads it. The puts follow it.
 struct PutTable {
   std::int32_t num_puts;
   std::int32_t unused;
@@ -59,7 +59,7 @@ CopyNetwork::CopyNetwork(Transport& transport, std::shared_ptr<GpuRank> gpu, int
   cuda_check(cudaEventCreateWithFlags(&done_, cudaEventDisableTiming), "making an event");
   state_ = device_memory(path_state_at + std::int64_t{sizeof(PathState)}, gpu_->stream());
   const std::int32_t ranks = transport.topology().world_size;
-  pad_ = transport.allocate_signals(with_fingerprints(ranks, ranks), concat("meetings", name));
+  pad_ = transport.allocate_signals(with_fingerprints(ranks, ranks), concat("rounds", name));
 }
 
 CopyNetwork::~CopyNetwork() {
@@ -83,10 +83,10 @@ void* PinnedRoom::room_for(std::int64_t wanted, std::vector<std::shared_ptr<void
 
 void CopyNetwork::bring_weights(const CopyNetworkCall& call, const CopyParams& params) {
   const CopyRounds rounds = begin(call, params);
-  meet(call, {});
+  synchronize(call, {});
   for (std::int64_t r = 0; r < rounds.num_rounds(); ++r) {
     stage(call, params, rounds.staged(rank(), r));
-    meet(call, rounds.moves(rank(), r));
+    synchronize(call, rounds.moves(rank(), r));
   }
   end(call);
 }
@@ -150,7 +150,7 @@ void CopyNetwork::stage(const CopyNetworkCall& call, const CopyParams& params,
 }
 
 /// Puts, and waits until those of all ranks have arrived.
-void CopyNetwork::meet(const CopyNetworkCall& call, std::span<const WindowMove> moves) {
+void CopyNetwork::synchronize(const CopyNetworkCall& call, std::span<const WindowMove> moves) {
   ++epoch_;
   auto* const state = static_cast<std::byte*>(state_.get());
   const ArriveParams params = arrive(call);

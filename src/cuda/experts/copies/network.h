@@ -43,7 +43,7 @@ struct PinnedRoom {
 /// stream, not on the host.
 class CopyNetwork {
  public:
-  /// Bytes that a store has behind its own, for the stage.
+  /// Bytes of the stage, which a store has after its own.
   [[nodiscard]] static std::int64_t stage_bytes();
 
   /// Collective. @param store has the stage from byte `stage_at` on
@@ -63,16 +63,16 @@ class CopyNetwork {
   template <class Add>
   void take_gradients(const CopyNetworkCall& call, CopyParams params, Add&& add) {
     const CopyRounds rounds = begin(call, params);
-    meet(call, {});
+    synchronize(call, {});
     for (std::int64_t r = 0; r < rounds.num_rounds(); ++r) {
-      meet(call, rounds.moves(rank(), r));
+      synchronize(call, rounds.moves(rank(), r));
       params.range_begin = r * rounds.range_bytes();
       params.range_bytes = rounds.range_bytes();
       params.landed = store_.local + rounds.half(r);
       add(params);
     }
     if (rounds.num_rounds() == 0) add(params);
-    meet(call, {});  // nobody writes into a store that others still read
+    synchronize(call, {});  // nobody writes into a store that others still read
     end(call);
   }
 
@@ -81,7 +81,7 @@ class CopyNetwork {
   void read_plan(const CopyNetworkCall& call, const CopyParams& params);
   void stage(const CopyNetworkCall& call, const CopyParams& params,
              std::span<const StagedRange> ranges) const;
-  void meet(const CopyNetworkCall& call, std::span<const WindowMove> moves);
+  void synchronize(const CopyNetworkCall& call, std::span<const WindowMove> moves);
   void end(const CopyNetworkCall& call) const;
   [[nodiscard]] PathTables tables_of(std::span<const WindowMove> moves);
   [[nodiscard]] NetworkPhase phase_of(std::span<const WindowMove> moves) const;

@@ -1,13 +1,15 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "rule.h"
 
 // How copies of experts cross nodes whose memory is not mapped. The host of each rank knows all
-// transfers. An expert is a stream of bytes, its parts one behind the other. A round moves the same
+// transfers. An expert is a stream of bytes, its parts one after the other. A round moves the same
 // range of the streams of all experts that cross. Weights leave from a stage at their home, and
 // gradients land in one: it has a place for each expert that a home sends, or for each copy whose
 // gradient comes to it. tests/experts runs this without a GPU.
@@ -17,7 +19,7 @@ namespace waybill::cuda {
 /// A part of an expert, of weights or of gradients, in its stream.
 struct StreamPart {
   std::int64_t begin = 0;      ///< first byte in the stream, as next_in_stream() says
-  std::int64_t bytes = 0;      ///< of one expert
+  std::int64_t bytes = 0;      ///< those of an expert
   std::int64_t copies_at = 0;  ///< bytes from the window's first to [spare, bytes]
 };
 
@@ -86,7 +88,8 @@ class CopyRounds {
     return ranges;
   }
 
-  /// What a rank sends and receives in a round. Between two ranks both have the same order.
+  /// The moves that a rank makes or receives in a round. Between two ranks both have the same
+  /// order.
   [[nodiscard]] std::vector<WindowMove> moves(std::int32_t rank, std::int64_t round) const {
     std::vector<WindowMove> moves;
     for (const Crossing& one : crossing_) {

@@ -113,7 +113,7 @@ WAYBILL_COPY_RULE std::int32_t place_of(const std::uint64_t* keys, std::int32_t 
   return place;
 }
 
-// Over a network the parts of an expert are one stream of bytes: see rounds.h.
+// Over a network the parts of an expert are one stream of bytes (rounds.h).
 
 inline constexpr std::int64_t stream_alignment = 32;
 
