@@ -91,6 +91,24 @@ TEST(NcclExperts, weights_and_gradients_of_copies_on_three_nodes_of_one) {
   check_store(3, 1, "copy_stage_kb=256");
 }
 
+/// Other calls of a store move other sizes, for which NCCL would wait for ever.
+TEST(NcclExperts, ranks_that_move_other_copies_are_told) {
+  const test::StoreCase one(2, 2, 2, 1, 50, DType::float32);
+  const auto ends = test::run_gpu_processes(
+      2, SimulatedHosts{1},
+      [&](World& world) {
+        test::StoreRank rank(world, 2);
+        rank.begin(one);
+        world.rank() == Rank{0} ? rank.fetch(true, 0) : rank.add();
+        rank.arena().synchronize();
+      },
+      20);
+  for (const auto& end : ends) {
+    EXPECT_EQ(end.signal, 0);
+    EXPECT_NE(end.text.find("ranks disagree in call"), std::string::npos) << end.text;
+  }
+}
+
 /// By a routing that is there, from few tokens in large slices, some ranks with none.
 TEST(NcclExperts, known_routings_of_few_tokens_equal_the_simulation) {
   const EPConfig config = on_nodes(config_of(3, 12, 2, 700, 512), 1);
