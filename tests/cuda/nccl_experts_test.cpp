@@ -91,6 +91,30 @@ TEST(NcclExperts, weights_and_gradients_of_copies_on_three_nodes_of_one) {
   check_store(3, 1, "copy_stage_kb=256");
 }
 
+TEST(NcclExperts, copies_are_refused_in_a_graph_and_move_after_it) {
+  const test::StoreCase one(2, 2, 2, 1, 50, DType::float32);
+  test::expect_no_errors(test::run_gpu_processes(
+      2, SimulatedHosts{1},
+      [&](World& world) {
+        test::StoreRank rank(world, 2);
+        rank.begin(one);
+        const auto stream = rank.arena().stream();
+        test::cuda_ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        EXPECT_THROW(rank.fetch(true, 0), Unsupported);
+        EXPECT_THROW(rank.add(), Unsupported);
+        cudaGraph_t graph = nullptr;
+        test::cuda_ok(cudaStreamEndCapture(stream, &graph));
+        test::cuda_ok(cudaGraphDestroy(graph));
+        rank.forget(0x5A);
+        rank.fetch(true, 0);
+        rank.add();
+        rank.expect_weights(0x5A);
+        rank.expect_sums();
+        rank.store().finalize();
+      },
+      long_timeout_s));
+}
+
 /// Other calls of a store move other sizes, for which NCCL would wait for ever.
 TEST(NcclExperts, ranks_that_move_other_copies_are_told) {
   const test::StoreCase one(2, 2, 2, 1, 50, DType::float32);
