@@ -4,9 +4,10 @@
 #   scripts/visit.sh [--minutes N] [--dry] PART
 #
 # With several GPUs:
-#   1  tests: of C++ and Python, both again with late streams; the table of ways and edges
-#   2  steps: of attention, of experts, of a block in training
-#   3  benches: links, sequences, experts, nodes, beside NCCL and DeepEP where they are installed
+#   1  tests: of C++ and Python, both again with late streams
+#   2  the table of ways and edges, the same bits, hosts
+#   3  steps: of attention, of experts, of a block in training
+#   4  benches: links, sequences, experts, nodes, beside NCCL and DeepEP where they are installed
 #
 # With one GPU that ranks share:
 #   one-1  kernels timed alone, tests of C++
@@ -42,7 +43,7 @@ while [[ ${1:-} == --* ]]; do
   esac
   shift
 done
-[[ $# == 1 && $1 =~ ^([1-3]|one-[1-5])$ ]] || usage
+[[ $# == 1 && $1 =~ ^([1-4]|one-[1-5])$ ]] || usage
 part=$1
 started=$SECONDS
 results=$PWD/build/visit
@@ -111,14 +112,14 @@ build() {
       waybill_bench_gpu_processes waybill_bench_gpu_planner)
     [[ -z ${NVSHMEM_HOME:-} ]] || targets+=(waybill_nvshmem)
     cmake --build build/cuda --target "${targets[@]}"
-    rm -rf build/site
-    "$python" -m pip install -q --no-index --no-deps --no-build-isolation --target build/site \
+    rm -rf build/package
+    "$python" -m pip install -q --no-index --no-deps --no-build-isolation --target build/package \
       -C wheel.cmake=false .
-    cmake --install build/cuda --component python --prefix build/site >/dev/null
-    cp -r build/site/lib/python*/site-packages/. build/site/
+    cmake --install build/cuda --component python --prefix build/package >/dev/null
+    cp -r build/package/lib/python*/site-packages/. build/package/
     [[ -z ${NVSHMEM_HOME:-} ]] || cp build/cuda/tests/libwaybill_nvshmem.so "$programs/"
     cp build/cuda/examples/launch build/cuda/tests/waybill_tests_cuda "$programs/"
-  elif [[ ! -d build/site ]] && ! "$python" -c 'import sys, waybill; sys.exit(waybill.num_gpus() == 0)' 2>/dev/null; then
+  elif [[ ! -d build/package ]] && ! "$python" -c 'import sys, waybill; sys.exit(waybill.num_gpus() == 0)' 2>/dev/null; then
     scripts/test_python_here.sh --cuda --only-build
   fi
 }
@@ -139,20 +140,23 @@ else
   train=()
 fi
 build 2>&1 | tee -a "$log"
-if [[ -d build/site ]]; then export PYTHONPATH=$PWD/build/site; fi
+if [[ -d build/package ]]; then export PYTHONPATH=$PWD/build/package; fi
 ranks=("$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus")
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 
 tests() {
   gpu_step tests_cpp 240 scripts/test_gpu.sh "$programs"
   gpu_step tests_python 240 "$python" scripts/run_pytest.py
-  cp -n docs/ways_and_edges.{md,json} "$results"
-  step ways 480 "$python" tests/ways/run.py --device "$device" --limit-s 300 \
-    --write "$results/ways_and_edges.md"
   export WAYBILL_TEST=late_streams=1
   gpu_step tests_cpp_late 240 scripts/test_gpu.sh "$programs"
   gpu_step tests_python_late 240 "$python" scripts/run_pytest.py
   unset WAYBILL_TEST
+}
+
+ways() {
+  cp -n docs/ways_and_edges.{md,json} "$results"
+  step ways 480 "$python" tests/ways/run.py --device "$device" --limit-s 300 \
+    --write "$results/ways_and_edges.md"
   gpu_step selftest 60 "$python" -m waybill selftest
   gpu_step one_host_of_two 60 scripts/start_ranks.sh -n "$gpus" --nodes 2 "$programs/launch" --nccl
 }
@@ -226,8 +230,9 @@ case $part in
   one-4) one_soak ;;
   one-5) one_losses ;;
   1) tests ;;
-  2) steps ;;
-  3) benches ;;
+  2) ways ;;
+  3) steps ;;
+  4) benches ;;
 esac
 tar -C build -cJf "build/visit_$part.tar.xz" visit
 say "left: ${left[*]:-nothing}; failed: ${failed[*]:-nothing}; build/visit_$part.tar.xz"

@@ -38,7 +38,7 @@ def train(world, steps, spare):
     router[1].data[0] += 3  # most tokens choose expert 0
     layer = ExpertParallel(
         experts, num_experts=num_experts, topk=TOPK, hidden=HIDDEN, max_tokens=TOKENS, group=world,
-        gradients="sum", dtype=torch.float32, spare_experts=spare, limit=1.02, min_rows=8,
+        gradients="sum", dtype=torch.float32, spare_experts=spare, min_rows=8 if spare else 128,
     )  # fmt: skip
     rows = []
     experts.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))

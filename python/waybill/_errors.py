@@ -7,7 +7,9 @@ other names: said_by and reworded put them in place of the library's.
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +20,17 @@ import numpy as np
 from . import _core
 from .errors import Disagreement, Error, InvalidArgument, WrongType
 
-__all__ = ["flat_names", "on_rank", "renamed", "reworded", "said_by", "shown", "tensor_words"]
+__all__ = [
+    "flat_names",
+    "known_keywords",
+    "on_rank",
+    "renamed",
+    "reworded",
+    "said_by",
+    "shown",
+    "tensor_words",
+    "unknown_keyword",
+]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _P = ParamSpec("_P")
@@ -165,6 +177,46 @@ def renamed(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
                 return function(*args, **given)
 
         return call
+
+    return decorate
+
+
+#: Arguments of other libraries, and what is like them here.
+_ELSEWHERE = {"causal": "mask", "is_causal": "mask", "softmax_scale": "scale", "top_k": "topk"}
+
+
+def unknown_keyword(who: str, name: str, known: Sequence[str]) -> WrongType:
+    """The error for an argument that there is not: it names the one that is like it."""
+    like = difflib.get_close_matches(name, known, 1) or [_ELSEWHERE.get(name, "")]
+    hint = f"did you mean {like[0]}?"
+    if like[0] not in known:
+        hint = f"expected one of {', '.join(sorted(known))}"
+    return WrongType(f"{who}: there is no argument {name}, {hint}")
+
+
+def known_keywords(*others: str) -> Callable[[_F], _F]:
+    """For constructors: an unknown keyword is an ``unknown_keyword``. Python suggests one from 3.13
+    on, unless an argument is missing, too.
+
+    :param others: names that the constructor passes on, and checks if it is called at all
+    """
+
+    def decorate(function: _F) -> _F:
+        who = function.__qualname__.partition(".")[0]
+        own = inspect.signature(function).parameters.values()
+        known = [*[one.name for one in own if one.kind != one.VAR_KEYWORD][1:], *others]
+        named = (one for one in own if one.kind == one.KEYWORD_ONLY)
+        needed = {one.name for one in named if one.default is one.empty}
+
+        @functools.wraps(function)
+        def call(*args: Any, **given: Any) -> Any:
+            if not others or needed - given.keys():
+                for name in given:
+                    if name not in known:
+                        raise unknown_keyword(who, name, known)
+            return function(*args, **given)
+
+        return cast(_F, call)
 
     return decorate
 

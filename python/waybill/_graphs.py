@@ -32,10 +32,11 @@ def explain(error: BaseException) -> None:
     said = "\n".join([str(error), *getattr(error, "__notes__", ())])
     for note in notes:
         if note not in said:
-            _add_note(error, note)
+            add_note(error, note)
 
 
-def _add_note(error: BaseException, note: str) -> None:
+def add_note(error: BaseException, note: str) -> None:
+    """A line below the error's text."""
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(note)
     else:

@@ -1,6 +1,8 @@
 """Errors of the library. Their texts name function, argument, the value got and the expected."""
 
-from typing import Any, Optional
+import threading
+import time
+from typing import Any, ClassVar, Dict, Optional
 
 from . import _core
 
@@ -89,6 +91,12 @@ class Interrupted(Error, KeyboardInterrupt):
     """A wait that the user ended (Ctrl-C), on a thread on which Python handles no signals. The main
     thread has what its handler raised: KeyboardInterrupt.
     """
+
+    _last_raised: ClassVar[Dict[int, float]] = {}  #: when, in each thread
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._last_raised[threading.get_ident()] = time.monotonic()
 
 
 class CudaError(Error, RuntimeError):

@@ -6,20 +6,19 @@ import ctypes
 import os
 import re
 import sys
-import threading
-import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Optional, TypeVar
 
 from . import _core
 from ._arrays import choice, flag, int64, within
 from ._errors import said_by, shown
-from ._graphs import explain, explain_at_exit, outside_graphs
+from ._graphs import explain_at_exit, outside_graphs
 from ._lifetime import Made, OfThisProcess, forwarded
+from ._rank_threads import run_ranks
 from .costs import LinkSpeeds
-from .errors import Error, Interrupted, InvalidArgument, PeerFailed, Timeout, Unsupported
+from .errors import Error, InvalidArgument, Unsupported
 
 _W = TypeVar("_W", bound="World")
 
@@ -120,74 +119,6 @@ def _has_context(driver: Optional[Any], num_gpus: int) -> bool:
 
 
 _T = TypeVar("_T")
-_LEAVE_S = 0.5  # for ranks to end after a second interrupt
-
-
-def run_ranks(world_size: int, rank_main: Callable[[int], _T], scope: Any) -> list[_T]:
-    """Runs ``rank_main(rank)`` on one thread per rank and returns what each returned.
-
-    Waits of the library on these threads, and of their worlds on any, end with ``scope``.
-    """
-    results: dict[int, _T] = {}
-    errors: dict[int, BaseException] = {}
-    # Not Thread.join: one that was interrupted takes the thread for ended, up to Python 3.12.
-    ended = [threading.Event() for _ in range(world_size)]
-
-    def run(rank: int) -> None:
-        _core.enter_scope(scope)
-        try:
-            results[rank] = rank_main(rank)
-        except BaseException as error:  # raised again below
-            explain(error)
-            errors[rank] = error
-            scope.fail(f"rank {rank} failed: {type(error).__name__}: {error}")
-        finally:
-            _core.leave_scope()
-            ended[rank].set()
-
-    # Daemons: who interrupts the program twice does not wait for its ranks.
-    threads = [
-        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
-        for rank in range(world_size)
-    ]
-    started = 0
-    try:
-        for thread in threads:
-            thread.start()
-            started += 1
-        for event in ended:
-            event.wait()
-    except BaseException as error:  # KeyboardInterrupt, or more threads than the host allows
-        scope.interrupt(f"interrupted: {type(error).__name__}")
-        _await_ended(threads[:started], ended)
-        errors.clear()  # their tracebacks hold the ranks' worlds
-        if isinstance(error, RuntimeError) and started < world_size:
-            raise Unsupported(
-                f"run_threads: {error}: {started} of {world_size} ranks have one, and this host "
-                "allows no more (ulimit -u, pids.max of a container)"
-            ) from None
-        raise
-    if errors:
-        _raise_first(errors, world_size)
-    return [results[rank] for rank in range(world_size)]
-
-
-def _await_ended(threads: list[threading.Thread], ended: list[threading.Event]) -> None:
-    """An interrupt of this, too, leaves ranks that do not end soon. A thread that the interpreter's
-    end finds in the middle of a call of torch ends the program by std::terminate: so they are
-    interrupted in what they do in Python.
-    """
-    try:
-        for event, _ in zip(ended, threads):
-            event.wait()
-    except KeyboardInterrupt:
-        for event, thread in zip(ended, threads):
-            if not event.is_set() and thread.ident is not None:
-                _core.interrupt_thread(thread.ident)
-        until = time.monotonic() + _LEAVE_S
-        for event, _ in zip(ended, threads):
-            event.wait(max(0.0, until - time.monotonic()))
-        raise
 
 
 def end_waits() -> None:
@@ -196,31 +127,6 @@ def end_waits() -> None:
     signals, which Python runs on the main thread; there a handler ends a wait by raising.
     """
     _core.end_waits()
-
-
-def _weight(error: BaseException) -> int:
-    """A rank's own error comes before a deadline, which may have passed as that rank was gone, and
-    that before what ranks say that were released.
-    """
-    if isinstance(error, PeerFailed):
-        return 2
-    return 1 if isinstance(error, (Timeout, Interrupted)) else 0
-
-
-def _raise_first(errors: dict[int, BaseException], world_size: int) -> None:
-    ranks = sorted(errors)
-    first = min(ranks, key=lambda rank: (_weight(errors[rank]), rank))
-    error = errors[first]
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(f"raised by rank {first} of {world_size}")
-        for rank in ranks:
-            if rank != first:
-                error.add_note(f"rank {rank}: {type(errors[rank]).__name__}: {errors[rank]}")
-    try:
-        raise error
-    finally:
-        del error
-        errors.clear()  # their tracebacks hold the ranks' worlds
 
 
 _ORDINAL = re.compile(r"cuda(?::(\d{1,4}))?")
@@ -486,12 +392,13 @@ def run_threads(
         timeout_s: deadline of every wait for another rank.
 
     A body that raises releases the others from what they wait for, with PeerFailed; Ctrl-C all of
-    them, and KeyboardInterrupt is raised when they have ended (a second Ctrl-C does not wait).
+    them, those that do not wait by a KeyboardInterrupt after a second, and KeyboardInterrupt is
+    raised when they have ended (a second Ctrl-C does not wait).
 
     Where torch was imported before, it works on the rank's GPU. Ranks that share a GPU get a stream
-    each, as they would wait for each other in one queue. They also share torch's generator: what a
-    rank draws depends on the others, unless it has a ``torch.Generator``. Each has its own grad
-    mode, and begins with gradients enabled.
+    each, and backward runs in the rank's thread, as they would wait for each other in one queue.
+    They also share torch's generator: what a rank draws depends on the others, unless it has a
+    ``torch.Generator``. Each has its own grad mode, and begins with gradients enabled.
 
     Raises:
         what a body raised: of several the first by rank that is neither PeerFailed nor Timeout,
@@ -516,15 +423,23 @@ def run_threads(
     return run_ranks(world_size, rank_main, scope)
 
 
-def _torch_on(gpu: int, is_shared: bool) -> AbstractContextManager[Any]:
-    """Makes torch use the GPU in this thread, with a stream of the rank if others share the GPU."""
+@contextmanager
+def _torch_on(gpu: int, is_shared: bool) -> Iterator[None]:
+    """Makes torch use the GPU in this thread. If others share the GPU, with a stream of the rank,
+    and with backward in this thread: autograd has one thread per GPU, where a rank's backward would
+    wait for that of another rank.
+    """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
-        return nullcontext()
+        yield
+        return
     torch.cuda.set_device(gpu)
     if not is_shared:
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(gpu))
+        yield
+        return
+    own_thread = torch.autograd.set_multithreading_enabled(False)
+    with torch.cuda.stream(torch.cuda.Stream(gpu)), own_thread:
+        yield
 
 
 def seconds_of(timeout_s: Any, who: str) -> float:

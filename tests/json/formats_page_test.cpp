@@ -12,7 +12,7 @@
 namespace waybill::json_tests {
 namespace {
 
-/// The JSON blocks of docs/formats.md, and of the page of its longest example, by their format.
+/// The JSON blocks of docs/formats.md, and of the page of its longest examples, by their format.
 std::map<std::string, std::string> examples() {
   const std::string page = read_file(test::project_file("docs/formats.md")) +
                            read_file(test::project_file("tests/docs/examples/formats.md"));

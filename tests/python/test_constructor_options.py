@@ -15,6 +15,7 @@ import waybill
 
 torch = pytest.importorskip("torch")
 wt = pytest.importorskip("waybill.torch")
+moe = pytest.importorskip("waybill.torch.moe")
 
 
 def a_kernel(q, k, v, sequences, shape):
@@ -270,3 +271,91 @@ def test_batch_planners():
                 lambda: wt.BatchPlanner(4, **{"heads": 2, name: WRONG[name]}),  # noqa: B023
                 name, "BatchPlanner",
             )  # fmt: skip
+
+
+@pytest.mark.parametrize("face", [waybill, moe], ids=["numpy", "torch"])
+def test_options_of_copies_without_copies(face):
+    """They were accepted and had no effect."""
+    dtype = "float32" if face is waybill else torch.float32
+
+    def body(world):
+        def layer(**options):
+            return face.EPAll2AllLayer(world, 4, 16, 1, 0, 4, 1, 1, dtype, **options)
+
+        for name, value in {"limit": 1.5, "min_rows": 7}.items():
+            assert refused(lambda: layer(**{name: value}), name, "EPAll2AllLayer"), name  # noqa: B023
+            assert getattr(layer(spare_experts=2, **{name: value}), name) == value
+        assert layer(spare_experts=0, limit=1, min_rows=0).limit == 1.0  # the defaults
+        with pytest.raises(waybill.InvalidArgument) as error:
+            layer(limit=1.5)
+        wanted = "limit = 1.5, expected spare_experts > 0 with it, or 1.0"
+        assert str(error.value) == f"EPAll2AllLayer: {wanted}"
+
+    waybill.run_threads(1, body)
+
+
+def test_options_of_copies_of_modules():
+    """Those of a layer that was given, which plans the copies, had no effect either."""
+
+    def body(world):
+        def module(**options):
+            return moe.ExpertParallel(
+                moe.SwiGLUExperts(4, 16, 16, torch.float32), num_experts=4, topk=1, hidden=16,
+                max_tokens=4, gradients="sum",
+                **{"group": world, "dtype": torch.float32, **options},
+            )  # fmt: skip
+
+        who, of_copies = "ExpertParallel", {"limit": 1.5, "min_rows": 7, "keep_copies": True}
+        for name, value in {**of_copies, "min_rows": "pays"}.items():
+            assert refused(lambda: module(**{name: value}), name, who), name  # noqa: B023
+        module(limit=1.02, min_rows=128, keep_copies=False)
+        assert module(spare_experts=1, limit=1.5, min_rows=7).layer.min_rows == 7
+        layer = moe.EPAll2AllLayer(
+            world, 4, 16, 1, 0, 4, 1, 1, torch.float32, dropped_id=-1, spare_experts=1, min_rows=7
+        )
+        its = {"layer": layer, "spare_experts": 1, "dtype": None, "group": None}
+        assert module(min_rows=7, limit=1.0, **its).layer is module(**its).layer is layer
+        for name, value in {"limit": 1.5, "min_rows": 8}.items():
+            assert refused(lambda: module(**its, **{name: value}), name, who), name  # noqa: B023
+
+    waybill.run_threads(1, body)
+
+
+def test_options_of_copies_of_adapters():
+    """Without copies the adapters' experts ended with an error of Python."""
+    from waybill.integrations._shared import CopiedExperts
+
+    experts = moe.SwiGLUExperts(4, 16, 16, torch.float32)
+    none = {"spare_experts": 0}
+    assert refused(lambda: CopiedExperts(experts, none, "who"), "spare_experts", "who")
+    assert CopiedExperts(experts, {"limit": 1.5}, "who").plan == (1, 1.5, 128)
+
+
+@pytest.mark.parametrize(("kind", "name", "hint"), [
+    (wt.ContextParallelAttention, "num_heads", "did you mean heads?"),
+    (wt.ContextParallelAttention, "causal", "did you mean mask?"),
+    (wt.ContextParallelAttention, "softmax_scale", "did you mean scale?"),
+    (moe.ExpertParallel, "n_experts", "did you mean num_experts?"),
+    (moe.ExpertParallel, "fixed_row", "did you mean fixed_rows?"),
+    (moe.ExpertParallel, "top_k", "did you mean topk?"),
+    (moe.EPAll2AllLayer, "n_experts", "did you mean num_tot_experts?"),
+    (waybill.EPAll2AllLayer, "max_token", "did you mean max_tokens?"),
+    (waybill.EPAll2AllLayer, "causal", "expected one of capacity, combine, copy_out, "),
+])  # fmt: skip
+def test_unknown_keywords(kind, name, hint):
+    """Also where arguments are missing, which Python says first."""
+    for more in ({}, {"hidden": 16}):
+        if "hidden" in inspect.signature(kind).parameters or not more:
+            with pytest.raises(TypeError) as error:
+                kind(None, **more, **{name: 3})
+            said = f"{kind.__name__}: there is no argument {name}, {hint}"
+            assert str(error.value).startswith(said) and isinstance(
+                error.value, waybill.InvalidArgument
+            )
+
+
+def test_missing_arguments_are_as_ever():
+    for kind in (wt.ContextParallelAttention, moe.ExpertParallel, moe.EPAll2AllLayer):
+        with pytest.raises(TypeError, match=r"__init__\(\) missing .* required"):
+            kind(None)
+        assert "self" not in inspect.signature(kind).parameters

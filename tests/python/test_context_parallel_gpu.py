@@ -38,13 +38,8 @@ def expect(got, pieces, tensors, **mask):
 
 
 def run(body, size=2):
-    """On ranks that may share a GPU: then they would share autograd's thread for it."""
-
-    def alone(world):
-        torch.autograd.set_multithreading_enabled(False)
-        return body(world)
-
-    return TorchWay("cuda").run(size, alone)
+    """On ranks that may share a GPU."""
+    return TorchWay("cuda").run(size, body)
 
 
 def on_device(world, batches):

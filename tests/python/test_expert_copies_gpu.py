@@ -28,6 +28,10 @@ def batch(rank, world_size, seed, count=MOST):
     return [one.cuda() for one in (x.bfloat16(), scores, ids, drawn(x.shape, seed).bfloat16())]
 
 
+def of_copies(spare):
+    return {"spare_experts": spare, "min_rows": 1, "limit": 1.0} if spare else {}
+
+
 def module_on(world, seed, spare, dtype=torch.bfloat16, **options):
     from waybill.torch.moe import ExpertParallel, SwiGLUExperts
 
@@ -36,8 +40,7 @@ def module_on(world, seed, spare, dtype=torch.bfloat16, **options):
         weight.data.copy_(drawn(weight.shape, 1000 * seed + 10 * world.rank + n, 0.1))
     module = ExpertParallel(
         experts, num_experts=world.world_size * LOCAL, topk=TOPK, hidden=HIDDEN, max_tokens=MOST,
-        group=world, gradients="sum", spare_experts=spare, min_rows=1, limit=1.0, dtype=dtype,
-        **options,
+        group=world, gradients="sum", dtype=dtype, **of_copies(spare), **options,
     )  # fmt: skip
     return experts, module
 
@@ -180,7 +183,6 @@ def trained(device, spare, **options):
     from waybill.torch.moe import ExpertParallel, SwiGLUExperts
 
     def body(world):
-        torch.autograd.set_multithreading_enabled(False)
         rank, experts = world.rank, SwiGLUExperts(LOCAL, HIDDEN, INNER, device=device)
         for n, weight in enumerate(experts.parameters()):
             weight.data.copy_(drawn(weight.shape, 10 * rank + n, 0.1))
@@ -190,8 +192,7 @@ def trained(device, spare, **options):
         router = drawn((2 * LOCAL, HIDDEN), 5, 0.1).to(device).requires_grad_()
         module = ExpertParallel(
             experts, num_experts=2 * LOCAL, topk=TOPK, hidden=HIDDEN, max_tokens=MOST, group=world,
-            gradients="sum", spare_experts=spare, min_rows=1, limit=1.0, dtype=torch.bfloat16,
-            **options,
+            gradients="sum", dtype=torch.bfloat16, **of_copies(spare), **options,
         )  # fmt: skip
         weights = [*experts.parameters(), router]
         before = [one.detach().clone() for one in weights]

@@ -67,7 +67,9 @@ def batch(rank, world, seed, empty=None):
 
 
 def module_on(world, experts, **options):
-    given = {"spare_experts": 2, "min_rows": 1, "limit": 1.0, "dtype": torch.float32, **options}
+    given = {"spare_experts": 2, "dtype": torch.float32, **options}
+    if given["spare_experts"] != 0:
+        given = {"min_rows": 1, "limit": 1.0, **given}
     return ExpertParallel(
         experts, num_experts=world.world_size * LOCAL, topk=TOPK, hidden=HIDDEN, max_tokens=MOST,
         group=world, gradients="sum", **given,

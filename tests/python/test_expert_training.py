@@ -91,6 +91,12 @@ def same_products(one, other):
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+OVERWRITTEN = (
+    r"^backward of EPAll2AllLayer.combine: dispatch \d+ \(a backward dispatches, too\) has"
+    r" overwritten rows of dispatch \d+, .* copy_out = True, in ExpertParallel windows = \"shared\""
+)
+
+
 def test_own_windows_as_shared_ones():
     def body(world):
         shared, own = module_on(world), module_on(world, windows="own")
@@ -103,7 +109,7 @@ def test_own_windows_as_shared_ones():
         first = own(x.requires_grad_(), scores, ids)
         for _ in range(2):
             own(x, scores, ids)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with pytest.raises(waybill.InvalidArgument, match=OVERWRITTEN):
             first.backward(gradient)
 
     waybill.run_threads(WORLD, body)
@@ -118,8 +124,59 @@ def test_own_windows_refuse_what_scores_alone_need():
         first = own(x, scores.requires_grad_(), ids)
         for _ in range(2):
             own(x, scores, ids)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with pytest.raises(waybill.InvalidArgument, match=OVERWRITTEN):
             first.backward(gradient)
+
+    waybill.run_threads(WORLD, body)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("options", [{"windows": "own"}, {"preset": "decoding"}])
+def test_a_second_forward_before_a_backward(options, first):
+    """The gradients that a backward dispatches overwrite rows, too: those of its own forward."""
+
+    def body(world):
+        own, (x, scores, ids, gradient) = module_on(world, **options), one_process.batch(world.rank)
+        x.requires_grad_()
+        outputs = [own(x, scores, ids), own(x, scores, ids)]
+        if first == 1:
+            outputs[1].backward(gradient)  # the last one is as ever
+        with pytest.raises(waybill.InvalidArgument, match=OVERWRITTEN):
+            outputs[0].backward(gradient)
+        again = own(x, scores, ids)
+        again.backward(gradient)
+
+    waybill.run_threads(WORLD, body)
+
+
+class Doubled(torch.nn.Module):
+    """Rows that autograd need not keep, but for the gradient of the factor."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.full((), 2.0))
+
+    def forward(self, rows, ends):
+        return rows * self.factor
+
+
+def test_overwritten_rows_that_no_gradient_needs():
+    """Autograd does not read them, and neither does what says that they are gone."""
+
+    def body(world):
+        x, scores, ids, gradient = one_process.batch(world.rank)
+        x.requires_grad_()
+        own = module_on(world, experts=Doubled(), windows="own")
+        own.experts.factor.requires_grad_(False)
+        outputs = [own(x, scores, ids), own(x, scores, ids)]
+        (outputs[0] + outputs[1]).backward(gradient)
+        whole = x.grad.clone()
+        own.experts.factor.requires_grad_()
+        for asked in ([x], [own.experts.factor], None):
+            first, _ = own(x, scores, ids), own(x, scores, ids)
+            with pytest.raises(waybill.InvalidArgument, match=OVERWRITTEN):
+                first.backward(gradient, inputs=asked)
+        assert whole.abs().sum() > 0
 
     waybill.run_threads(WORLD, body)
 
@@ -135,7 +192,7 @@ def test_weights_of_a_window_are_refused_when_it_has_others():
         first = layer.combine(2 * rows, layout, weighted=True)
         for _ in range(2):
             layer.dispatch(x.detach(), ids, scores)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with pytest.raises(waybill.InvalidArgument, match=OVERWRITTEN):
             first.backward(gradient)
 
     waybill.run_threads(WORLD, body)

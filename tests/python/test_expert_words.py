@@ -45,7 +45,7 @@ WRONG_OPTIONS = [
     ({"rows": "compact"}, r"rows = 'compact', expected \"grouped\""),
     ({"payload": "mxfp8"}, r"payload = 'mxfp8', expected \"plain\": rows .* no gradients"),
     ({"rank": 0}, r"there is no argument rank, expected one of"),
-    ({"capacty": 3}, r"there is no argument capacty, expected one of .*capacity"),
+    ({"capacty": 3}, r"there is no argument capacty, did you mean capacity\?"),
     (
         {"experts": SwiGLUExperts(EXPERTS, HIDDEN, 8)},
         r"experts has 4 experts, expected 2 on rank [01]: num_experts = 4 over 2 ranks",

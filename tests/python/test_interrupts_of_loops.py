@@ -147,3 +147,186 @@ def test_a_second_interrupt_ends_ranks_that_never_call(tmp_path):
     for _, output in ends:
         assert "terminate called" not in output, output
         assert latencies(output)["run"] < 3, output
+
+
+# Each loop never calls Waybill; ``ended`` has how it ended on each rank.
+ALONE = """
+    ended, nested = [], []
+
+    def in_torch():
+        rows = torch.ones(64, 64)
+        while True:
+            rows = rows @ rows
+
+    def in_python():
+        count = 0
+        while True:
+            count += 1
+
+    def in_a_slow_call():
+        while True:
+            time.sleep(0.5)
+
+    def in_a_run_of_its_own():
+        wt.run_threads(2, lambda _: in_python())
+
+    def stay(loop, world):
+        torch.set_num_threads(1)
+        try:
+            if world.rank == 0:
+                interrupt()
+            loop()
+        except BaseException as error:
+            ended.append(type(error).__name__)
+            raise
+
+    def run(name):
+        try:
+            wt.run_threads(2, lambda world: stay(globals()[name], world))
+        except KeyboardInterrupt as error:
+            print(name, "ended after", latency(), "s", flush=True)
+            print(name, sorted(ended), type(error).__name__, flush=True)
+
+    for name in ("in_torch", "in_python", "in_a_slow_call", "in_a_run_of_its_own"):
+        ended.clear()
+        run(name)
+
+    ended.clear()
+    thread = threading.Thread(target=run, args=("in_python",))
+    thread.start()
+    try:
+        while thread.is_alive():
+            time.sleep(0.01)
+    except KeyboardInterrupt:
+        name = "in_python"
+        while thread.is_alive():
+            time.sleep(0.01)
+    print("all threads:", threading.active_count() - 1, flush=True)
+"""
+PATIENCE_S = 1.0
+
+
+def test_ranks_that_never_call_end_on_the_first_interrupt(tmp_path):
+    ((status, output),) = run_programs(tmp_path, [program_of(ALONE)])
+    assert status == 0, output
+    limits = {"in_torch": 0, "in_python": 0, "in_a_slow_call": 0.5, "in_a_run_of_its_own": 0.3}
+    seen = latencies(output)
+    assert seen.keys() == limits.keys(), output
+    for name, more in limits.items():
+        assert PATIENCE_S < seen[name] < PATIENCE_S + more + LATENCY_S + MARGIN_S, output
+    told = "['Interrupted', 'Interrupted'] KeyboardInterrupt"
+    for name in ("in_torch", "in_python", "in_a_slow_call"):
+        assert f"{name} ['KeyboardInterrupt', 'KeyboardInterrupt'] KeyboardInterrupt" in output
+    assert f"in_a_run_of_its_own {told}" in output, output
+    # From another thread: that thread's wait for its ranks is one of the library.
+    assert "in_python ['KeyboardInterrupt', 'KeyboardInterrupt'] Interrupted\n" in output, output
+    assert "all threads: 0\n" in output, output
+
+
+def test_a_rank_that_has_heard_of_the_interrupt_is_left_alone(tmp_path):
+    """It may have caught it to save its work, for longer than other ranks are waited for."""
+    program = """
+        saved = []
+
+        def train(world):
+            if world.rank == 0:
+                interrupt()
+            try:
+                while True:
+                    world.barrier()
+                    time.sleep(0.01)
+            except KeyboardInterrupt:
+                pass
+            until = time.monotonic() + 2.5
+            while time.monotonic() < until:
+                pass
+            saved.append(world.rank)
+
+        try:
+            wt.run_threads(2, train)
+        except KeyboardInterrupt:
+            print("saved by", sorted(saved), flush=True)
+    """
+    ((_, output),) = run_programs(tmp_path, [program_of(program)])
+    assert output == "saved by [0, 1]\n"
+
+
+def test_what_ranks_had_raised_is_told(tmp_path):
+    """One rank fails, and one loops in what it does after an error of its own."""
+    program = """
+        def body(world):
+            if world.rank == 0:
+                interrupt()
+                raise ValueError("no such file")
+            if world.rank == 1:
+                world.barrier()
+            try:
+                raise LookupError("no such key")
+            finally:
+                while True:
+                    pass
+
+        try:
+            wt.run_threads(3, body)
+        except KeyboardInterrupt as error:
+            said = "\\n".join([str(error), *getattr(error, "__notes__", ())])
+            print(said.strip(), flush=True)
+    """
+    ((_, output),) = run_programs(tmp_path, [program_of(program)])
+    wanted = ["rank 0: ValueError: no such file", "rank 2: LookupError: no such key"]
+    assert output.splitlines() == wanted
+
+
+def test_nobody_but_ranks_in_their_body_is_interrupted(tmp_path):
+    """Ranks end at any time around the interrupt, others begin with a number that one had."""
+    program = """
+        import random
+        from waybill import _rank_threads
+
+        _rank_threads._PATIENCE_S = 0.0
+        hit, stop, runs = [], [], {"interrupted": 0, "ended": 0}
+
+        def other():
+            try:
+                for _ in range(100):
+                    pass
+            except BaseException as error:
+                hit.append(error)
+
+        def others():
+            while not stop:
+                thread = threading.Thread(target=other)
+                thread.start()
+                thread.join()
+
+        def body(world):
+            until = time.monotonic() + random.uniform(0, 0.008)
+            while time.monotonic() < until:
+                pass
+
+        def alarm(*_):
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGALRM, alarm)
+        crowd = threading.Thread(target=others)
+        crowd.start()
+        begun = time.monotonic()
+        for _ in range(20):
+            wt.run_threads(3, body)
+        longest = 2 * (time.monotonic() - begun) / 20  # half of the runs end before
+        for _ in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(0.001, longest))
+                wt.run_threads(3, body)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                runs["ended"] += 1
+            except KeyboardInterrupt:
+                runs["interrupted"] += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        stop.append(True)
+        crowd.join()
+        print(hit, min(runs.values()) > 20, threading.active_count(), runs, flush=True)
+    """
+    ((status, output),) = run_programs(tmp_path, [program_of(program)], timeout=120)
+    last = output.splitlines()[-1]  # Python writes of an alarm in the middle of its own cleaning up
+    assert status == 0 and last.startswith("[] True 1 "), output

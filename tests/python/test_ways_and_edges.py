@@ -1,11 +1,13 @@
 """Every way with every edge on CPU ranks, and the page that says what was right where."""
 
+import argparse
 import dataclasses
 import inspect
 import os
 import pathlib
 import subprocess
 import sys
+import threading
 import warnings
 
 import numpy as np
@@ -18,6 +20,7 @@ PAGE = ROOT / "docs" / "ways_and_edges.md"
 sys.path.append(str(ROOT / "tests" / "ways"))
 
 import judge  # noqa: E402
+import run as program  # noqa: E402
 import table  # noqa: E402
 from edges import ExpertSizes, expert_case  # noqa: E402
 from ranks import WAYS, Threads, run_cell  # noqa: E402
@@ -79,6 +82,51 @@ def test_all_cells_of_cpu_ranks_are_as_the_page_says(tmp_path):
     for name, edges in now.items():
         for edge, found in edges.items():
             assert found[0] == known[name][edge][0], f"{name}, {edge}: {found}; {AGAIN}"
+
+
+@pytest.mark.parametrize(("shell", "words"), [
+    ("echo good day", "did not start: answered: good day"),
+    ("echo 3", "did not start: answered: 3"),
+    ('"$0" "$@" | (read ready; echo "$ready"; echo good day)', "answered: good day"),
+])  # fmt: skip
+def test_a_worker_that_gives_no_answers(shell, words):
+    """The thread that read its line ended, the run did not: "0 right", with status 0."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/ways/run.py", "--only", "node_counting", "--edge",
+         "ordinary", "--under", f"sh -c '{shell}'"],
+        capture_output=True, text=True, timeout=300, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    assert f"WRONG  node_counting : ordinary\n    {words}\n" in done.stdout
+    assert "0 right, 0 refused, 1 wrong, 0 not run, 0 no time, 0 without a result" in done.stdout
+
+
+def given_of(**options):
+    wanted = {"device": "cpu", "only": "node_counting", "edge": "*", "ranks": None, "jobs": 2,
+              "as_processes": False, "under": "", "patience": 1.0, "limit_s": 60.0}  # fmt: skip
+    return argparse.Namespace(**{**wanted, **options})
+
+
+def test_cells_without_a_result_are_counted(monkeypatch, capsys):
+    """A thread of the program itself fails."""
+    failed = []
+    monkeypatch.setattr(threading, "excepthook", lambda given: failed.append(given.exc_value))
+    monkeypatch.setattr(program.Run, "_worker", lambda self, cells: None)
+    monkeypatch.setattr(program.Run, "_group", lambda self, cells, worker: 1 / 0)
+    results = program.run_all(given_of(), lambda results: None)
+    assert [type(error) for error in failed] == [ZeroDivisionError]
+    wanted = program.cells_of([WAYS["node_counting"]], given_of())
+    assert len(wanted) > 5 and results == dict.fromkeys(wanted, program.NO_RESULT)
+    assert program.summary(results) == len(wanted)
+    assert f"0 no time, {len(wanted)} without a result\n" in capsys.readouterr().out
+
+
+def test_a_run_of_no_cell_fails(monkeypatch, capsys):
+    given = given_of(only="node_countin")
+    assert program.run_all(given, lambda results: None) == {}
+    monkeypatch.setattr(sys, "argv", ["run.py", "--only", given.only])
+    monkeypatch.setattr(program.signal, "signal", lambda *_: None)
+    assert program.main() == 1 and "0 right" in capsys.readouterr().out
 
 
 def test_memory_is_what_an_edge_asks_for():

@@ -33,6 +33,7 @@ START_LIMIT_S = 120.0  #: for importing torch, and for a GPU
 KINDS = ("threads", "processes")
 Cell = tuple[str, str]
 Results = dict[Cell, tuple[str, str]]
+NO_RESULT = ("without a result", "a thread of this program failed: see above")
 
 
 class Worker:
@@ -67,12 +68,20 @@ class Worker:
             pass  # the answer says that it has ended
 
     def hear(self, limit_s: float) -> dict[str, Any] | None:
-        """The next answer; None if the process ended or is silent."""
+        """The next answer; None if the process ended or is silent. A line that is no answer is a
+        wrong one, after which the process is not used.
+        """
         try:
             line = self.lines.get(timeout=limit_s)
         except queue.Empty:
             return None
-        return None if line is None else json.loads(line)
+        if line is None:
+            return None
+        with contextlib.suppress(ValueError):
+            said = json.loads(line)
+            if isinstance(said, dict) and "result" in said:
+                return said
+        return {"result": "wrong", "words": f"answered: {line.strip()}"[:600], "usable": False}
 
     def last_words(self) -> str:
         """How it ended, and the end of what it printed."""
@@ -114,7 +123,7 @@ class Run:
 
     def __init__(self, given: Any, ways: dict[str, Any], keep: Callable[[Results], None]) -> None:
         self.given, self.ways, self.keep = given, ways, keep
-        self.folder = tempfile.TemporaryDirectory(prefix="ways-")
+        self.folder = tempfile.TemporaryDirectory(prefix="ways-", ignore_cleanup_errors=True)
         self.until = time.monotonic() + given.limit_s
         self.results: Results = {}
         self.lock = threading.Lock()
@@ -142,10 +151,10 @@ class Run:
 
     def _group(self, cells: list[Cell], worker: Worker | None) -> None:
         begun = time.monotonic()
-        if worker is not None and not self._starts(worker):
-            words = worker.last_words()
+        words = None if worker is None else self._start(worker)
+        if worker is not None and words is not None:
             worker.end()
-            self._keep(cells, "wrong", f"did not start: {words}")
+            self._keep(cells, "wrong", words)
             return
         left, failures = list(cells), 0
         while left:
@@ -153,13 +162,11 @@ class Run:
             if time.monotonic() > self.until:
                 self._keep([cell, *left], "no time", "the run had no time left")
                 break
+            words = None
             if worker is None:
                 worker = self._worker(cells)
-                self._starts(worker)
-            worker.say(cell)
-            answer = worker.hear(CELL_LIMIT_S * self.given.patience)
-            if answer is None:
-                answer = {"result": "wrong", "words": worker.last_words(), "usable": False}
+                words = self._start(worker)
+            answer = self._answer(worker, cell, words)
             self._keep([cell], answer["result"], answer["words"])
             if not answer["usable"]:
                 worker.end()
@@ -181,8 +188,23 @@ class Run:
         with self.lock:
             self.keep(self.results)
 
-    def _starts(self, worker: Worker) -> bool:
-        return worker.hear(START_LIMIT_S * self.given.patience) is not None
+    def _start(self, worker: Worker) -> str | None:
+        """Awaits its first line; what is wrong with it."""
+        said = worker.hear(START_LIMIT_S * self.given.patience)
+        if said is not None and said["result"] == "ready":
+            return None
+        return f"did not start: {worker.last_words() if said is None else said['words']}"
+
+    def _answer(self, worker: Worker, cell: Cell, wrong: str | None) -> dict[str, Any]:
+        """:param wrong: why the process gives none"""
+        answer = None
+        if wrong is None:
+            worker.say(cell)
+            answer = worker.hear(CELL_LIMIT_S * self.given.patience)
+        if answer is None:
+            words = worker.last_words() if wrong is None else wrong
+            answer = {"result": "wrong", "words": words, "usable": False}
+        return answer
 
     def _keep(self, cells: list[Cell], result: str, words: str) -> None:
         with self.lock:
@@ -249,8 +271,8 @@ def cells_of(ways: list[Any], given: Any) -> list[Cell]:
 
 
 def run_all(given: Any, keep: Callable[[Results], None]) -> Results:
-    """The results of all cells that the arguments ask for. So many processes run ways side by
-    side.
+    """The results of all cells that the arguments ask for: NO_RESULT where a thread of this program
+    failed before.
     """
     from ranks import WAYS
 
@@ -264,14 +286,18 @@ def run_all(given: Any, keep: Callable[[Results], None]) -> Results:
     ]
     run = Run(given, WAYS, keep)
     of_each = 8 if given.device == "cuda" else -(-len(ways) // given.jobs)
-    all_groups = (cells_of(group, given) for group in groups_of(ways, of_each))
+    all_groups = [cells_of(group, given) for group in groups_of(ways, of_each)]
     groups = iter([cells for cells in all_groups if cells])
     busy = [threading.Thread(target=run.groups, args=(groups,)) for _ in range(given.jobs)]
     for one in busy:
         one.start()
     for one in busy:
         one.join()
-    return run.results
+    for worker in list(Worker.alive):  # of a thread that failed
+        worker.end()
+    run.folder.cleanup()
+    missing = dict.fromkeys((cell for cells in all_groups for cell in cells), NO_RESULT)
+    return {**missing, **run.results}
 
 
 def groups_of(ways: list[Any], of_each: int) -> list[list[Any]]:
@@ -290,15 +316,16 @@ def groups_of(ways: list[Any], of_each: int) -> list[list[Any]]:
 
 
 def summary(results: Results) -> int:
-    """Prints every cell that is not right; the number of wrong ones."""
+    """Prints every cell that is not right; the number of those that are wrong or have no result."""
     for (way, edge), (result, words) in sorted(results.items(), key=lambda item: item[1][0]):
         if result != "right":
             print(f"{result.upper()}  {way} : {edge}\n    {words}")
-    counts = dict.fromkeys(("right", "refused", "wrong", "not run", "no time"), 0)
+    kinds = ("right", "refused", "wrong", "not run", "no time", NO_RESULT[0])
+    counts = dict.fromkeys(kinds, 0)
     for result, _ in results.values():
         counts[result] += 1
     print("ways and edges: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()), flush=True)
-    return counts["wrong"]
+    return counts["wrong"] + counts[NO_RESULT[0]]
 
 
 def main() -> int:
@@ -335,8 +362,8 @@ def main() -> int:
         if given.write:
             table.update(given.write, given.device, results)
 
-    wrong = summary(run_all(given, keep))
-    return 1 if wrong else 0
+    results = run_all(given, keep)
+    return 1 if summary(results) or not results else 0
 
 
 if __name__ == "__main__":

@@ -117,6 +117,11 @@ class CopiedExperts:
             )
         self._experts, self._who = experts, who
         self._options = {**COPY_OPTIONS, **options}
+        if self._options["spare_experts"] == 0:
+            raise InvalidArgument(
+                f"{who}: spare_experts = 0, expected 1 or more; without copies Waybill's dispatcher"
+                " alone is enough"
+            )
         #: Layers of other plans are others.
         self.plan = tuple(self._options[name] for name in ("spare_experts", "limit", "min_rows"))
         self._copies: Optional[Copies] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Optional
+from typing import Any, Optional, Tuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from .._arrays import (
     number,
     whole_numbers,
 )
+from .._errors import shown
 from ..errors import InvalidArgument
 
 
@@ -112,10 +113,32 @@ def present_copies(present: Any, num_ranks: int, spare_experts: int, name: str) 
     return table.ravel().tolist()
 
 
-def spare_options(spare_experts: Any, limit: Any, min_rows: Any, who: str) -> dict[str, Any]:
-    """The options of a dispatch with spare experts, as numbers; the compiled part checks them."""
+def spare_options(
+    spare_experts: Any, limit: Any, min_rows: Any, who: str,
+    defaults: Optional[Tuple[float, int]] = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The options of a dispatch with spare experts, as numbers; the compiled part checks them.
+
+    :param defaults: of limit and min_rows, where no others are taken without spare experts
+    """
     given = {"spare_experts": spare_experts, "limit": limit, "min_rows": min_rows}
-    return converted(who, given, (int64, "spare_experts min_rows"), (number, "limit"))
+    made = converted(who, given, (int64, "spare_experts min_rows"), (number, "limit"))
+    if defaults is not None:
+        pairs = {"limit": (limit, defaults[0]), "min_rows": (min_rows, defaults[1])}
+        refuse_without_copies(spare_experts, who, **pairs)
+    return made
+
+
+def refuse_without_copies(spare_experts: Any, who: str, **given: Tuple[Any, Any]) -> None:
+    """Without copies, options of theirs have no effect: others than the defaults are refused.
+
+    :param given: what each option is, and its default
+    """
+    for name, (value, default) in given.items():
+        if spare_experts == 0 and value != default:
+            raise InvalidArgument(
+                f"{who}: {name} = {shown(value)}, expected spare_experts > 0 with it, or {default}"
+            )
 
 
 def slot_ids(plan: EvenExperts, rows: ArrayLike, ids: ArrayLike, *, rank: int) -> IntArray:

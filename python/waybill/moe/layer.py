@@ -24,7 +24,7 @@ from .._arrays import (
     int64,
     library_dtype_of,
 )
-from .._errors import on_rank, said_by
+from .._errors import known_keywords, on_rank, said_by
 from .._graphs import outside_graphs
 from .._lifetime import OfThisProcess, unwinding
 from ..errors import InvalidArgument, Unsupported, WrongType
@@ -75,6 +75,7 @@ class RankLayout(OfThisProcess, EPAllToAllLayoutDesc):
     # Tensors alone have these: what ties a combine to the dispatch, and weights of the rows.
     _token: Any = None
     _weights: Any = None
+    _lost: Sequence[int] = ()  #: dispatches that took the place of views which autograd may need
 
     def __init__(
         self, handle: Any, read: ReadTable, one_node: bool, grouped: bool, capacity_rows: int,
@@ -182,7 +183,7 @@ class ExpertLayer(OfThisProcess):
                 "dropped_id": None if id_ is None else int64(id_, f"{who}: dropped_id"),
                 "rows": choice(arg.rows, f"{who}: rows", *_core.ep_row_names),
                 "expert_alignment": int64(arg.expert_alignment, f"{who}: expert_alignment"),
-                **spare_options(arg.spare_experts, arg.limit, arg.min_rows, who),
+                **spare_options(arg.spare_experts, arg.limit, arg.min_rows, who, (1.0, 0)),
             }  # those that the layer of the weights' gradients has, too
             self._take_sizes(self.ep_config)
             self.payload, self.rows = arg.payload, arg.rows
@@ -421,6 +422,7 @@ class EPAll2AllLayer(ExpertLayer):
     The other arguments are those of ``waybill.torch.EPAll2AllLayer``.
     """
 
+    @known_keywords()
     @outside_graphs
     def __init__(
         self,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..._arrays import at_least, flag, instance
-from ..._errors import said_by
+from ..._errors import known_keywords, said_by
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
 from ...costs import AttentionCosts
@@ -75,6 +75,7 @@ class ContextParallelAttention(OfThisProcess, nn.Module):
     _why_not_copied = "windows that other ranks write to: make one on each rank"
     planner: BatchPlanner
 
+    @known_keywords()
     @outside_graphs
     def __init__(
         self,

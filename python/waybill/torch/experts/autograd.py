@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from typing import Any, List, Optional, Tuple
+from collections.abc import Iterator
+from typing import Any, List, Optional, Set, Tuple
 
 import torch
 
 from ..._errors import said_by
 from ..._graphs import outside_graphs
+from ...errors import InvalidArgument
 from .._tensors import first_order, read_mark, save_mark
 
+_COMBINE = "backward of EPAll2AllLayer.combine"
 _Gradients = Tuple[Optional[torch.Tensor], ...]
 # Autograd does not run what leads to nothing that gradients are asked of, such as parameters.
 _ALIKE = "the outputs of all ranks must depend on what torch.autograd.grad asks of: docs/moe.md"
@@ -84,6 +88,56 @@ def weights_home(of: Any, brought: Any, gradient: torch.Tensor) -> torch.Tensor:
     return layer._combine(rows, brought, False, (), of_backward=True, of_companion=True)
 
 
+@contextlib.contextmanager
+def _overwritten(layout: Any) -> Iterator[None]:
+    """Says what to write where autograd finds that what it kept is not there any more."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not layout._lost or "modified by an inplace operation" not in str(error):
+            raise
+        raise InvalidArgument(
+            f"dispatch {layout._lost[0]} (a backward dispatches, too) has overwritten rows of"
+            f" dispatch {layout._handle.number}, which autograd kept as views, expected this"
+            " backward before a second forward; or copies of rows: copy_out = True, in"
+            ' ExpertParallel windows = "shared" without preset = "decoding"'
+        ) from None
+
+
+def _look_for_lost(ctx: Any) -> None:
+    """Autograd's own error would come later, from where what lies between dispatch and combine
+    reads what it kept: the same is read here before.
+    """
+    ahead = [node for node, _ in ctx.next_functions if node is not None]
+    seen: Set[Any] = set()
+    with _overwritten(ctx.layout):
+        while ahead:
+            node = ahead.pop()
+            if node not in seen and node.name() != "DispatchBackward":
+                if _will_run(node):
+                    _read_saved(node)
+                ahead += [one for one, _ in node.next_functions if one is not None]
+            seen.add(node)
+
+
+def _will_run(node: Any) -> bool:
+    """Whether this backward passes the node; False where torch does not say."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def _read_saved(node: Any) -> None:
+    """Reads what it kept, but for packed tensors: a checkpoint unpacks once, and has its own."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            raw = getattr(node, name)
+            packed = raw if isinstance(raw, (tuple, list)) else [raw]
+            if all(getattr(one, "unpack_hook", node) is None for one in packed):
+                getattr(node, "saved_tensors" if name == "_raw_saved_tensors" else name[4:])
+
+
 class Combine(torch.autograd.Function):
     """Sums of rows, each times its weight if `weighted`. Backward dispatches the gradient of each
     sum to all of its rows, if ranks agree that it does: `needs`; the gradient of a bias is there
@@ -107,17 +161,20 @@ class Combine(torch.autograd.Function):
     @outside_graphs
     @first_order
     def backward(ctx: Any, sums: torch.Tensor) -> _Gradients:
-        _, kept, weights = (
-            ctx.saved_tensors
-        )  # a checkpoint computes its part again before the calls
+        with said_by(_COMBINE), _overwritten(ctx.layout):
+            _, kept, weights = (
+                ctx.saved_tensors
+            )  # a checkpoint computes its part again before the calls
         rows, of_weights = None, None
         # Also where this rank's rows need none, perhaps as it has none: others wait for the call.
         if ctx.needs:
-            with said_by("backward of EPAll2AllLayer.combine", _ALIKE):
+            with said_by(_COMBINE, _ALIKE):
                 ctx.layer._check_not_replaced()
                 rows, of_weights = ctx.layer._rows_gradients(
                     sums, ctx.layout, weights, kept, ctx.needs_input_grad[4]
                 )
+                if ctx.layout._lost:
+                    _look_for_lost(ctx)
         if of_weights is not None:
             of_weights = of_weights.to(weights.dtype)
         token = sums.new_zeros(0, dtype=torch.float32) if ctx.has_token else None

@@ -21,12 +21,13 @@ from ..._graphs import outside_graphs
 from ...costs import LinkSpeeds
 from ...errors import InvalidArgument, Unsupported
 from ...moe.config import EPConfig
-from ...moe.even_experts import spare_options
+from ...moe.even_experts import refuse_without_copies, spare_options
 from ...moe.predict import break_even_rows
 from ...world import World
 from .._tensors import first_order, read_mark, save_mark, shown_memory
 
 _WHO = "ExpertParallel: spare_experts"
+_LIMIT, _MIN_ROWS = 1.02, 128  #: unless they are given
 _ALIGNMENT = 64  #: bytes between the beginnings of tensors in a store
 _SUMMED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 Tensors = Sequence[torch.Tensor]
@@ -198,20 +199,24 @@ def checked_copies(
     :param layer: one that was given, or None
     """
     keeps = flag(keep_copies, "ExpertParallel: keep_copies")
-    if isinstance(min_rows, str) and min_rows == "pays":
-        min_rows = _rows_that_pay(experts, keeps, world)
-    options = spare_options(spare_experts, limit, min_rows, "ExpertParallel")
+    pays = isinstance(min_rows, str) and min_rows == "pays"
+    rows = _rows_that_pay(experts, keeps, world) if pays else min_rows
+    options = spare_options(spare_experts, limit, rows, "ExpertParallel")
     if layer is not None and layer.spare_experts != spare_experts:
         raise InvalidArgument(
             f"{_WHO} = {spare_experts}, expected {layer.spare_experts}, as the layer has"
         )
-    if spare_experts == 0:
-        if keeps:
+    refuse_without_copies(
+        spare_experts, "ExpertParallel", keep_copies=(keeps, False), limit=(limit, _LIMIT),
+        min_rows=(min_rows, _MIN_ROWS),
+    )  # fmt: skip
+    for name, default in (("limit", _LIMIT), ("min_rows", _MIN_ROWS)):
+        if layer is not None and options[name] not in (default, getattr(layer, name)):
             raise InvalidArgument(
-                "ExpertParallel: keep_copies = True, expected spare_experts > 0 with it"
+                f"ExpertParallel: {name} = {options[name]}, expected {getattr(layer, name)}, that"
+                " of the layer"
             )
-        return {}
-    return options
+    return {} if spare_experts == 0 else options
 
 
 def _rows_that_pay(experts: Any, keep_copies: bool, world: World) -> int:

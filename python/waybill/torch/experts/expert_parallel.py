@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Optional, Tuple, Union
 import torch
 
 from ..._arrays import at_least, choice, flag, instance, int64
-from ..._errors import said_by, shown
+from ..._errors import known_keywords, said_by, shown, unknown_keyword
 from ..._graphs import outside_graphs
 from ..._lifetime import OfThisProcess
 from ..._process_group import group_of
@@ -125,7 +125,8 @@ class LayerBox:
 
 
 _WHO = "ExpertParallel"
-_FIRST_OPTION = "num_sm"  # an argument of the layer: those before it are the module's
+_LAYER = list(inspect.signature(EPAll2AllLayer).parameters)
+_LAYER_OPTIONS = _LAYER[_LAYER.index("num_sm") :]  # those before it are the module's
 
 
 def check_options(
@@ -154,13 +155,10 @@ def check_options(
             raise InvalidArgument(
                 f'{_WHO}: {name} = {shown(options[name])}, expected "{value}": {reason}'
             )
-    parameters = list(inspect.signature(EPAll2AllLayer).parameters)
-    known = parameters[parameters.index(_FIRST_OPTION) :]
     for name in options:
-        if name not in known:
-            raise WrongType(
-                f"{_WHO}: there is no argument {name}, expected one of {', '.join(sorted(known))}"
-            )
+        if name not in _LAYER_OPTIONS:
+            own = inspect.signature(ExpertParallel).parameters
+            raise unknown_keyword(_WHO, name, [*list(own)[:-1], *_LAYER_OPTIONS])
     return dtype, weight_dtype
 
 
@@ -371,6 +369,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         "one rank's buffers: make one on each rank, and load its state_dict, which can be"
     )
 
+    @known_keywords(*_LAYER_OPTIONS)
     def __init__(
         self,
         experts: Callable[..., torch.Tensor],

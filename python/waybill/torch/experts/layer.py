@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple, Un
 import torch
 
 from ..._arrays import choice, flag, instance
-from ..._errors import on_rank
+from ..._errors import known_keywords, on_rank
 from ..._graphs import outside_graphs
 from ...errors import InvalidArgument
 from ...moe import EPAllToAllLayoutDesc
@@ -131,6 +131,7 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
     weight_dtype: torch.dtype
     _replaced = False  #: whether ``ExpertParallel.resize`` has made another in its place
 
+    @known_keywords()
     @outside_graphs
     def __init__(
         self,
@@ -171,8 +172,9 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
         self._group = group_of_layer(ep_group)
         self.device = torch.device(self.world.device)
         self._read_table = functools.partial(_table, self.device)
-        #: Views of windows that autograd may keep: (number of dispatch, view, whether of weights)
-        self._views: List[Tuple[int, torch.Tensor, bool]] = []
+        #: Views of windows that autograd may keep: (number of dispatch, view, whether of weights,
+        #: the ``_lost`` of its layout)
+        self._views: List[Tuple[int, torch.Tensor, bool, List[int]]] = []
         self._slot_layers: list[EPAll2AllLayer] = []  # one at most; no submodule: a part of this
 
     @property
@@ -388,16 +390,18 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
                 tokens, ids, weight, positions, scales, layout,
                 needs_gradients, weights_need_gradients, origin, present=present,
             )  # fmt: skip
+            lost: List[int] = []
+            made._lost = lost
             keeps = torch.is_grad_enabled() or needs_gradients or weights_need_gradients
             copies = self.copy_out if copy_out is None else copy_out
             if copies:
                 rows = self._copied(rows, made)
             elif keeps:
-                self._views.append((made._handle.number, rows.detach(), False))
+                self._views.append((made._handle.number, rows.detach(), False, lost))
             if copies or self.copy_out:  # they are small: a layer that copies does so in any call
                 weights = None if weights is None else weights.clone()
             elif keeps and weights is not None:
-                self._views.append((made._handle.number, weights.detach(), True))
+                self._views.append((made._handle.number, weights.detach(), True, lost))
             made.recv_scales = kept_scales(
                 scales, tile_scales if self.scale_layout == "128x4" else None,
                 torch.Tensor.clone if copies or self.copy_out else None,
@@ -409,11 +413,13 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
         if not self._views:
             return
         kept = []
-        for since, view, is_weights in self._views:
+        for one in self._views:
+            since, view, is_weights, lost = one
             if since + 2 > number or (is_weights and not brings_weights):
-                kept.append((since, view, is_weights))
+                kept.append(one)
             else:
                 torch.autograd.graph.increment_version(view)
+                lost.append(number)
         self._views = kept
 
     def _copied(self, view: torch.Tensor, layout: RankLayout) -> torch.Tensor:
