@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Optional, TypeVar
 
 from . import _core
@@ -430,15 +430,12 @@ def _torch_on(gpu: int, is_shared: bool) -> Iterator[None]:
     wait for that of another rank.
     """
     torch: Any = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
-        yield
-        return
-    torch.cuda.set_device(gpu)
-    if not is_shared:
-        yield
-        return
-    own_thread = torch.autograd.set_multithreading_enabled(False)
-    with torch.cuda.stream(torch.cuda.Stream(gpu)), own_thread:
+    with ExitStack() as of_rank:
+        if torch is not None and torch.cuda.is_available():
+            torch.cuda.set_device(gpu)
+            if is_shared:
+                of_rank.enter_context(torch.cuda.stream(torch.cuda.Stream(gpu)))
+                of_rank.enter_context(torch.autograd.set_multithreading_enabled(False))
         yield
 
 

@@ -52,8 +52,6 @@ def gpu_way(torch_way):
 @pytest.mark.parametrize("weights", ["combine", "experts"])
 def test_a_step_in_a_graph(gpu_way, windows, weights):
     def body(world):
-        # Ranks that share a GPU would share autograd's thread for it.
-        torch.autograd.set_multithreading_enabled(False)
         module = module_on(world, windows=windows, weights=weights)
         given = batch(world, 0)
         for leaf in given[:2]:

@@ -139,8 +139,6 @@ def test_bfloat16(torch_way, chunks):
     outputs, _, weights = alone(batches)
 
     def body(world):
-        # Ranks that share a GPU would share autograd's thread for it.
-        torch.autograd.set_multithreading_enabled(False)
         experts = own_experts(world.rank, world.device, torch.bfloat16)
         layer = ExpertParallel(
             experts, group=world, shared=shared_expert, gradients="mean", chunks=chunks, **SIZES

@@ -1,5 +1,5 @@
 """A whole model behind DDP or FSDP with experts that each rank has of its own, and the norm of its
-gradients, as docs/moe.md says, against one process.
+gradients, against one process. docs/moe.md shows excerpts of the program.
 """
 
 import pytest
@@ -18,6 +18,9 @@ WRAPPED = """
     sys.path.insert(0, "{tests}")
     import torch
     from torch import distributed, nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
     import test_expert_parallel as one_process
     from waybill.torch.moe import ExpertParallel
 
@@ -27,22 +30,35 @@ WRAPPED = """
     )
     EXPERTS, HIDDEN, TOPK = one_process.EXPERTS, one_process.HIDDEN, one_process.TOPK
 
-    class Model(nn.Module):
+    class Block(nn.Module):
         def __init__(self):
             super().__init__()
             draws = torch.Generator().manual_seed(6)
             self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
             self.gate.weight.data.copy_(torch.randn(EXPERTS, HIDDEN, generator=draws))
             own = one_process.own_experts(me, "cpu")
-            self.experts = ExpertParallel(
+            self.moe = ExpertParallel(
                 own, dtype=torch.float32, gradients="mean", **one_process.SIZES
             )
 
         def forward(self, x):
-            return self.experts(x, *self.gate(x).softmax(-1).topk(TOPK))
+            return self.moe(x, *self.gate(x).softmax(-1).topk(TOPK))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Block()])
+            draws = torch.Generator().manual_seed(8)
+            self.scale = nn.Parameter(torch.randn(HIDDEN, generator=draws))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x * self.scale
 
     def alone(batches):
-        gate, everything = Model().gate, one_process.all_experts()
+        model, everything = Model(), one_process.all_experts()
+        gate = model.blocks[0].gate
         losses = []
         for x in batches:
             scores, ids = gate(x).softmax(-1).topk(TOPK)
@@ -52,48 +68,53 @@ WRAPPED = """
                 inside = nn.functional.silu(torch.einsum("th,thi->ti", x, first))
                 inside = inside * torch.einsum("th,thi->ti", x, up)
                 out = out + scores[:, k, None] * torch.einsum("ti,tih->th", inside, down)
-            losses.append(out.square().mean())
+            losses.append((out * model.scale).square().mean())
         (sum(losses) / len(losses)).backward()
-        return gate.weight.grad, [weight.grad for weight in everything.parameters()]
+        ours = [model.scale.grad, gate.weight.grad]
+        return ours, [weight.grad for weight in everything.parameters()]
 
-    def clip(of_all, own, most, group=None):
-        squares = [
-            torch.stack([g.square().sum() for g in gradients]).sum() for gradients in (of_all, own)
-        ]
+    def clip(of_all, own, most, group=None):  # gradients; group: of the experts
+        norms = [nn.utils.get_total_norm(gradients) for gradients in (of_all, own)]
+        squares = [(n.full_tensor() if isinstance(n, DTensor) else n) ** 2 for n in norms]
         distributed.all_reduce(squares[1], group=group)
         norm = (squares[0] + squares[1]).sqrt()
-        for gradient in (*of_all, *own):
+        for gradient in (*of_all, *own):  # DTensors themselves, not what full_tensor() returns
             gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
+    wrapper, mesh = "{wrapper}", distributed.device_mesh.init_device_mesh("cpu", (W,))
     model = Model()
-    own = {name for name, _ in model.named_parameters() if name.startswith("experts.experts.")}
-    if "{wrapper}" == "ddp":
-        DDP = nn.parallel.DistributedDataParallel
-        DDP._set_params_and_buffers_to_ignore_for_model(model, own)
-        wrapped = DDP(model)
+    modules = [m for m in model.modules() if isinstance(m, ExpertParallel)]
+    own = [p for module in modules for p in module.experts.parameters()]
+    if wrapper == "ddp":
+        names = {name for name, p in model.named_parameters() if p in set(own)}
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        wrapped = DistributedDataParallel(model)
     else:
-        from torch.distributed.fsdp import fully_shard
-        mesh = distributed.device_mesh.init_device_mesh("cpu", (W,))
-        ignored = {p for name, p in model.named_parameters() if name in own}
-        wrapped = fully_shard(model, mesh=mesh, ignored_params=ignored)
+        for block in model.blocks:  # each call needs it
+            fully_shard(block, mesh=mesh, ignored_params=set(own))
+        wrapped = fully_shard(model, mesh=mesh, ignored_params=set(own))
     x = [one_process.batch(rank)[0] for rank in range(W)]
     wrapped(x[me]).square().mean().backward()
 
-    of_gate, of_experts = alone(x)
+    replicated, of_experts = alone(x)
     def whole(gradient):
         return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-    gate = whole(model.gate.weight.grad)
-    mine = [weight.grad for weight in model.experts.experts.parameters()]
+    of_all = [model.scale.grad, model.blocks[0].gate.weight.grad]
+    assert all(isinstance(g, DTensor) == (wrapper == "fsdp") for g in of_all)
+    mine = [weight.grad for weight in own]
+    assert len(mine) == 3
     at = slice(me * one_process.LOCAL, (me + 1) * one_process.LOCAL)
-    torch.testing.assert_close(gate, of_gate, rtol=1e-4, atol=1e-6)
-    for got, want in zip(mine, of_experts):
-        torch.testing.assert_close(got, want[at], rtol=1e-4, atol=1e-6)
-    everything = [of_gate, *of_experts]
-    norm = torch.stack([one.square().sum() for one in everything]).sum().sqrt()
-    torch.testing.assert_close(clip([gate], mine, 0.01), norm)
-    torch.testing.assert_close(mine[0], of_experts[0][at] * 0.01 / norm, rtol=1e-4, atol=1e-6)
-    model.experts.finalize()
+    wanted = [*replicated, *(gradient[at] for gradient in of_experts)]
+    for got, want in zip([*of_all, *mine], wanted):
+        torch.testing.assert_close(whole(got), want, rtol=1e-4, atol=1e-6)
+    norm = torch.stack([one.square().sum() for one in (*replicated, *of_experts)]).sum().sqrt()
+    torch.testing.assert_close(clip(of_all, mine, 0.01), norm)
+    for parameter, want in zip([model.scale, model.blocks[0].gate.weight, *own], wanted):
+        torch.testing.assert_close(
+            whole(parameter.grad), want * 0.01 / norm, rtol=1e-4, atol=1e-6
+        )
+    modules[0].finalize()
     distributed.destroy_process_group()
     print("rank", me, "of", W, "is well")
 """

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from waybill.torch import run_threads  # noqa: E402
 from waybill.torch.moe import BarrierAllContext, EPAll2AllLayer  # noqa: E402
+from waybill.world import _torch_on  # noqa: E402
 
 WORLD, HIDDEN, TOPK, EXPERTS, MAX, ROUNDS = 2, 8, 2, 4, 6, 30
 
@@ -190,3 +192,17 @@ def test_opposite_orders_on_one_thread_end_at_the_deadline(calls):
     for rank, (text, seconds) in enumerate(run_threads(WORLD, body, timeout_s=0.6)):
         assert f": rank {rank} waited 0.6" in text and f" from rank {1 - rank} " in text
         assert "; ranks may be in different calls, or rank" in text and seconds < 8
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_rank_that_shares_a_gpu_runs_backward_itself(monkeypatch, is_shared):
+    """Without a GPU: torch is told that there is one."""
+    streams = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda gpu: f"stream of GPU {gpu}")
+    monkeypatch.setattr(torch.cuda, "stream", lambda of: streams.append(of) or nullcontext())
+    with _torch_on(3, is_shared):
+        assert torch._C._is_multithreading_enabled() is not is_shared
+    assert torch._C._is_multithreading_enabled()
+    assert streams == ["stream of GPU 3"] * is_shared

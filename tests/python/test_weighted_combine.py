@@ -61,8 +61,6 @@ def test_as_torch(torch_way, dtype, local_combine, fixed_rows, copy_out, counts)
     gathered, meeting = {}, threading.Barrier(WORLD)
 
     def body(world):
-        # Ranks that share a GPU would share autograd's thread for it.
-        torch.autograd.set_multithreading_enabled(False)
         layer = layer_on(
             world, dtype, enable_local_combine=local_combine, fixed_rows=fixed_rows,
             copy_out=copy_out,
