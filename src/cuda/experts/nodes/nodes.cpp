@@ -540,11 +540,11 @@ void ExpertNodes::add_partial_sums(const ExpertCall& call, const ExpertCombineIn
   add.output = input.output.data;
   const bool wide = common_word({sum_bytes_, address_of(add.output), address_of(add.biases[0]),
                                  address_of(add.biases[1])}) == 16;
-  // Blocks that wait must leave SMs for the network path and for other ranks on the device.
-  const int blocks = layer_.share == 1 ? layer_.gpu->num_sms() : kernel_sms(num_sms);
-  layer_.gpu->check(
-      launch_add_partial_sums(add, layer_.config.token_dtype, wide, blocks, stream_of(call)),
-      "launching a kernel", call.operation);
+  // Blocks that wait must leave SMs for the network path, for other ranks on the device, and for a
+  // combine of another layer on another stream.
+  layer_.gpu->check(launch_add_partial_sums(add, layer_.config.token_dtype, wide,
+                                            kernel_sms(num_sms), stream_of(call)),
+                    "launching a kernel", call.operation);
   if (!by_phases_) path_.join(stream_of(call));
 }
 
