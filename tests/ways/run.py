@@ -351,7 +351,9 @@ def main() -> int:
     parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # Ranks of one process need more than CUDA's 8. Processes get what users have; with 32 each, some
+    # dozens beside each other found no memory for their contexts.
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8" if given.worker == "processes" else "32"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("WAYS_PATIENCE", str(given.patience))
     if given.worker:
