@@ -1,19 +1,26 @@
-"""Trains a small model on packed documents, with attention and experts that the ranks share.
+"""Trains a small model whose ranks share attention and experts; FSDP2 shards all else.
 
-    torchrun --nproc-per-node N examples/python/train_moe.py [--device cpu|cuda] [--steps N]
+    torchrun --nproc-per-node N examples/python/train_moe.py [--device cpu|cuda] [--dp N]
+    ... --folder FOLDER    # goes on from what is saved there, by any number of ranks, and saves
 
-Gradients are sums everywhere. A rank's loss is its part of the mean over the labels of all ranks;
-gradients of what all ranks have are added over the ranks; those of a rank's experts are whole when
-backward is done, as tokens of all ranks came to them. Both modules use one world, and all layers
-one memory. Needs torch 2.8; without torch it ends with status 77.
+A rank's loss is its part of the mean over the labels of all ranks, times the number of ranks, as
+FSDP takes the mean of gradients; "mean" makes those of the experts alike. The ranks of an axis
+"cp" plan attention together; experts are spread over all ranks. With --dp there are that many
+such axes, and FSDP replicates over them. Needs torch 2.8; without torch it ends with status 77.
 """
 
 import argparse
+import pathlib
 import sys
 
 try:
     import torch
+    import torch.distributed.checkpoint as dcp
     from torch import distributed, nn
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Shard
 except ImportError:
     print("torch is not installed: nothing was run")
     sys.exit(77)
@@ -58,29 +65,44 @@ class Model(nn.Module):
             x = block(plan, x)
         return self.head(x)
 
-    def of_all_ranks(self):
-        """The parameters that are the same everywhere."""
-        return [p for name, p in self.named_parameters() if "experts.experts" not in name]
+
+def parameters(model):
+    """Those that are the same on all ranks, and those of a rank's own experts, by name."""
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallel)}
+    own = {
+        f"{n}.experts.{k}": p for n, m in layers.items() for k, p in m.experts.named_parameters()
+    }
+    return {n: p for n, p in model.named_parameters() if n not in own}, own
 
 
-def make_model(world, dtype):
-    """Attention, which plans the batches, and a model with it."""
+def make_model(mesh, dtype):
+    """Attention, which plans the batches, and a model with it.
+
+    :param mesh: of the axes "dp" and "cp"
+    """
+    device = mesh.device_type
     attention = waybill.ContextParallelAttention(
-        world, HEADS, head_dim=HEAD_DIM, dtype=dtype, block_tokens=16
+        mesh["cp"], HEADS, head_dim=HEAD_DIM, dtype=dtype, block_tokens=16, device=device
     )
+    world = waybill.World.from_process_group(device=device)  # of all ranks
 
     def make_experts():
         return ExpertParallel(
             SwiGLUExperts(EXPERTS // world.world_size, HIDDEN, INNER), group=world,
             num_experts=EXPERTS, topk=TOPK, hidden=HIDDEN, max_tokens=DOCUMENTS * LONGEST,
-            dtype=dtype, gradients="sum",  # as the others, which are added over the ranks
+            dtype=dtype, gradients="mean",  # as FSDP
             shared=nn.Sequential(nn.Linear(HIDDEN, INNER), nn.SiLU(), nn.Linear(INNER, HIDDEN)),
         )  # fmt: skip
 
     torch.manual_seed(world.rank)  # experts differ; a process has a generator of its own
-    model = Model(attention, make_experts).to(world.device)
-    for parameter in model.of_all_ranks():
+    model = Model(attention, make_experts).to(device)
+    of_all, own = parameters(model)
+    for parameter in of_all.values():
         distributed.broadcast(parameter.data, 0)
+
+    shards = mesh["cp"] if mesh["dp"].size() == 1 else mesh  # two axes: replicated, then sharded
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=shards, ignored_params=set(own.values()))
     return attention, model
 
 
@@ -92,32 +114,82 @@ def documents(step, rank):
     return [(n + stride * torch.arange(n)) % VOCABULARY for n, stride in zip(lengths, strides)]
 
 
-def gradients(world, attention, model, dtype, documents):
+def gradients(attention, model, dtype, documents):
     """A step's gradients, and the mean loss of the tokens of all ranks."""
-    batch = waybill.pack(documents).to(world.device)
-    plan = attention.plan(attention.gather(batch.pieces))  # the same on all ranks
+    batch = waybill.pack(documents).to(attention.world.device)
+    plan = attention.plan(attention.gather(batch.pieces))  # the same on all ranks of "cp"
     labels = (batch.labels >= 0).sum()
     distributed.all_reduce(labels)
-    kind = torch.device(world.device).type
+    kind = torch.device(attention.world.device).type
     with torch.autocast(kind, torch.bfloat16, enabled=dtype == torch.bfloat16):
         logits = model(plan, batch.tokens, batch.positions)
     loss = nn.functional.cross_entropy(logits.float(), batch.labels, reduction="sum") / labels
-    loss.backward()
+    (loss * distributed.get_world_size()).backward()
     total = loss.detach()
-    for value in (total, *(p.grad for p in model.of_all_ranks())):
-        distributed.all_reduce(value)  # sums; those of the experts are whole
+    distributed.all_reduce(total)
     return float(total)
 
 
-def train(world, dtype, steps):
-    attention, model = make_model(world, dtype)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
-    for step in range(steps):
+def clip(of_all, own, most, group=None):  # gradients; group: of the experts
+    norms = [nn.utils.get_total_norm(gradients) for gradients in (of_all, own)]
+    squares = [(n.full_tensor() if isinstance(n, DTensor) else n) ** 2 for n in norms]
+    distributed.all_reduce(squares[1], group=group)
+    norm = (squares[0] + squares[1]).sqrt()
+    for gradient in (*of_all, *own):  # DTensors themselves, not what full_tensor() returns
+        gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+class State:
+    """Model, optimizer and step, as torch.distributed.checkpoint saves and loads them."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer, self.step = model, optimizer, 0
+        self.own = parameters(model)[1]
+        device = next(iter(self.own.values())).device.type
+        self.ranks = init_device_mesh(device, (distributed.get_world_size(),))
+
+    def of_experts(self, change, model, optimizer):
+        for name in self.own:
+            model[name], state = change(model[name]), optimizer["state"][name]
+            optimizer["state"][name] = {k: change(v) if v.ndim else v for k, v in state.items()}
+        return model, optimizer
+
+    def state_dict(self):
+        def whole(local):  # a rank's experts are a shard of those of all ranks
+            return DTensor.from_local(local, self.ranks, [Shard(0)])
+
+        model, optimizer = self.of_experts(whole, *get_state_dict(self.model, self.optimizer))
+        return {"model": model, "optimizer": optimizer, "step": self.step}
+
+    def load_state_dict(self, loaded):
+        self.step = loaded["step"]
+        model, optimizer = self.of_experts(DTensor.to_local, loaded["model"], loaded["optimizer"])
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer
+        )
+
+
+def train(mesh, dtype, steps, folder=None):
+    attention, model = make_model(mesh, dtype)
+    of_all, own = (list(part.values()) for part in parameters(model))
+    # Two groups: on GPUs an optimizer joins a group's tensors, and DTensors join no others.
+    optimizer = torch.optim.AdamW([{"params": of_all}, {"params": own}], lr=3e-3)
+    state, losses = State(model, optimizer), []
+    if folder is not None and (folder / ".metadata").exists():
+        dcp.load({"training": state}, checkpoint_id=folder)
+    for step in range(state.step, state.step + steps):
         optimizer.zero_grad()
-        losses.append(gradients(world, attention, model, dtype, documents(step, world.rank)))
+        batch = documents(step, distributed.get_rank())
+        losses.append(gradients(attention, model, dtype, batch))
+        clip([p.grad for p in of_all], [p.grad for p in own], 1.0)
         optimizer.step()
-        if world.rank == 0 and (step + 1) % 10 == 0:
-            print(f"step {step + 1:3}: loss {losses[-1]:.3f}", flush=True)
+        state.step = step + 1
+        if distributed.get_rank() == 0 and state.step % 10 == 0:
+            print(f"step {state.step:3}: loss {losses[-1]:.3f}", flush=True)
+    if folder is not None:
+        writer = dcp.FileSystemWriter(folder, overwrite=True)
+        dcp.save({"training": state}, storage_writer=writer)
     for block in model.blocks:
         block.experts.finalize()
     attention.close()
@@ -129,11 +201,15 @@ def main():
     parser.add_argument(
         "--device", default="cuda" if waybill.num_gpus() else "cpu", choices=("cpu", "cuda")
     )
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--dp", type=int, default=1, help="groups that plan apart")
+    parser.add_argument("--folder", type=pathlib.Path, help="of a checkpoint")
     options = parser.parse_args()
-    waybill.initialize_distributed(device=options.device)
-    world = waybill.World.from_process_group(device=options.device)
-    losses = train(world, torch.bfloat16, options.steps)
+    _, size = waybill.initialize_distributed(device=options.device)
+    mesh = init_device_mesh(
+        options.device, (options.dp, size // options.dp), mesh_dim_names=("dp", "cp")
+    )
+    losses = train(mesh, torch.bfloat16, options.steps, options.folder)
     distributed.destroy_process_group()
     early, late = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
     sys.exit(None if late < 0.8 * early else "the loss did not fall")

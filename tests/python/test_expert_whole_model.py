@@ -16,12 +16,14 @@ WRAPPED = """
     import sys
 
     sys.path.insert(0, "{tests}")
+    sys.path.insert(0, os.path.join("{tests}", "../../examples/python"))
     import torch
     from torch import distributed, nn
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
     import test_expert_parallel as one_process
+    from train_moe import clip
     from waybill.torch.moe import ExpertParallel
 
     me, W = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -72,15 +74,6 @@ WRAPPED = """
         (sum(losses) / len(losses)).backward()
         ours = [model.scale.grad, gate.weight.grad]
         return ours, [weight.grad for weight in everything.parameters()]
-
-    def clip(of_all, own, most, group=None):  # gradients; group: of the experts
-        norms = [nn.utils.get_total_norm(gradients) for gradients in (of_all, own)]
-        squares = [(n.full_tensor() if isinstance(n, DTensor) else n) ** 2 for n in norms]
-        distributed.all_reduce(squares[1], group=group)
-        norm = (squares[0] + squares[1]).sqrt()
-        for gradient in (*of_all, *own):  # DTensors themselves, not what full_tensor() returns
-            gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0))
-        return norm
 
     wrapper, mesh = "{wrapper}", distributed.device_mesh.init_device_mesh("cpu", (W,))
     model = Model()

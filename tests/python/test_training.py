@@ -174,7 +174,13 @@ BOTH = """
     distributed.init_process_group(
         "gloo", init_method="file://{folder}/group", rank=me, world_size=W
     )
-    world = waybill.World.from_process_group(device="cpu")
+    dp = {dp}
+    mesh = distributed.device_mesh.init_device_mesh(
+        "cpu", (dp, W // dp), mesh_dim_names=("dp", "cp")
+    )
+
+    def full(tensor):
+        return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
     def everyone(tensor):
         parts = [torch.empty_like(tensor) for _ in range(W)]
@@ -186,7 +192,10 @@ BOTH = """
 
         def __init__(self, layer):
             super().__init__()
-            self.experts, self.shared = copy.deepcopy(layer.experts), copy.deepcopy(layer.shared)
+            first, _, second = layer.shared  # sharded; load_state_dict gives their values
+            sizes = [(part.in_features, part.out_features) for part in (first, second)]
+            self.shared = nn.Sequential(nn.Linear(*sizes[0]), nn.SiLU(), nn.Linear(*sizes[1]))
+            self.experts = copy.deepcopy(layer.experts)
             for name, weight in layer.experts.named_parameters():
                 setattr(self.experts, name, nn.Parameter(everyone(weight.data)))
 
@@ -206,15 +215,16 @@ BOTH = """
             heads.append(F.scaled_dot_product_attention(*given, is_causal=True).transpose(0, 1))
         return torch.cat(heads)
 
-    attention, model = train_moe.make_model(world, torch.float32)
+    attention, model = train_moe.make_model(mesh, torch.float32)
     alone = train_moe.Model(plain_attention, lambda: nn.Identity())
     for block, its in zip(alone.blocks, model.blocks):
         block.experts = Alone(its.experts)
-    own = {name: p.data for name, p in model.named_parameters() if "experts.experts" not in name}
-    alone.load_state_dict(own, strict=False)
+    of_all, own = train_moe.parameters(model)
+    assert len(own) == 3 * train_moe.BLOCKS and own.keys() < dict(model.named_parameters()).keys()
+    alone.load_state_dict({name: full(p.data) for name, p in of_all.items()}, strict=False)
 
     every = [train_moe.documents(0, rank) for rank in range(W)]
-    got = train_moe.gradients(world, attention, model, torch.float32, every[me])
+    got = train_moe.gradients(attention, model, torch.float32, every[me])
 
     whole = waybill.pack([document for documents in every for document in documents])
     logits = alone(whole.pieces, whole.tokens, whole.positions)
@@ -226,22 +236,74 @@ BOTH = """
     assert theirs.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():
         wanted = theirs[name].grad
-        if "experts.experts" in name:
+        if name in own:
             wanted = wanted.chunk(W)[me]
         assert wanted.any(), name
-        torch.testing.assert_close(parameter.grad, wanted, msg=lambda m: name + ": " + m, **close)
+        torch.testing.assert_close(
+            full(parameter.grad), wanted, msg=lambda m: name + ": " + m, **close
+        )
     distributed.destroy_process_group()
     print("rank", me, "of", W, "is well")
 """
 
 
-@pytest.mark.xdist_group("processes")
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_attention_and_experts_in_one_loop(tmp_path, world_size):
-    """Loss and all gradients of a step are those of one process: one convention for both modules,
-    of which an optimizer such as AdamW would hide another.
-    """
+SAVES = """
+    import sys
+
+    sys.path.insert(0, "{examples}")
+    import pathlib
+    import torch
+    import train_moe
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    me, W = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    distributed.init_process_group(
+        "gloo", init_method="file://{folder}/group", rank=me, world_size=W
+    )
+    mesh = distributed.device_mesh.init_device_mesh(
+        "cpu", ({dp}, W // {dp}), mesh_dim_names=("dp", "cp")
+    )
+    train_moe.train(mesh, torch.float32, {steps}, pathlib.Path("{saved}"))
+    distributed.destroy_process_group()
+    print("rank", me, "of", W, "is well")
+"""
+
+
+def run_moe(folder, program, world_size, dp, **more):
     if not hasattr(torch, "_grouped_mm"):
         pytest.skip("this torch has no _grouped_mm")
-    program = BOTH.replace("{folder}", str(tmp_path)).replace("{examples}", str(PROGRAM.parent))
-    expect_all_well(run_ranks(tmp_path, program, world_size))
+    needs_fully_shard()
+    folder.mkdir(exist_ok=True)
+    for name, value in {"folder": folder, "examples": PROGRAM.parent, "dp": dp, **more}.items():
+        program = program.replace(f"{{{name}}}", str(value))
+    expect_all_well(run_ranks(folder, program, world_size))
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize(("world_size", "dp"), [(1, 1), (2, 1), (4, 2)])
+def test_attention_and_experts_in_one_loop(tmp_path, world_size, dp):
+    """Loss and all gradients of a step are those of one process: one convention for both modules
+    and FSDP, of which an optimizer such as AdamW would hide another.
+    """
+    run_moe(tmp_path, BOTH, world_size, dp)
+
+
+@pytest.mark.xdist_group("processes")
+def test_other_ranks_load_what_was_saved(tmp_path):
+    """Two ranks train and save; four load, train no step, and save: all values are the same."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    saved, states = tmp_path / "saved", []
+    for world_size, dp, steps in ((2, 1, 2), (4, 2, 0)):
+        run_moe(tmp_path / str(world_size), SAVES, world_size, dp, steps=steps, saved=saved)
+        dcp_to_torch_save(saved, tmp_path / "state.pt")
+        states.append(torch.load(tmp_path / "state.pt")["training"])
+    assert states[0]["step"] == 2
+    name = "blocks.0.experts.experts.gate"
+    assert states[0]["model"][name].shape[0] == 8
+    moments = states[0]["optimizer"]["state"][name]["exp_avg"]
+    assert moments.flatten(1).any(1).all()
+    groups = [state["optimizer"].pop("param_groups") for state in states]
+    assert groups[0] == groups[1]
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
