@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from .errors import Interrupted, PeerFailed, Timeout, Unsupported
 _T = TypeVar("_T")
 _PATIENCE_S = 1.0  # for ranks to end after an interrupt, before they are interrupted in Python
 _LEAVE_S = 0.5  # for ranks to end after a second interrupt
+_IMPORT_S = 0.01  # after which a rank that was found in the middle of an import is looked at again
 _SLICE_S = 0.1  # waits have slices, between which threads that are not the main one are interrupted
 
 
@@ -88,11 +90,11 @@ class _Ranks:
         try:
             self._await_started(begun + _PATIENCE_S)
             notified = Interrupted._last_raised
-            self._interrupt(lambda thread: notified.get(thread, 0.0) < begun - _PATIENCE_S)
-            self._await_started(float("inf"))
+            self._interrupt(
+                lambda thread: notified.get(thread, 0.0) < begun - _PATIENCE_S, float("inf")
+            )
         except KeyboardInterrupt:
-            self._interrupt(lambda _: True)
-            self._await_started(time.monotonic() + _LEAVE_S)
+            self._interrupt(lambda _: True, time.monotonic() + _LEAVE_S)
             raise
 
     def _await_started(self, until: float) -> None:
@@ -100,12 +102,35 @@ class _Ranks:
             while not event.is_set() and time.monotonic() < until:
                 event.wait(min(_SLICE_S, max(0.0, until - time.monotonic())))
 
-    def _interrupt(self, whom: Callable[[int], bool]) -> None:
-        """KeyboardInterrupt at the next step of Python's interpreter, in each rank's body."""
+    def _interrupt(self, whom: Callable[[int], bool], until: float) -> None:
+        """KeyboardInterrupt at the next step of Python's interpreter, in each rank's body. Returns
+        when they have ended.
+        """
+        left = set(self._inside.values())
+        while left and time.monotonic() < until:
+            left = self._interrupt_now(left, whom)
+            self._await_started(min(until, time.monotonic() + _IMPORT_S) if left else until)
+
+    def _interrupt_now(self, threads: set[int], whom: Callable[[int], bool]) -> set[int]:
+        """Returns those that are to be interrupted later."""
         with self._leaving:
-            for thread in self._inside.values():
-                if whom(thread):
+            frames = sys._current_frames()
+            left = set()
+            for thread in threads.intersection(self._inside.values()):
+                if not whom(thread):
+                    continue
+                if _takes_import_locks(frames.get(thread)):
+                    left.add(thread)
+                else:
                     _core.interrupt_thread(thread)
+            return left
+
+
+def _takes_import_locks(frame: Any) -> bool:
+    """Whether the thread of this frame is in Python's own code of imports. An exception there
+    leaves a lock taken, and others that import the same module wait for ever.
+    """
+    return frame is not None and frame.f_code.co_filename.startswith("<frozen importlib")
 
 
 def run_ranks(world_size: int, rank_main: Callable[[int], _T], scope: Any) -> list[_T]:

@@ -223,6 +223,31 @@ def test_ranks_that_never_call_end_on_the_first_interrupt(tmp_path):
     assert "all threads: 0\n" in output, output
 
 
+def test_ranks_in_the_middle_of_an_import(tmp_path):
+    """One imports and the others wait for it, by locks that an exception would leave taken."""
+    (tmp_path / "slow_to_import.py").write_text("""
+import time
+for _ in range(400):
+    time.sleep(0.01)
+""")
+    program = """
+        sys.path.insert(0, sys.argv[1])
+
+        def body(world):
+            if world.rank == 0:
+                interrupt()
+            import slow_to_import
+
+        try:
+            wt.run_threads(4, body)
+        except KeyboardInterrupt:
+            print("ended after", latency(), "s", threading.active_count(), "threads", flush=True)
+    """
+    ((_, output),) = run_programs(tmp_path, [program_of(program, tmp_path)], timeout=30)
+    assert "1 threads" in output, output
+    assert latencies("import " + output)["import"] < PATIENCE_S + LATENCY_S + MARGIN_S, output
+
+
 def test_a_rank_that_has_heard_of_the_interrupt_is_left_alone(tmp_path):
     """It may have caught it to save its work, for longer than other ranks are waited for."""
     program = """
