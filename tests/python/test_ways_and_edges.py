@@ -49,8 +49,8 @@ def test_the_page_is_made_of_its_numbers():
     )
 
 
-def test_words_do_not_say_where_the_tree_lies(tmp_path):
-    words = f"cannot open {table.ROOT}/build/site/library.so"
+def test_words_are_one_line_and_do_not_say_where_the_tree_lies(tmp_path):
+    words = f"cannot open {table.ROOT}/build/site/library.so\nwith advice"
     table.update(tmp_path / "page.md", "cpu", {("node_counting", "ordinary"): ("refused", words)})
     kept = table.read(tmp_path / "page.md")["cells"]["cpu"]["node_counting"]["ordinary"]
     assert kept == ["refused", "cannot open build/site/library.so"]

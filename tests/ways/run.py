@@ -316,8 +316,8 @@ def groups_of(ways: list[Any], of_each: int) -> list[list[Any]]:
 
 
 def summary(results: Results) -> int:
-    """Prints every cell that is not right. The exit status: 1 if a cell is wrong or has no result, or
-    none ran; 3 if time was over before all had run.
+    """Prints every cell that is not right. The exit status: 1 if a cell is wrong or has no result,
+    or none ran; 3 if time was over before all had run.
     """
     for (way, edge), (result, words) in sorted(results.items(), key=lambda item: item[1][0]):
         if result != "right":
@@ -351,7 +351,7 @@ def main() -> int:
     parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    # Ranks of one process need more than CUDA's 8. Processes get what users have; with 32 each, some
+    # Ranks of one process need more than CUDA's 8. Processes get what users have: with 32 each,
     # dozens beside each other found no memory for their contexts.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8" if given.worker == "processes" else "32"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
