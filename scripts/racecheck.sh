@@ -48,6 +48,6 @@ rm -f "$planted"/*.txt
 check+=(--log-file "$PWD/$planted/%p.txt" --launch-timeout 0)
 status=0
 CUDA_MODULE_LOADING=LAZY "$python" tests/ways/run.py --device cuda --as-processes \
-  --edge ordinary --patience 10 --jobs 6 --under "${check[*]}" "$@" || status=$?
+  --edge ordinary --patience 10 --jobs 4 --under "${check[*]}" "$@" || status=$?
 grep -h -A20 'Race reported' "$planted"/*.txt || true
 exit "$status"

@@ -25,6 +25,7 @@ constexpr Hook all_hooks[] = {
     {"no_bulk_copies", &TestHooks::no_bulk_copies, 0, 1},
     {"unseen_gpus", &TestHooks::unseen_gpus, 0, 1},
     {"unmappable_gpus", &TestHooks::unmappable_gpus, 0, 1},
+    {"copy_stage_kb", &TestHooks::copy_stage_kb, 1, 1'000'000},
     {"nvshmem_enforces", &TestHooks::nvshmem_enforces, 0, 1},
 };
 

@@ -15,6 +15,7 @@ struct TestHooks {
   std::int64_t unseen_gpus = 0;       ///< 1: no process sees the GPU of another
   std::int64_t unmappable_gpus = 0;   ///< 1: nor can it map that GPU's memory
   std::int64_t nvshmem_enforces = 0;  ///< 1: NVSHMEM says that it enforces consistency
+  std::int64_t copy_stage_kb = 0;     ///< stage of copies of experts that cross a network
 };
 
 /// @param hooks those that the text leaves as they are

@@ -69,6 +69,8 @@ void check_dispatch_input(const EPConfig& config, const EPDispatchOptions& optio
   require(tokens <= config.max_tokens, who, ": input has ", tokens,
           " tokens, expected at most max_tokens = ", config.max_tokens);
   if (ids_matter) {
+    require(is_given(input.ids), who, ": exp_indices is not given, expected ",
+            to_string(Shape{tokens, config.topk}), ", int32 or int64");
     require(input.ids.dtype == DType::int32 || input.ids.dtype == DType::int64, who,
             ": exp_indices is ", input.ids.dtype, ", expected int32 or int64");
     check_view(who, "exp_indices", input.ids, input.ids.dtype, {tokens, config.topk});

@@ -4,6 +4,7 @@
 
 #include <fstream>
 #include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -113,6 +114,50 @@ inline void check_rounds(const EPConfig& config, const EPDispatchOptions& option
   run_gpu_thread_world(
       config.world_size, [&](World& world) { run_rounds(world, config, options, rounds, sms); },
       options_of(config));
+}
+
+inline EPDispatchOptions spare_options(std::int32_t spare_experts) {
+  EPDispatchOptions options;
+  options.spare_experts = spare_experts;
+  return options;
+}
+
+/// Dispatches that plan with the copies of the round before, but every third.
+inline std::vector<Round> copy_rounds(const EPConfig& config, const EPDispatchOptions& options,
+                                      std::uint64_t number) {
+  Random random(number);
+  std::vector<Round> rounds;
+  std::vector<std::int32_t> present;
+  for (int i = 0; i < 7; ++i) {
+    if (i % 3 == 0) present.clear();
+    Round round{concat("round ", i), random_case(config, random, {.edges = false}), {}, {}, {}};
+    round.expected = round.sample.dispatch(options, present);
+    present = copies_in(round.expected);
+    rounds.push_back(std::move(round));
+  }
+  return rounds;
+}
+
+/// Those, each followed by a dispatch by its routing.
+inline void run_copy_rounds(World& world, const EPConfig& config, const EPDispatchOptions& options,
+                            const std::vector<Round>& rounds) {
+  DeviceArena arena(world, round_arena_bytes);
+  ExpertRig rig(world, config, options, most_recv_rows(config, options), 4);
+  std::shared_ptr<const ExpertTables> before;
+  for (std::size_t i = 0; i < rounds.size(); ++i) {
+    SCOPED_TRACE(rounds[i].name);
+    arena.reset();
+    const Stream stream{arena.stream()};
+    const DeviceInput device(arena, rounds[i].sample, rig.config().rank);
+    const auto made =
+        rig.dispatch(device.input, stream, nullptr, i % 3 == 0 ? nullptr : before.get());
+    expect_rows(rig, arena, rounds[i].expected);
+    expect_tables(arena, made->views(), rounds[i].expected, rig.config().rank);
+    const auto again = rig.dispatch(device.input, stream, made.get());
+    expect_rows(rig, arena, rounds[i].expected);
+    before = i % 2 == 0 ? made : again;
+  }
+  world.barrier();
 }
 
 /// The same config on nodes of so many ranks.

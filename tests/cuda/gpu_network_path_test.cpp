@@ -163,6 +163,7 @@ struct ListCase {
   std::int64_t row_bytes;
   bool wide_ids;
   NodeFilter filter;
+  bool planned = false;  ///< rows of a call that has begun with ids, which are there
 };
 
 constexpr std::int32_t topk = 4;
@@ -192,20 +193,26 @@ class Lists {
   void check() {
     run();
     std::int64_t step = 0;
-    if (how_.filter == NodeFilter::tokens) {
+    const bool begins = how_.filter == NodeFilter::tokens && !how_.planned;
+    if (begins) {
       for (std::int32_t k = 0; k + 1 < how_.num_nodes; ++k) expect_whole(k, step++);
     }
     for (std::int32_t k = 0; k + 1 < how_.num_nodes; ++k) {
       for (std::int32_t c = 0; c < chunks_; ++c) expect_chunk(k, c, step++);
     }
     EXPECT_EQ(DeviceBlocks::download(params_.state, 1)[0].epoch, 0U);
-    if (how_.filter != NodeFilter::tokens) return;
-    std::vector<std::int32_t> want = ids_;
-    std::fill(want.begin() + num_tokens_ * topk, want.end(), -1);
+    if (!begins) return;
+    const auto want = sent_ids();
     EXPECT_EQ(DeviceBlocks::download(params_.made_ids, std::ssize(want)), want);
   }
 
  private:
+  /// The ids as other nodes read them.
+  [[nodiscard]] std::vector<std::int32_t> sent_ids() const {
+    std::vector<std::int32_t> ids = ids_;
+    std::fill(ids.begin() + num_tokens_ * topk, ids.end(), -1);
+    return ids;
+  }
   [[nodiscard]] std::int32_t num_experts() const { return 2 * how_.num_nodes * how_.node_ranks; }
   [[nodiscard]] std::int32_t node(std::int32_t k) const { return (own_ + 1 + k) % how_.num_nodes; }
   [[nodiscard]] std::int32_t peer(std::int32_t k) const {
@@ -249,6 +256,10 @@ class Lists {
       params_.ids = device.upload(ids_);
       params_.ready_pieces = 2;
       params_.piece_tokens = (how_.max_tokens / 2 >> shift_ << shift_) + (1 << shift_);
+    } else if (how_.planned) {
+      params_.begins = -1;
+      params_.is_open = true;
+      params_.ids = device.upload(sent_ids());
     } else {
       params_.given_ids = how_.wide_ids ? static_cast<const void*>(device.upload(
                                               std::vector<std::int64_t>(ids_.begin(), ids_.end())))
@@ -368,6 +379,13 @@ TEST(GpuNetworkPath, lists_of_tokens_are_those_of_a_model) {
         Lists({8, 8, tokens, row_bytes, wide, NodeFilter::tokens}).check();
       }
     }
+  }
+}
+TEST(GpuNetworkPath, lists_of_tokens_that_follow_a_plan_are_those_of_a_model) {
+  for (const std::int32_t tokens : {1, 33, 600}) {
+    SCOPED_TRACE(testing::Message() << tokens << " tokens");
+    Lists({2, 1, tokens, 14336, false, NodeFilter::tokens, true}).check();
+    Lists({8, 8, tokens, 32, false, NodeFilter::tokens, true}).check();
   }
 }
 TEST(GpuNetworkPath, lists_of_partial_sums_are_those_of_a_model) {

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <memory>
 #include <vector>
 
 #include "core/to_size.h"
@@ -37,6 +36,22 @@ struct SlotsCase {
   int blocks = 1;
   bool wide_ids = false;
   std::int32_t dropped_id = -1;
+  /// Several nodes of so many ranks, which have sent each other ids; 0: one node.
+  std::int32_t ranks_per_node = 0;
+
+  [[nodiscard]] bool has_nodes() const { return ranks_per_node > 0; }
+  [[nodiscard]] std::int32_t num_nodes() const {
+    return has_nodes() ? world_size / ranks_per_node : 1;
+  }
+  /// Whether this rank places the tokens of a rank.
+  [[nodiscard]] bool forwards(std::int32_t r) const {
+    return has_nodes() ? r % ranks_per_node == rank % ranks_per_node : r == rank;
+  }
+  [[nodiscard]] std::int32_t tokens_of(std::int32_t r) const {
+    const std::int32_t of_other = r % 5 * 9;
+    if (r == rank) return num_tokens;
+    return has_nodes() ? std::min(of_other, num_tokens) : of_other;
+  }
 };
 
 /// Experts of T tokens: random by the weights, every ninth topk slot dropped.
@@ -53,17 +68,19 @@ Ints draw_ids(const SlotsCase& one, const std::vector<double>& weights, std::int
   return ids;
 }
 
-/// Runs the kernels of one rank, to which all others have sent their counts.
+/// Runs the kernels of one rank, to which the others have sent their counts.
 class Slots {
  public:
-  explicit Slots(const SlotsCase& one) : one_(one), many_(one.world_size, one.rank) {
+  explicit Slots(const SlotsCase& one)
+      : one_(one),
+        many_(one.world_size, one.rank),
+        node_(one.world_size / one.num_nodes(), one.rank % (one.world_size / one.num_nodes())) {
     Random random(static_cast<std::uint64_t>(one.world_size * 31 + one.num_tokens));
     const std::int32_t homes = one.num_experts / one.world_size;
     const auto weights = test::weights_of(one.family, one.num_experts, homes, random);
     for (std::int32_t r = 0; r < one.world_size; ++r) {
-      const bool mine = r == one.rank;
-      const Ints ids = draw_ids(one, weights, mine ? one.num_tokens : r % 5 * 9, random);
-      if (mine) ids_ = ids;
+      const Ints ids = draw_ids(one, weights, one.tokens_of(r), random);
+      if (one.forwards(r)) take_ids(ids);
       std::vector<std::int64_t> counts(one.num_experts);
       for (const std::int32_t id : ids) {
         if (0 <= id && id < one.num_experts) ++counts[id];
@@ -95,9 +112,7 @@ class Slots {
     EXPECT_TRUE(same(DeviceBlocks::download(params_.rows, std::ssize(rows_)), rows_));
     EXPECT_TRUE(same(DeviceBlocks::download(params_.slot_experts, num_slots()), plan_.slots));
     EXPECT_TRUE(same(DeviceBlocks::download(params_.slot_quotas, num_slots()), plan_.quotas));
-    Ints expected = slot_ids(plan_, rows_, ids_, one_.rank);
-    for (std::int32_t& id : expected) id = id < 0 ? num_slots() : id;
-    EXPECT_EQ(DeviceBlocks::download(params_.slot_ids, std::ssize(expected)), expected);
+    EXPECT_EQ(DeviceBlocks::download(params_.slot_ids, std::ssize(ids_)), expected_ids());
     // The route of the same call begins as if nothing had run.
     const auto state = DeviceBlocks::download(params_.experts.m.state, 1)[0];
     EXPECT_EQ(state.arrived_blocks, 0U);
@@ -106,6 +121,27 @@ class Slots {
   }
 
  private:
+  /// Nodes send each other a whole slice, with -1 where there is no token.
+  void take_ids(const Ints& ids) {
+    for (const std::int32_t id : ids)
+      ids_.push_back(one_.has_nodes() && id == one_.dropped_id ? one_.num_experts : id);
+    if (one_.has_nodes()) ids_.resize(++num_slices_ * to_size(one_.num_tokens * one_.topk), -1);
+  }
+
+  [[nodiscard]] Ints expected_ids() const {
+    Ints expected;
+    for (std::int32_t r = 0; r < one_.world_size; ++r) {
+      if (!one_.forwards(r)) continue;
+      const auto first = ids_.begin() + std::ssize(expected);
+      const Ints ids(first, first + std::int64_t{one_.tokens_of(r)} * one_.topk);
+      const std::size_t end = expected.size() + to_size(one_.num_tokens * one_.topk);
+      for (const std::int32_t id : slot_ids(plan_, rows_, ids, r))
+        expected.push_back(id < 0 ? num_slots() : id);
+      expected.resize(end, -1);
+    }
+    return expected;
+  }
+
   [[nodiscard]] std::int32_t num_slots() const {
     return one_.world_size * (one_.num_experts / one_.world_size + one_.options.spare_experts);
   }
@@ -120,8 +156,9 @@ class Slots {
     shape.num_tokens = one_.num_tokens;
     shape.max_tokens = one_.num_tokens;
     shape.alignment = 1;
-    shape.num_nodes = 1;
-    shape.node_ranks = one_.world_size;
+    shape.num_nodes = one_.num_nodes();
+    shape.node_ranks = one_.world_size / shape.num_nodes;
+    shape.first_rank = one_.rank / shape.node_ranks * shape.node_ranks;
     return shape;
   }
 
@@ -141,26 +178,29 @@ class Slots {
     const std::int64_t n = cuda::num_counts(of.shape);
     std::vector<std::uint64_t> words(one_.world_size * n);
     for (std::int32_t r = 0; r < one_.world_size; ++r) {
-      for (std::int32_t e = 0; e < one_.num_experts && r != one_.rank; ++e) {
+      for (std::int32_t e = 0; e < one_.num_experts && !one_.forwards(r); ++e) {
         words[r * n + e] = OneOfMany::epoch << cuda::count_epoch_shift |
                            to_size(rows_[std::int64_t{r} * one_.num_experts + e]);
       }
     }
     of.own_counts = blocks.upload(words);
     auto* const others = blocks.take<std::uint64_t>(std::ssize(words));
-    of.peers = many_.peers(reinterpret_cast<std::byte*>(of.own_counts),
+    of.peers = node_.peers(reinterpret_cast<std::byte*>(of.own_counts),
                            reinterpret_cast<std::byte*>(others));
-    of.tile_counts = blocks.take<std::int32_t>(one_.blocks * n);
+    of.tile_counts = blocks.take<std::int32_t>(one_.blocks * one_.num_nodes() * n);
     params_.rows = blocks.take<std::int32_t>(std::ssize(rows_));
     params_.slots_per_rank = num_slots() / one_.world_size;
-    params_.slot_ids = blocks.take<std::int32_t>(std::ssize(ids_));
+    params_.slot_ids = one_.has_nodes() ? static_cast<std::int32_t*>(const_cast<void*>(of.ids))
+                                        : blocks.take<std::int32_t>(std::ssize(ids_));
     params_.slot_experts = blocks.take<std::int32_t>(num_slots());
     params_.slot_quotas = blocks.take<std::int32_t>(num_slots());
   }
 
   SlotsCase one_;
   OneOfMany many_;
-  Ints ids_;
+  OneOfMany node_;  ///< its ranks, which get the counts
+  Ints ids_;        ///< of all sources whose tokens this rank places
+  std::size_t num_slices_ = 0;
   std::vector<std::int64_t> rows_;
   EvenExperts plan_;
   cuda::SpareParams params_{};
@@ -197,6 +237,25 @@ TEST(GpuSpareExperts, EdgesOfRanksAndTokens) {
   expect_slots(dropped);
 }
 
+SlotsCase on_nodes(SlotsCase one, std::int32_t ranks_per_node) {
+  one.ranks_per_node = ranks_per_node;
+  one.options.num_nodes = one.num_nodes();
+  return one;
+}
+
+/// Ids of all nodes, which slots replace where they lie.
+TEST(GpuSpareExperts, SlotsOfTokensThatAreForwarded) {
+  for (const char* family : {"lognormal", "zipf", "hot rank", "few"}) {
+    expect_slots(on_nodes({8, 5, 64, 8, 300, family, {.spare_experts = 2}, 4}, 2));
+    expect_slots(on_nodes({6, 1, 12, 3, 100, family, {.spare_experts = 1}, 1}, 1));
+    expect_slots(
+        on_nodes({64, 63, 256, 8, 200, family, {.spare_experts = 2, .limit = 1.02}, 3}, 8));
+    expect_slots(on_nodes({8, 0, 64, 8, 70, family, {.spare_experts = 2}, 1}, 4));
+    expect_slots(on_nodes({8, 6, 64, 8, 0, family, {.spare_experts = 1}, 2}, 4));
+    if (testing::Test::HasFailure()) return;
+  }
+}
+
 /// As many warps as have space for their counts, at last one.
 TEST(GpuSpareExperts, ManyExperts) {
   expect_slots({2, 1, 2048, 8, 300, "zipf", {.spare_experts = 2}, 3});
@@ -208,14 +267,9 @@ TEST(GpuSpareExperts, ManyExperts) {
   EXPECT_FALSE(cuda::spare_kernels_fit(shape, 8196));
 }
 
-EPDispatchOptions spare_options(std::int32_t spare_experts) {
-  EPDispatchOptions options;
-  options.spare_experts = spare_experts;
-  return options;
-}
-
 using test::check_random;
 using test::config_of;
+using test::spare_options;
 
 TEST(GpuSpareExperts, LayersAreThoseOfTheSimulation) {
   check_random(config_of(1, 4, 2, 40, 64), spare_options(1), 6, 41);
@@ -247,39 +301,10 @@ TEST(GpuSpareExperts, RowsAndPayloadsOfAllKinds) {
 
 TEST(GpuSpareExperts, CopiesThatAreThereAreUsedAgain) {
   const EPConfig config = config_of(4, 24, 4, 140, 64);
-  const EPDispatchOptions options = spare_options(2);
-  Random random(49);
-  std::vector<test::Round> rounds;
-  std::vector<std::int32_t> present;  // of the round before; none for every third
-  for (int i = 0; i < 7; ++i) {
-    if (i % 3 == 0) present.clear();
-    test::Round round{
-        concat("round ", i), test::random_case(config, random, {.edges = false}), {}, {}, {}};
-    round.expected = round.sample.dispatch(options, present);
-    present = test::copies_in(round.expected);
-    rounds.push_back(std::move(round));
-  }
+  const auto rounds = test::copy_rounds(config, spare_options(2), 49);
   run_gpu_thread_world(
       config.world_size,
-      [&](World& world) {
-        test::DeviceArena arena(world, test::round_arena_bytes);
-        test::ExpertRig rig(world, config, options, most_recv_rows(config, options), 4);
-        std::shared_ptr<const ExpertTables> before;
-        for (std::size_t i = 0; i < rounds.size(); ++i) {
-          SCOPED_TRACE(rounds[i].name);
-          arena.reset();
-          const Stream stream{arena.stream()};
-          const test::DeviceInput device(arena, rounds[i].sample, rig.config().rank);
-          const auto made =
-              rig.dispatch(device.input, stream, nullptr, i % 3 == 0 ? nullptr : before.get());
-          test::expect_rows(rig, arena, rounds[i].expected);
-          test::expect_tables(arena, made->views(), rounds[i].expected, rig.config().rank);
-          const auto again = rig.dispatch(device.input, stream, made.get());
-          test::expect_rows(rig, arena, rounds[i].expected);
-          before = i % 2 == 0 ? made : again;
-        }
-        world.barrier();
-      },
+      [&](World& world) { test::run_copy_rounds(world, config, spare_options(2), rounds); },
       test::world_options());
 }
 

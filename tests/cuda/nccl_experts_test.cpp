@@ -3,9 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include "cuda/copy_store_rank.h"
 #include "cuda/gpu_expert_rounds.h"
 #include "cuda/gpu_processes.h"
 #include "cuda/simulated_hosts.h"
+#include "support/with_hooks.h"
 #include "waybill/experts/ep_all2all_layer.h"
 
 namespace waybill {
@@ -14,6 +16,7 @@ namespace {
 using test::config_of;
 using test::on_nodes;
 using test::SimulatedHosts;
+using test::spare_options;
 
 constexpr double long_timeout_s = 40;
 
@@ -44,6 +47,90 @@ TEST(NcclExperts, rows_of_14_kib_equal_the_simulation) {
 TEST(NcclExperts, quantized_rows_equal_the_simulation) {
   check(on_nodes(config_of(2, 12, 4, 60, 512), 1),
         {.rows = EPRows::compact, .payload = EPPayload::quantized}, 155);
+}
+
+// Copies of experts: ids cross first, and rows when slots are planned.
+
+TEST(NcclExperts, copies_on_two_nodes_of_one_equal_the_simulation) {
+  check(on_nodes(config_of(2, 12, 4, 90, 256), 1), spare_options(1), 158);
+}
+TEST(NcclExperts, copies_on_two_nodes_of_two_equal_the_simulation) {
+  check(on_nodes(config_of(4, 16, 4, 140, 512), 2), spare_options(2), 159);
+}
+TEST(NcclExperts, copies_of_compact_rows_equal_the_simulation) {
+  EPDispatchOptions options = spare_options(2);
+  options.rows = EPRows::compact;
+  options.limit = 1.05;
+  check(on_nodes(config_of(3, 12, 4, 60, 256), 1), options, 160);
+  options.payload = EPPayload::quantized;
+  check(on_nodes(config_of(2, 12, 4, 60, 512), 1), options, 161);
+}
+TEST(NcclExperts, copies_that_are_there_are_used_again) {
+  const EPConfig config = on_nodes(config_of(4, 24, 4, 140, 64), 2);
+  const auto rounds = test::copy_rounds(config, spare_options(2), 162);
+  test::expect_no_errors(test::run_gpu_processes(
+      config.world_size, SimulatedHosts{2},
+      [&](World& world) { test::run_copy_rounds(world, config, spare_options(2), rounds); },
+      long_timeout_s));
+}
+
+/// Weights and gradients of copies. @param hooks for a stage that several rounds need
+void check_store(std::int32_t ranks, std::int32_t ranks_per_node, const char* hooks) {
+  const test::WithHooks with(hooks);
+  const auto cases = test::network_copies(ranks);
+  test::expect_no_errors(test::run_gpu_processes(
+      ranks, SimulatedHosts{ranks_per_node}, [&](World& world) { test::run_copies(world, cases); },
+      long_timeout_s));
+}
+
+TEST(NcclExperts, weights_and_gradients_of_copies_on_two_nodes_of_one) { check_store(2, 1, ""); }
+TEST(NcclExperts, weights_and_gradients_of_copies_on_two_nodes_of_two) {
+  check_store(4, 2, "copy_stage_kb=512");
+}
+TEST(NcclExperts, weights_and_gradients_of_copies_on_three_nodes_of_one) {
+  check_store(3, 1, "copy_stage_kb=256");
+}
+
+TEST(NcclExperts, copies_are_refused_in_a_graph_and_move_after_it) {
+  const test::StoreCase one(2, 2, 2, 1, 50, DType::float32);
+  test::expect_no_errors(test::run_gpu_processes(
+      2, SimulatedHosts{1},
+      [&](World& world) {
+        test::StoreRank rank(world, 2);
+        rank.begin(one);
+        const auto stream = rank.arena().stream();
+        test::cuda_ok(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        EXPECT_THROW(rank.fetch(true, 0), Unsupported);
+        EXPECT_THROW(rank.add(), Unsupported);
+        cudaGraph_t graph = nullptr;
+        test::cuda_ok(cudaStreamEndCapture(stream, &graph));
+        test::cuda_ok(cudaGraphDestroy(graph));
+        rank.forget(0x5A);
+        rank.fetch(true, 0);
+        rank.add();
+        rank.expect_weights(0x5A);
+        rank.expect_sums();
+        rank.store().finalize();
+      },
+      long_timeout_s));
+}
+
+/// Other calls of a store move other sizes, for which NCCL would wait for ever.
+TEST(NcclExperts, ranks_that_move_other_copies_are_told) {
+  const test::StoreCase one(2, 2, 2, 1, 50, DType::float32);
+  const auto ends = test::run_gpu_processes(
+      2, SimulatedHosts{1},
+      [&](World& world) {
+        test::StoreRank rank(world, 2);
+        rank.begin(one);
+        world.rank() == Rank{0} ? rank.fetch(true, 0) : rank.add();
+        rank.arena().synchronize();
+      },
+      20);
+  for (const auto& end : ends) {
+    EXPECT_EQ(end.signal, 0);
+    EXPECT_NE(end.text.find("ranks disagree in call"), std::string::npos) << end.text;
+  }
 }
 
 /// By a routing that is there, from few tokens in large slices, some ranks with none.

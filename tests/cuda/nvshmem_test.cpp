@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "cuda/copy_store_rank.h"
 #include "cuda/gpu_disagreements.h"
 #include "cuda/gpu_expert_rounds.h"
 #include "cuda/gpu_nodes.h"
@@ -147,6 +148,53 @@ TEST(NvshmemNodes, experts_on_two_nodes_of_four) {
 }
 TEST(NvshmemNodes, experts_on_four_nodes_of_two) {
   check_experts(test::on_nodes(test::config_of(8, 16, 4, 60, 256), 2), {}, 136);
+}
+
+TEST(NvshmemNodes, copies_of_experts_on_two_nodes_of_one) {
+  const EPConfig config = test::on_nodes(test::config_of(2, 12, 4, 90, 256), 1);
+  check_experts(config, test::spare_options(1), 137);
+  EPDispatchOptions options = test::spare_options(2);
+  options.rows = EPRows::compact;
+  options.payload = EPPayload::quantized;
+  options.limit = 1.05;
+  check_experts(test::on_nodes(test::config_of(2, 12, 4, 60, 512), 1), options, 138);
+}
+TEST(NvshmemNodes, copies_of_experts_on_two_nodes_of_two) {
+  check_experts(test::on_nodes(test::config_of(4, 16, 4, 140, 512), 2), test::spare_options(2),
+                139);
+}
+TEST(NvshmemNodes, copies_of_experts_on_four_nodes_of_two) {
+  check_experts(test::on_nodes(test::config_of(8, 32, 4, 60, 256), 2), test::spare_options(2), 140);
+}
+TEST(NvshmemNodes, copies_that_are_there_are_used_again) {
+  const EPConfig config = test::on_nodes(test::config_of(4, 24, 4, 140, 64), 2);
+  const auto rounds = test::copy_rounds(config, test::spare_options(2), 141);
+  test::expect_no_errors(test::run_gpu_processes(
+      config.world_size,
+      [&](std::shared_ptr<Bootstrap> bootstrap, int device) {
+        return make_nvshmem_world(std::move(bootstrap), device, 2);
+      },
+      [&](World& world) { test::run_copy_rounds(world, config, test::spare_options(2), rounds); }));
+}
+
+/// Weights and gradients of copies. @param hooks for a stage that several rounds need
+void check_store(std::int32_t ranks, std::int32_t ranks_per_node, const char* hooks) {
+  const test::WithHooks with(hooks);
+  const auto cases = test::network_copies(ranks);
+  test::expect_no_errors(test::run_gpu_processes(
+      ranks,
+      [&](std::shared_ptr<Bootstrap> bootstrap, int device) {
+        return make_nvshmem_world(std::move(bootstrap), device, ranks_per_node);
+      },
+      [&](World& world) { test::run_copies(world, cases); }));
+}
+
+TEST(NvshmemNodes, weights_and_gradients_of_copies_on_two_nodes_of_one) { check_store(2, 1, ""); }
+TEST(NvshmemNodes, weights_and_gradients_of_copies_on_two_nodes_of_two) {
+  check_store(4, 2, "copy_stage_kb=512");
+}
+TEST(NvshmemNodes, weights_and_gradients_of_copies_on_four_nodes_of_two) {
+  check_store(8, 2, "copy_stage_kb=1024");
 }
 
 TEST(NvshmemNodes, ranks_that_disagree_are_told_so) {

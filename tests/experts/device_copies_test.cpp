@@ -4,14 +4,17 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <numeric>
 #include <set>
 #include <vector>
 
+#include "cuda/experts/copies/rounds.h"
 #include "cuda/experts/copies/rule.h"
 #include "moe/copied_experts.h"
 #include "support/run_ranks.h"
+#include "waybill/core/random.h"
 #include "waybill/experts/copy_store.h"
 
 namespace waybill::test {
@@ -166,6 +169,151 @@ TEST(DeviceCopies, GradientsAreAddedInTheOrderOfCpuRanks) {
       EXPECT_EQ(made, wanted);
     }
   }
+}
+
+/// The windows of ranks that move copies in rounds. A store lies before the stage.
+struct RoundsCase {
+  RoundsCase(const RuleCase& of, bool sums, std::int64_t half_bytes)
+      : one(of), rounds(of.table, parts_of(of), sums, {stage_at(of), half_bytes}) {
+    Random random(7);
+    for (std::int32_t r = 0; r < of.table.num_ranks; ++r) {
+      std::vector<std::uint8_t> window(stage_at(of) + 2 * half_bytes);
+      for (auto& byte : window) byte = static_cast<std::uint8_t>(random.below(256));
+      windows.push_back(window);
+      std::vector<std::uint8_t> home(of.table.homes * expert_bytes);
+      for (auto& byte : home) byte = static_cast<std::uint8_t>(random.below(256));
+      homes.push_back(home);
+    }
+  }
+
+  static constexpr std::int64_t sizes[] = {40, 0, 100, 7, 64};  ///< bytes of parts
+  static constexpr std::int64_t expert_bytes = 211;
+
+  static std::vector<cuda::StreamPart> parts_of(const RuleCase& of) {
+    std::vector<cuda::StreamPart> parts;
+    std::int64_t begin = 0;
+    std::int64_t at = 16;
+    for (const std::int64_t bytes : sizes) {
+      parts.push_back({begin, bytes, at});
+      begin = cuda::next_in_stream(begin, bytes);
+      at += of.table.spare * bytes;
+    }
+    return parts;
+  }
+  static std::int64_t stage_at(const RuleCase& of) { return 16 + of.table.spare * expert_bytes; }
+
+  /// The parts of a copy in a rank's store, one after the other.
+  [[nodiscard]] std::vector<std::uint8_t> copy_in(std::int32_t copy) const {
+    std::vector<std::uint8_t> bytes;
+    for (const cuda::StreamPart& part : parts_of(one)) {
+      const auto first = windows[copy / one.table.spare].begin() + part.copies_at +
+                         copy % one.table.spare * part.bytes;
+      bytes.insert(bytes.end(), first, first + part.bytes);
+    }
+    return bytes;
+  }
+  [[nodiscard]] std::vector<std::uint8_t> home_of(std::int32_t expert) const {
+    const auto& home = homes[expert / one.table.homes];
+    const auto first = home.begin() + expert % one.table.homes * expert_bytes;
+    return {first, first + expert_bytes};
+  }
+
+  /// All ranks make the moves of a round, of which both ends know the same.
+  void move(std::int64_t round) {
+    const auto before = windows;
+    for (std::int32_t r = 0; r < one.table.num_ranks; ++r) {
+      for (const cuda::WindowMove& move : rounds.moves(r, round)) {
+        EXPECT_TRUE(move.source == r || move.target == r);
+        EXPECT_NE(move.source / one.table.node_ranks, move.target / one.table.node_ranks);
+        EXPECT_EQ(pair(r, move, round),
+                  pair(r == move.source ? move.target : move.source, move, round));
+        if (move.source != r) continue;
+        std::copy_n(before[r].begin() + move.from, move.bytes,
+                    windows[move.target].begin() + move.to);
+      }
+    }
+  }
+
+  /// The moves between two ranks in one direction, as a rank has them.
+  [[nodiscard]] std::vector<std::array<std::int64_t, 3>> pair(std::int32_t rank,
+                                                              const cuda::WindowMove& like,
+                                                              std::int64_t round) const {
+    std::vector<std::array<std::int64_t, 3>> found;
+    for (const cuda::WindowMove& move : rounds.moves(rank, round)) {
+      if (move.source == like.source && move.target == like.target)
+        found.push_back({move.from, move.to, move.bytes});
+    }
+    return found;
+  }
+
+  const RuleCase& one;
+  cuda::CopyRounds rounds;
+  std::vector<std::vector<std::uint8_t>> windows;
+  std::vector<std::vector<std::uint8_t>> homes;  ///< [P, expert_bytes]: parts one after the other
+};
+
+TEST(DeviceCopies, RoundsBringWeightsToTheFirstCopyOnEachNode) {
+  std::int64_t most_rounds = 0;
+  for (const RuleCase& of : rule_cases()) {
+    for (const std::int64_t half : {std::int64_t{96}, std::int64_t{4096}}) {
+      RoundsCase one(of, false, half);
+      const RoundsCase before(of, false, half);
+      most_rounds = std::max(most_rounds, one.rounds.num_rounds());
+      for (std::int64_t round = 0; round < one.rounds.num_rounds(); ++round) {
+        for (std::int32_t r = 0; r < of.table.num_ranks; ++r) {
+          for (const cuda::StagedRange& range : one.rounds.staged(r, round)) {
+            std::int64_t at = range.home * RoundsCase::expert_bytes + range.offset;
+            for (std::int32_t i = 0; i < range.part; ++i) at += RoundsCase::sizes[i];
+            std::copy_n(one.homes[r].begin() + at, range.bytes, one.windows[r].begin() + range.to);
+          }
+        }
+        one.move(round);
+      }
+      for (std::int32_t copy = 0; copy < of.table.size(); ++copy) {
+        const bool comes =
+            cuda::crosses_nodes(of.table, copy) && cuda::first_of_node(of.table, copy) == copy;
+        const auto now = one.copy_in(copy);
+        EXPECT_EQ(now, comes ? one.home_of(of.spare_experts[copy]) : before.copy_in(copy));
+      }
+    }
+  }
+  EXPECT_GT(most_rounds, 3);
+}
+
+TEST(DeviceCopies, RoundsBringGradientsHomeWhileEarlierOnesAreAdded) {
+  std::int64_t most_rounds = 0;
+  for (const RuleCase& of : rule_cases()) {
+    RoundsCase one(of, true, 2048);
+    most_rounds = std::max(most_rounds, one.rounds.num_rounds());
+    std::vector<std::vector<std::uint8_t>> landed(of.table.size());
+    const auto parts = RoundsCase::parts_of(of);
+    const std::int64_t range = one.rounds.range_bytes();
+    const auto take = [&](std::int64_t round) {
+      for (std::int32_t copy = 0; copy < of.table.size(); ++copy) {
+        if (!cuda::crosses_nodes(of.table, copy)) continue;
+        const auto& window = one.windows[of.spare_experts[copy] / of.table.homes];
+        const std::int64_t place =
+            one.rounds.half(round) + cuda::landing_of(of.table, copy) * range;
+        for (std::int64_t i = round * range; i < (round + 1) * range; ++i) {
+          const bool is_there = std::ranges::any_of(parts, [&](const cuda::StreamPart& part) {
+            return part.begin <= i && i < part.begin + part.bytes;
+          });
+          if (is_there) landed[copy].push_back(window[place + i - round * range]);
+        }
+      }
+    };
+    for (std::int64_t round = 0; round < one.rounds.num_rounds(); ++round) {
+      one.move(round);
+      if (round > 0) take(round - 1);  // a rank may be late by one
+    }
+    if (one.rounds.num_rounds() > 0) take(one.rounds.num_rounds() - 1);
+    for (std::int32_t copy = 0; copy < of.table.size(); ++copy) {
+      if (cuda::crosses_nodes(of.table, copy)) {
+        EXPECT_EQ(landed[copy], one.copy_in(copy));
+      }
+    }
+  }
+  EXPECT_GT(most_rounds, 3);
 }
 
 TEST(DeviceCopies, StripesHaveEachChunkOnce) {

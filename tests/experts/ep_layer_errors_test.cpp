@@ -80,6 +80,7 @@ TEST(EPLayerErrors, ComeBeforeAnyCommunicationAndTheCallMayBeRepeated) {
     EXPECT_NO_THROW((void)layer.dispatch(as_often_as_may_be));
     refuses([&](auto& in) { in.ids.shape = {4, 2}; }, {"exp_indices has shape [4, 2]"});
     refuses([&](auto& in) { in.ids = other.view(); }, {"exp_indices is float32"});
+    refuses([&](auto& in) { in.ids = {}; }, {"exp_indices is not given, expected ["});
     refuses([&](auto& in) { in.weights = wide.view(); }, {"weight is bfloat16"});
     refuses([&](auto& in) { in.scales = other.view(); }, {"scales"});
     refuses([&](auto& in) { in.full_scatter_indices = other.view(); }, {"full_scatter_indices"});

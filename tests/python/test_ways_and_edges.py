@@ -49,8 +49,8 @@ def test_the_page_is_made_of_its_numbers():
     )
 
 
-def test_words_do_not_say_where_the_tree_lies(tmp_path):
-    words = f"cannot open {table.ROOT}/build/site/library.so"
+def test_words_are_one_line_and_do_not_say_where_the_tree_lies(tmp_path):
+    words = f"cannot open {table.ROOT}/build/site/library.so\nwith advice"
     table.update(tmp_path / "page.md", "cpu", {("node_counting", "ordinary"): ("refused", words)})
     kept = table.read(tmp_path / "page.md")["cells"]["cpu"]["node_counting"]["ordinary"]
     assert kept == ["refused", "cannot open build/site/library.so"]
@@ -117,8 +117,17 @@ def test_cells_without_a_result_are_counted(monkeypatch, capsys):
     assert [type(error) for error in failed] == [ZeroDivisionError]
     wanted = program.cells_of([WAYS["node_counting"]], given_of())
     assert len(wanted) > 5 and results == dict.fromkeys(wanted, program.NO_RESULT)
-    assert program.summary(results) == len(wanted)
+    assert program.summary(results) == 1
     assert f"0 no time, {len(wanted)} without a result\n" in capsys.readouterr().out
+
+
+def test_a_run_whose_time_is_over_does_not_pass(monkeypatch, capsys):
+    monkeypatch.setattr(program.Run, "_worker", lambda self, cells: None)
+    results = program.run_all(given_of(limit_s=0.0), lambda results: None)
+    assert {result for result, _ in results.values()} == {"no time"}
+    assert program.summary(results) == 3
+    assert f"{len(results)} no time, 0 without a result\n" in capsys.readouterr().out
+    assert program.summary({**results, ("way", "edge"): ("wrong", "")}) == 1
 
 
 def test_a_run_of_no_cell_fails(monkeypatch, capsys):

@@ -66,7 +66,6 @@ class CopiesWay(ExpertWay):
     chunks: int = 1
     limits: tuple[float, int] = (1.0, 1)  #: limit and min_rows of the copies' plans
     compiled: bool = False  #: one graph of torch.compile, with room for any rows
-    devices: tuple[str, ...] = ("cpu",)
 
     def cases(self, edge: str) -> Iterator[ExpertCase]:
         """One for each number of ranks and nodes."""
@@ -169,10 +168,22 @@ def _ways() -> Iterator[Way]:
         title, options = kinds[name]
         title = f"spare experts, several nodes, mapped, {title}"
         yield CopiesWay(f"spare_nodes_{name}", title, topologies=((4, 2),), **options)
-    yield CopiesWay(
-        "spare_module_processes", "spare experts, one node, processes, module",
-        topologies=((2, 2),), ranks="processes",
-    )  # fmt: skip
+    for name, title, topology in (
+        ("module", "one node, processes, module", (2, 2)),
+        ("nodes_module", "several nodes, processes, mapped, module", (4, 2)),
+    ):
+        yield CopiesWay(
+            f"spare_{name}_processes", f"spare experts, {title}", topologies=(topology,),
+            ranks="processes",
+        )  # fmt: skip
+    for backend, at in (("nccl", "NCCL"), ("nvshmem", "NVSHMEM")):
+        on: dict[str, Any] = {"ranks": "processes", "backend": backend, "devices": ("cuda",)}
+        for name, topologies in (("module", ((4, 2),)), ("module_kept", ((2, 1),))):
+            title, options = kinds[name]
+            yield CopiesWay(
+                f"nodes_{backend}_spare_{name}", f"spare experts, several nodes, {at}, {title}",
+                topologies=topologies, **on, **options,
+            )  # fmt: skip
 
 
 WAYS = {way.name: way for way in _ways()}

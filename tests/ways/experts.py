@@ -454,6 +454,22 @@ def _spare_ways() -> Iterator[Way]:
         "spare_nodes_processes", "spare experts, several nodes, processes, mapped",
         topologies=((2, 1), (4, 2)), **processes,
     )  # fmt: skip
+    over_network = ("known", "present", "fixed", "compact", "quantized", "weighted")
+    for backend, at in (("nccl", "NCCL"), ("nvshmem", "NVSHMEM")):
+        on: dict[str, Any] = {**processes, "backend": backend, "devices": ("cuda",)}
+        title = f"spare experts, several nodes, {at}"
+        yield LayerWay(
+            f"nodes_{backend}_spare", f"{title}, counting", topologies=((2, 1), (4, 2)), **on
+        )
+        for name in over_network:
+            of_kind, options = kinds[name]
+            yield LayerWay(
+                f"nodes_{backend}_spare_{name}", f"{title}, {of_kind}", topologies=((2, 1),),
+                **on, **options,
+            )  # fmt: skip
+        yield GradientWay(
+            f"nodes_{backend}_spare_gradient", f"{title}, gradients", topologies=((2, 1),), **on
+        )
 
 
 def _process_ways() -> Iterator[Way]:

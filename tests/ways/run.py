@@ -316,7 +316,9 @@ def groups_of(ways: list[Any], of_each: int) -> list[list[Any]]:
 
 
 def summary(results: Results) -> int:
-    """Prints every cell that is not right; the number of those that are wrong or have no result."""
+    """Prints every cell that is not right. The exit status: 1 if a cell is wrong or has no result,
+    or none ran; 3 if time was over before all had run.
+    """
     for (way, edge), (result, words) in sorted(results.items(), key=lambda item: item[1][0]):
         if result != "right":
             print(f"{result.upper()}  {way} : {edge}\n    {words}")
@@ -325,7 +327,9 @@ def summary(results: Results) -> int:
     for result, _ in results.values():
         counts[result] += 1
     print("ways and edges: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()), flush=True)
-    return counts["wrong"] + counts[NO_RESULT[0]]
+    if counts["wrong"] or counts[NO_RESULT[0]] or not results:
+        return 1
+    return 3 if counts["no time"] else 0
 
 
 def main() -> int:
@@ -335,7 +339,9 @@ def main() -> int:
     parser.add_argument("--only", default="*", help="pattern of the ways' names")
     parser.add_argument("--write", type=pathlib.Path, help="the page; its numbers lie beside it")
     parser.add_argument("--page", type=pathlib.Path, help="writes the page again, runs nothing")
-    parser.add_argument("--limit-s", type=float, default=480.0)
+    parser.add_argument(
+        "--limit-s", type=float, default=480.0, help="cells after that have no time: exit status 3"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
     parser.add_argument("--edge", default="*", help="pattern of the edges' names")
     parser.add_argument("--ranks", choices=KINDS, help="only ways whose ranks are these")
@@ -345,7 +351,9 @@ def main() -> int:
     parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # Ranks of one process need more than CUDA's 8. Processes get what users have: with 32 each,
+    # dozens beside each other found no memory for their contexts.
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8" if given.worker == "processes" else "32"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("WAYS_PATIENCE", str(given.patience))
     if given.worker:
@@ -362,8 +370,7 @@ def main() -> int:
         if given.write:
             table.update(given.write, given.device, results)
 
-    results = run_all(given, keep)
-    return 1 if summary(results) or not results else 0
+    return summary(run_all(given, keep))
 
 
 if __name__ == "__main__":

@@ -96,6 +96,7 @@ def _update(page: pathlib.Path, device: str, results: dict[Any, tuple[str, str]]
             "date": today.isoformat(), "machine": machine(device), "code": code_hash(family),
         }  # fmt: skip
     for (way, edge), (result, words) in results.items():
+        words = words.partition("\n")[0]  # torch adds advice
         words = words.replace(f"{ROOT}/", "")  # where the tree lies on that machine
         cells.setdefault(way, {})[edge] = [result, words] if words else [result]
         if result == "no time":

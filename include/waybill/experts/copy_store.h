@@ -93,18 +93,19 @@ struct CopyStoreCall {
   bool fresh = true;  ///< all copies come, also those that lie there; the same on all ranks
 };
 
-/// Spare slots of GPU ranks that map each other's memory, and what brings weights to copies and
-/// their gradients home. What arrives is that of simulate_expert_copies and
-/// simulate_expert_copy_gradients, bit for bit.
+/// Spare slots of GPU ranks, and what brings weights to copies and their gradients home. What
+/// arrives is that of simulate_expert_copies and simulate_expert_copy_gradients, bit for bit.
 ///
-/// The plan is on the device, and calls are queued: the host waits for nothing, and graphs may hold
-/// them. A graph's `fetch_weights` should be `fresh`, as replays have other weights. All calls are
-/// collective, in the same order on all ranks. After a failed call the object is unusable.
+/// The plan is on the device, and calls are queued. Where all ranks map each other's memory the
+/// host waits for nothing, and graphs may hold the calls. A graph's `fetch_weights` should be
+/// `fresh`, as replays have other weights. Over a network the host waits for the plan, no graph
+/// holds a call, and all copies come in each. All calls are collective, in the same order on all
+/// ranks. After a failed call the object is unusable.
 class CopyStore {
  public:
   /// Collective. @param size_bytes of the store, the same on all ranks
-  /// @throws InvalidArgument for negative numbers; Unsupported for ranks in host memory, for
-  ///   nodes whose memory is not mapped, and for more than 2048 spare slots of all ranks; Timeout
+  /// @throws InvalidArgument for negative numbers; Unsupported for ranks in host memory and for
+  ///   more than 2048 spare slots of all ranks; Timeout
   CopyStore(const World& world, std::int64_t size_bytes, std::int32_t spare_experts);
   CopyStore(CopyStore&& other) noexcept;
   CopyStore& operator=(CopyStore&& other) noexcept;
@@ -116,10 +117,10 @@ class CopyStore {
   /// Keeps that memory alive.
   [[nodiscard]] std::shared_ptr<void> memory() const;
 
-  /// Queues: weights from their homes into the stores, along plan_weight_transfers' trees. Reads
-  /// `home`, writes the store.
-  /// @throws InvalidArgument, also for more than 16 parts or 256 tensors of home experts; later
-  ///   Disagreement, Timeout
+  /// Queues: weights from their homes into the stores, along plan_weight_transfers' trees (over a
+  /// network straight to each other node). Reads `home`, writes the store.
+  /// @throws InvalidArgument, also for more than 16 parts or 256 tensors of home experts;
+  ///   Unsupported in a graph over a network; later Disagreement, Timeout
   void fetch_weights(const CopyStoreCall& call, const Stream& stream);
 
   /// Queues: the gradients of copies, which lie in the store, are added to those of home: home

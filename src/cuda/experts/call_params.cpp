@@ -136,8 +136,9 @@ MoeShape ExpertParams::experts_shape(std::int64_t num_tokens) const {
   MoeShape s = shape(num_tokens, 0);
   s.num_experts = layer_.experts.num_experts;
   s.experts_per_rank = layer_.experts.num_experts_per_rank();
-  s.compact = 0;    // no rows, so their number per rank is not counted
-  s.num_nodes = 1;  // the memory of all ranks is mapped
+  s.compact = 0;  // no rows, so their number per rank is not counted
+  if (!layer_.reaches_all) return s;
+  s.num_nodes = 1;
   s.node_ranks = s.world_size;
   s.first_rank = 0;
   return s;
@@ -243,13 +244,15 @@ RouteParams ExpertParams::count(const ExpertCall& call, const ExpertDispatchInpu
                                 GpuExpertTables& tables) const {
   RouteParams params = route(call, input, tables);
   params.shape = experts_shape(params.shape.num_tokens);
-  params.m.arrive.first_rank = 0;
-  params.m.arrive.node_ranks = params.shape.node_ranks;
-  params.m.arrive.fingerprint.crosses_nodes = false;
-  params.peers = near_peers_of<std::byte>(records_, 0, 0, params.shape.node_ranks);
-  params.ids = input.ids.data;
-  params.wide_ids = input.ids.dtype == DType::int64;
-  params.dropped_id = layer_.options.dropped(layer_.experts);
+  if (layer_.reaches_all) {
+    params.m.arrive.first_rank = 0;
+    params.m.arrive.node_ranks = params.shape.node_ranks;
+    params.m.arrive.fingerprint.crosses_nodes = false;
+    params.peers = near_peers_of<std::byte>(records_, 0, 0, params.shape.node_ranks);
+    params.ids = input.ids.data;
+    params.wide_ids = input.ids.dtype == DType::int64;
+    params.dropped_id = layer_.options.dropped(layer_.experts);
+  }
   if (call.max_per_expert > 0) {
     params.max_per_expert = static_cast<std::int32_t>(
         std::min<std::int64_t>(params.max_per_expert, call.max_per_expert));

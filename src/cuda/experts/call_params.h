@@ -47,6 +47,10 @@ struct GpuExpertLayer {
   EPConfig experts;  ///< the config given; without spare experts the same
   EPDispatchOptions options;
   const ExpertMemory& memory;
+  bool reaches_all;  ///< kernels reach the memory of all ranks: one node, or nodes that are mapped
+
+  /// Whether a dispatch plans copies from ids that nodes have sent each other. Else it plans first.
+  [[nodiscard]] bool plans_after_ids() const { return options.spare_experts > 0 && !reaches_all; }
 
   /// The dropped id in the ids that are routed; those of slots were checked before.
   [[nodiscard]] std::int32_t dropped_id() const {
@@ -70,7 +74,8 @@ class ExpertParams {
   [[nodiscard]] RouteParams route(const ExpertCall& call, const ExpertDispatchInput& input,
                                   GpuExpertTables& tables) const;
 
-  /// With spare experts: the same of experts, which are counted before slots take their place.
+  /// With spare experts: the same of experts, which are counted before slots take their place: this
+  /// rank's for all ranks that kernels reach, or those that it forwards for the ranks of its node.
   [[nodiscard]] RouteParams count(const ExpertCall& call, const ExpertDispatchInput& input,
                                   GpuExpertTables& tables) const;
 

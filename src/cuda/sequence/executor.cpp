@@ -185,8 +185,7 @@ class GpuExecutor final : public Executor, public ExpertExecutorFactory {
   std::unique_ptr<CopyStoreExecutor> make_copy_store(std::int64_t size_bytes,
                                                      std::int32_t spare_experts,
                                                      std::string_view name) override {
-    const bool maps_nodes = path_ != nullptr && path_->maps_peers();
-    return make_gpu_copy_store(transport_, gpu_, share_, maps_nodes, size_bytes, spare_experts,
+    return make_gpu_copy_store(transport_, gpu_, share_, path_.get(), size_bytes, spare_experts,
                                name);
   }
 

@@ -354,11 +354,10 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         no chunks; None: if torch compiles and they can be. Selective checkpoints need True
     :param layer: an ``EPAll2AllLayer`` to use instead, with its world, dtypes and options
     :param spare_experts: slots per rank for copies of other ranks' hot experts, planned in each
-        forward; GPUs: one node, or nodes of one host. Weights come from the experts' homes;
-        gradients are added there in float32, home's first, then those of copies by rank.
-        Parameters of experts are [experts of this rank, ...], or experts has the methods
-        ``expert_tensors(expert)``, the tensors of a home expert, and ``use_tensors(slot,
-        tensors)``, by which it computes a slot
+        forward. Weights come from the experts' homes; gradients are added there in float32, home's
+        first, then those of copies by rank. Parameters of experts are [experts of this rank, ...],
+        or experts has the methods ``expert_tensors(expert)``, the tensors of a home expert, and
+        ``use_tensors(slot, tensors)``, by which it computes a slot
     :param limit, min_rows: as in ``even_experts``: a copy takes at least so many rows; "pays": of
         ``break_even_rows``, for these experts and nodes
     :param keep_copies: False: all modules of a world have one pool for copies, and backward fetches

@@ -114,10 +114,9 @@ class EPAll2AllLayer(ExpertLayer, torch.nn.Module):
     :param max_per_expert: topk slots of one expert that a rank may have in a dispatch, None: any
         number. More, of tokens that choose an expert twice, are an InvalidArgument: in host memory
         before any communication, on GPUs the device reports it
-    :param spare_experts: slots per rank for copies of other ranks' experts. GPUs: one node, or
-        nodes of one host. Each dispatch plans copies with ``even_experts``; a rank's rows lie in
-        its slots: home experts, then copies. ``layout.slot_experts`` says which expert each slot
-        holds
+    :param spare_experts: slots per rank for copies of other ranks' experts. Each dispatch plans
+        copies with ``even_experts``; a rank's rows lie in its slots: home experts, then copies.
+        ``layout.slot_experts`` says which expert each slot holds
     :param limit, min_rows: as in ``even_experts``; its alignment is ``expert_alignment``
     :param combine: deprecated, goes in 0.3, as does the attribute ``combine_way``: "pull", all that
         is left

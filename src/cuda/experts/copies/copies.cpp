@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "network.h"
 #include "rule.h"
 #include "runtime/fingerprint.h"
 #include "waybill/core/error.h"
@@ -14,14 +15,19 @@ namespace {
 static_assert(max_copy_parts == max_copy_store_parts);
 static_assert(max_copy_tensors == max_copy_store_tensors);
 
+constexpr std::int64_t store_alignment = 256;
 constexpr int copy_blocks = 16;  ///< few: they fill the links, and products have the others
 
-void check_supported(const Transport& transport, bool maps_nodes, std::int32_t spare_experts) {
+/// Bytes of an expert's stream when all of it is added at once.
+constexpr std::int64_t whole_stream = std::int64_t{1} << 60;
+
+void check_supported(const Transport& transport, const NetworkPath* path,
+                     std::int32_t spare_experts) {
   const std::int32_t ranks = transport.topology().world_size;
   for (std::int32_t r = 0; r < ranks; ++r) {
-    if (!maps_nodes && transport.reach(Rank{r}) == Reach::network) {
-      throw Unsupported(concat("CopyStore: rank ", r, " is on another node, whose memory is not ",
-                               "mapped: expected one node"));
+    if (path == nullptr && transport.reach(Rank{r}) == Reach::network) {
+      throw Unsupported(concat("CopyStore: rank ", r, " is on another node, expected one node: ",
+                               "this world does not carry rows between nodes"));
     }
   }
   if (std::int64_t{ranks} * spare_experts > max_copies) {
@@ -41,7 +47,8 @@ struct PadLayout {
 
 class GpuCopyStore final : public CopyStoreExecutor {
  public:
-  GpuCopyStore(Transport& transport, std::shared_ptr<GpuRank> gpu, int share,
+  /// @param network carries what crosses nodes; null: the memory of all ranks is mapped
+  GpuCopyStore(Transport& transport, std::shared_ptr<GpuRank> gpu, int share, NetworkPath* network,
                std::int64_t size_bytes, std::int32_t spare_experts, std::string_view name)
       : transport_(transport),
         gpu_(std::move(gpu)),
@@ -57,9 +64,17 @@ class GpuCopyStore final : public CopyStoreExecutor {
     held_ = device_memory(held_bytes, gpu_->stream());
     cuda_check(cudaMemsetAsync(held_.get(), 0xFF, held_bytes, gpu_->stream()), "clearing a table");
     gpu_->wait_for(gpu_->stream(), "clearing a table", "CopyStore");
-    store_ = transport.allocate(size_bytes, concat("store", name));
+    const std::int64_t stage_at =
+        (size_bytes + store_alignment - 1) / store_alignment * store_alignment;
+    const bool crosses = network != nullptr;
+    store_ = transport.allocate(crosses ? stage_at + CopyNetwork::stage_bytes() : size_bytes,
+                                concat("store", name));
     pad_ = transport.allocate_signals(with_fingerprints(pad_layout_.total, ranks_),
                                       concat("signals", name));
+    if (crosses) {
+      network_ =
+          std::make_unique<CopyNetwork>(transport, gpu_, share, *network, store_, stage_at, name);
+    }
   }
   GpuCopyStore(const GpuCopyStore&) = delete;
   GpuCopyStore& operator=(const GpuCopyStore&) = delete;
@@ -76,20 +91,32 @@ class GpuCopyStore final : public CopyStoreExecutor {
                      const Stream& stream) override {
     begin();
     const CopyParams params = params_of(call, fingerprint, FaultKind::expert_weights);
+    if (network_ != nullptr) {
+      network_->bring_weights(
+          {call, "fetch_weights", FaultKind::expert_weights, fingerprint, stream_of(stream), false},
+          params);
+    }
     check(launch_fetch_weights(params, num_blocks(), stream_of(stream)), "fetch_weights");
   }
 
   void add_gradients(const CopyStoreCall& call, const CallFingerprint& fingerprint,
                      const Stream& stream) override {
     begin();
+    const auto add = [&](const CopyParams& params) {
+      check(launch_add_gradients(params, num_blocks(), stream_of(stream)), "add_gradients");
+    };
     const CopyParams params = params_of(call, fingerprint, FaultKind::expert_gradients);
-    check(launch_add_gradients(params, num_blocks(), stream_of(stream)), "add_gradients");
+    if (network_ == nullptr) return add(params);
+    network_->take_gradients(
+        {call, "add_gradients", FaultKind::expert_gradients, fingerprint, stream_of(stream), true},
+        params, add);
   }
 
   void release() override {
     gpu_->use();
     transport_.release(store_);
     transport_.release(pad_);
+    if (network_ != nullptr) network_->release();
   }
 
  private:
@@ -139,7 +166,10 @@ class GpuCopyStore final : public CopyStoreExecutor {
     params.held = static_cast<HeldCopy*>(held_.get());
     params.owner = call.owner;
     params.stamp = call.stamp;
-    params.fresh = call.fresh ? 1 : 0;
+    // Over a network nobody tells other nodes its stamp, and all copies come in each call.
+    params.fresh = call.fresh || network_ != nullptr ? 1 : 0;
+    params.over_network = network_ != nullptr;
+    params.range_bytes = whole_stream;
     params.own_store = store_.local;
     params.stores = near_peers_of<std::byte>(store_, 0, 0, ranks_);
     std::ranges::copy(call.home, params.home);
@@ -165,18 +195,20 @@ class GpuCopyStore final : public CopyStoreExecutor {
   std::shared_ptr<void> held_;  ///< [R, spare] HeldCopy
   SymmetricBuffer store_;
   SignalPad pad_;
+  std::unique_ptr<CopyNetwork> network_;  ///< null: the memory of all ranks is mapped
 };
 
 }  // namespace
 
 std::unique_ptr<CopyStoreExecutor> make_gpu_copy_store(Transport& transport,
                                                        std::shared_ptr<GpuRank> gpu, int share,
-                                                       bool maps_nodes, std::int64_t size_bytes,
+                                                       NetworkPath* path, std::int64_t size_bytes,
                                                        std::int32_t spare_experts,
                                                        std::string_view name) {
-  check_supported(transport, maps_nodes, spare_experts);
-  return std::make_unique<GpuCopyStore>(transport, std::move(gpu), share, size_bytes, spare_experts,
-                                        name);
+  check_supported(transport, path, spare_experts);
+  NetworkPath* const network = path == nullptr || path->maps_peers() ? nullptr : path;
+  return std::make_unique<GpuCopyStore>(transport, std::move(gpu), share, network, size_bytes,
+                                        spare_experts, name);
 }
 
 }  // namespace waybill::cuda

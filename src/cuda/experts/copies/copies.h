@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "../../device/params.h"
+#include "../../network/network_path.h"
 #include "../../rank/gpu_rank.h"
 #include "experts/expert_executor.h"
 #include "transport/transport.h"
@@ -52,6 +53,13 @@ struct CopyParams {
   std::int32_t fresh;        ///< 1: copies that lie there come again
   std::int32_t num_parts;
   std::int32_t num_chunks;  ///< the weights of an expert have so many
+  /// Nodes whose memory is not mapped: all ranks have met, and what crosses nodes has come.
+  bool over_network;
+  // Gradients: bytes of an expert's stream that are added, and of copies on other nodes the places
+  // where these have landed, range_bytes each.
+  std::int64_t range_begin;
+  std::int64_t range_bytes;
+  const std::byte* landed;
   std::byte* own_store;
   NearPeers<std::byte> stores;
   CopyPart parts[max_copy_parts];
@@ -62,20 +70,22 @@ static_assert(sizeof(CopyParams) <= 4096);
 /// Loads both kernels, see kernels.h.
 cudaError_t prepare_copies();
 
-/// Weights from their homes into the stores. It ends on a rank when that rank's copies are there
-/// and what it sends has left. @param blocks fit on the device together
+/// Weights from their homes into the stores: over a network, to ranks of the node alone. It ends on
+/// a rank when that rank's copies are there and what it sends has left.
+/// @param blocks fit on the device together
 cudaError_t launch_fetch_weights(const CopyParams& params, int blocks, cudaStream_t stream);
 
-/// Adds the gradients that lie in the stores to those of home. It takes two epochs, and ends when
-/// all ranks have read what they need. @param blocks as above
+/// Adds the gradients that lie in the stores, or have landed, to those of home. It takes two
+/// epochs, and ends when all ranks have read what they need; over a network it takes none, and
+/// waits for nobody. @param blocks as above
 cudaError_t launch_add_gradients(const CopyParams& params, int blocks, cudaStream_t stream);
 
 /// Makes the store of copies of a rank of a GPU world. Collective.
 /// @param share ranks on this device
-/// @param maps_nodes the memory of ranks on other nodes is mapped
-/// @throws Unsupported if a rank is not reached by load and store, or for too many copies
+/// @param path to other nodes, which outlives the store; null: there are none
+/// @throws Unsupported for too many copies
 [[nodiscard]] std::unique_ptr<CopyStoreExecutor> make_gpu_copy_store(
-    Transport& transport, std::shared_ptr<GpuRank> gpu, int share, bool maps_nodes,
+    Transport& transport, std::shared_ptr<GpuRank> gpu, int share, NetworkPath* path,
     std::int64_t size_bytes, std::int32_t spare_experts, std::string_view name);
 
 }  // namespace waybill::cuda

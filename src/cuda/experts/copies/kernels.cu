@@ -48,7 +48,7 @@ __device__ void announce(const CopyParams& p, std::uint64_t epoch, const CallWor
 /// All blocks: enters the call. Afterwards all threads see what all ranks have written before.
 __device__ std::uint64_t enter(const CopyParams& p) {
   const std::uint64_t epoch = p.arrive.state->epoch + 1;
-  if (threadIdx.x < 32) {
+  if (threadIdx.x < 32 && !p.over_network) {
     const CallWords words = load_call_words(p.arrive.fingerprint);
     __syncwarp();
     if (blockIdx.x == 0) announce(p, epoch, words);
@@ -161,6 +161,11 @@ __device__ void copy_bytes(std::byte* to, const std::byte* from, std::int64_t by
   });
 }
 
+/// Whether an expert has come to a copy over the network, before this kernel.
+__device__ bool has_come(const CopyParams& p, const CopyTable& table, std::int32_t copy) {
+  return p.over_network && table.experts[copy] >= 0 && first_of_node(table, copy) == copy;
+}
+
 /// Where the progress of a stripe of spare slot s is told.
 __device__ std::uint64_t* progress_in(const CopyParams& p, std::uint64_t* arrivals, std::int32_t s,
                                       std::int32_t stripe) {
@@ -190,7 +195,8 @@ __device__ void send_expert(const CopyParams& p, const CopyWork& work, std::int3
     if (sender < 0) {
       from = p.home[expert % p.homes * p.num_parts + chunk.part] + chunk.begin;
     } else {
-      if (thread == 0) wait_chunks(p, work, sender, stripe, epoch, done);
+      if (thread == 0 && !has_come(p, work.table, sender))
+        wait_chunks(p, work, sender, stripe, epoch, done);
       __syncthreads();
       end_if_reported(p.arrive.sink);
       from = chunk_in(p, p.own_store, sender % p.spare, chunk);
@@ -217,7 +223,8 @@ __device__ void receive(const CopyParams& p, const CopyWork& work, std::int32_t 
   if (chunks == 0) return;
   for (auto s = static_cast<std::int32_t>(threadIdx.x); s < p.spare; s += copy_threads) {
     const std::int32_t copy = p.arrive.rank * p.spare + s;
-    if (work.experts[copy] >= 0) wait_chunks(p, work, copy, stripe, epoch, chunks);
+    if (work.experts[copy] < 0 || has_come(p, work.table, copy)) continue;
+    wait_chunks(p, work, copy, stripe, epoch, chunks);
   }
 }
 
@@ -247,8 +254,8 @@ __global__ void __launch_bounds__(copy_threads, 1)
   const std::uint64_t epoch = enter(p);
   order_copies(
       p, work, [&](std::int32_t rank, std::int32_t s) { return missing(p, rank, s, epoch); },
-      [](const CopyTable& table, std::int32_t i, std::int32_t rank) {
-        return weight_key(table, i, rank);
+      [&](const CopyTable& table, std::int32_t i, std::int32_t rank) {
+        return has_come(p, table, i) ? no_copy_key : weight_key(table, i, rank);
       });
   for (auto stripe = static_cast<std::int32_t>(blockIdx.x); stripe < copy_stripes;
        stripe += static_cast<std::int32_t>(gridDim.x)) {
@@ -273,18 +280,41 @@ __global__ void __launch_bounds__(copy_threads, 1)
 template <class Number>
 using WideOf = std::conditional_t<std::is_same_v<Number, Float64>, Float64, Float32>;
 
-/// Adds a part of the copies order[first..end) of an expert to home's. The blocks share the work.
+/// A part of the gradients of an expert as they are added.
+struct AddedPart {
+  const CopyPart& part;
+  std::byte* home;
+  std::int64_t begin;  ///< first byte in the stream
+};
+
+/// The first element of a copy's part: in its rank's store, or as if all of it had landed here.
+__device__ const std::byte* added_from(const CopyParams& p, const CopyWork& work,
+                                       const AddedPart& one, std::int32_t copy,
+                                       std::int64_t row_bytes) {
+  if (p.over_network && crosses_nodes(work.table, copy)) {
+    const auto place = static_cast<std::int64_t>(work.keys[copy]);
+    return p.landed + place * p.range_bytes + one.begin - p.range_begin;
+  }
+  return peer_at(p.stores, copy / p.spare) + one.part.copies_at + copy % p.spare * row_bytes;
+}
+
+/// Adds a part of the copies order[first..end) of an expert to home's, as far as the range of the
+/// stream goes. The blocks share the work.
 template <class Number, int Count>
 __device__ void add_part(const CopyParams& p, const CopyWork& work, std::int32_t first,
-                         std::int32_t end, const CopyPart& part, std::byte* home) {
+                         std::int32_t end, const AddedPart& one) {
   using Sum = typename Number::Sum;
   using Own = Pack<Number, Count>;
   using Added = Pack<WideOf<Number>, Count>;
-  auto* const own = reinterpret_cast<Own*>(home);
-  const std::int64_t packs = part.elements / Count;
+  auto* const own = reinterpret_cast<Own*>(one.home);
+  constexpr auto pack_bytes = static_cast<std::int64_t>(sizeof(Added));
+  const std::int64_t row_bytes = one.part.elements * std::int64_t{sizeof(Sum)};
+  const std::int64_t from_byte = max(p.range_begin - one.begin, std::int64_t{0});
+  const std::int64_t packs = min(p.range_begin + p.range_bytes - one.begin, row_bytes) / pack_bytes;
   const std::int64_t step = std::int64_t{gridDim.x} * copy_threads;
-  for (std::int64_t at = std::int64_t{blockIdx.x} * copy_threads + threadIdx.x; at < packs;
-       at += step * packs_together) {
+  for (std::int64_t at =
+           from_byte / pack_bytes + std::int64_t{blockIdx.x} * copy_threads + threadIdx.x;
+       at < packs; at += step * packs_together) {
     Own rows[packs_together];
     Sum sums[packs_together][Count];
 #pragma unroll
@@ -298,9 +328,8 @@ __device__ void add_part(const CopyParams& p, const CopyWork& work, std::int32_t
     }
     for (std::int32_t k = first; k < end; ++k) {
       const std::int32_t copy = work.order[k];
-      const std::int64_t row = copy % p.spare * part.elements * std::int64_t{sizeof(Sum)};
       const auto* const from =
-          reinterpret_cast<const Added*>(peer_at(p.stores, copy / p.spare) + part.copies_at + row);
+          reinterpret_cast<const Added*>(added_from(p, work, one, copy, row_bytes));
       Added added[packs_together];
 #pragma unroll
       for (int u = 0; u < packs_together; ++u) {
@@ -324,14 +353,14 @@ __device__ void add_part(const CopyParams& p, const CopyWork& work, std::int32_t
 
 template <class Number>
 __device__ void add_numbers(const CopyParams& p, const CopyWork& work, std::int32_t first,
-                            std::int32_t end, const CopyPart& part, std::byte* home) {
+                            std::int32_t end, const AddedPart& one) {
   using Wide = Pack<Number, 4>;
-  const bool wide = part.elements % 4 == 0 && part.copies_at % 32 == 0 &&
-                    reinterpret_cast<std::uint64_t>(home) % alignof(Wide) == 0;
+  const bool wide = one.part.elements % 4 == 0 && one.part.copies_at % 32 == 0 &&
+                    reinterpret_cast<std::uint64_t>(one.home) % alignof(Wide) == 0;
   if (wide) {
-    add_part<Number, 4>(p, work, first, end, part, home);
+    add_part<Number, 4>(p, work, first, end, one);
   } else {
-    add_part<Number, 1>(p, work, first, end, part, home);
+    add_part<Number, 1>(p, work, first, end, one);
   }
 }
 
@@ -339,23 +368,35 @@ __device__ void add_numbers(const CopyParams& p, const CopyWork& work, std::int3
 __device__ void add_expert(const CopyParams& p, const CopyWork& work, std::int32_t first,
                            std::int32_t end) {
   const std::int32_t home = work.experts[work.order[first]] % p.homes;
+  std::int64_t begin = 0;
   for (std::int32_t i = 0; i < p.num_parts; ++i) {
-    const CopyPart& part = p.parts[i];
-    std::byte* const own = p.home[home * p.num_parts + i];
-    switch (part.dtype) {
+    const AddedPart one{p.parts[i], p.home[home * p.num_parts + i], begin};
+    switch (one.part.dtype) {
       case DType::float32:
-        add_numbers<Float32>(p, work, first, end, part, own);
+        add_numbers<Float32>(p, work, first, end, one);
         break;
       case DType::bfloat16:
-        add_numbers<BFloat16>(p, work, first, end, part, own);
+        add_numbers<BFloat16>(p, work, first, end, one);
         break;
       case DType::float16:
-        add_numbers<Float16>(p, work, first, end, part, own);
+        add_numbers<Float16>(p, work, first, end, one);
         break;
       default:
-        add_numbers<Float64>(p, work, first, end, part, own);
+        add_numbers<Float64>(p, work, first, end, one);
     }
+    const std::int64_t wide = one.part.dtype == DType::float64 ? 8 : 4;
+    begin = next_in_stream(begin, one.part.elements * wide);
   }
+}
+
+/// Puts the places of copies that have landed where their keys were. All threads.
+__device__ void find_landed(const CopyParams& p, CopyWork& work) {
+  const std::int32_t copies = work.table.size();
+  for (auto i = static_cast<std::int32_t>(threadIdx.x); i < copies; i += copy_threads) {
+    const bool lands = work.keys[i] != no_copy_key && crosses_nodes(work.table, i);
+    work.keys[i] = lands ? static_cast<std::uint64_t>(landing_of(work.table, i)) : 0;
+  }
+  __syncthreads();
 }
 
 __global__ void __launch_bounds__(copy_threads, 1)
@@ -368,11 +409,13 @@ __global__ void __launch_bounds__(copy_threads, 1)
       [](const CopyTable& table, std::int32_t i, std::int32_t rank) {
         return gradient_key(table, i, rank);
       });
+  if (p.over_network) find_landed(p, work);
   for (std::int32_t first = 0; first < work.count;) {
     const std::int32_t end = end_of_expert(work, first);
     add_expert(p, work, first, end);
     first = end;
   }
+  if (p.over_network) return;  // the host lets ranks meet before and after
   if (!is_last_block(p.arrive) || threadIdx.x >= 32) return;
   // Nobody writes into a store that others still read.
   const CallWords words = load_call_words(p.arrive.fingerprint);

@@ -37,6 +37,21 @@ WAYBILL_COPY_RULE std::int32_t first_of_node(const CopyTable& table, std::int32_
   return i;
 }
 
+/// Whether a slot has a copy whose home is on another node.
+WAYBILL_COPY_RULE bool crosses_nodes(const CopyTable& table, std::int32_t copy) {
+  const std::int32_t expert = table.experts[copy];
+  return expert >= 0 && expert / table.homes / table.node_ranks != table.node_of(copy);
+}
+
+/// The place of a copy among those of its home's experts that cross nodes, in order.
+WAYBILL_COPY_RULE std::int32_t landing_of(const CopyTable& table, std::int32_t copy) {
+  const std::int32_t home = table.experts[copy] / table.homes;
+  std::int32_t place = 0;
+  for (std::int32_t i = 0; i < copy; ++i)
+    place += crosses_nodes(table, i) && table.experts[i] / table.homes == home ? 1 : 0;
+  return place;
+}
+
 /// Whether two copies of an expert are in one tree. The first copies of nodes are in one, with
 /// home; the others of a node are in one with its first copy, or with home on home's node.
 WAYBILL_COPY_RULE bool in_one_tree(const CopyTable& table, std::int32_t a, std::int32_t b) {
@@ -96,6 +111,15 @@ WAYBILL_COPY_RULE std::int32_t place_of(const std::uint64_t* keys, std::int32_t 
   std::int32_t place = 0;
   for (std::int32_t i = 0; i < count; ++i) place += keys[i] < keys[copy] ? 1 : 0;
   return place;
+}
+
+// Over a network the parts of an expert are one stream of bytes (rounds.h).
+
+inline constexpr std::int64_t stream_alignment = 32;
+
+/// Where the part begins that follows one of so many bytes.
+WAYBILL_COPY_RULE std::int64_t next_in_stream(std::int64_t begin, std::int64_t bytes) {
+  return (begin + bytes + stream_alignment - 1) / stream_alignment * stream_alignment;
 }
 
 // An expert travels in chunks, none of which spans two tensors. Stripe s of copy_stripes has the

@@ -34,11 +34,6 @@ void check_supported(const Transport& transport, const NetworkPath* path, const 
                              " ranks, with their ", world * spare_experts,
                              " spare slots, expected at most ", max_experts_on_gpu(world)));
   }
-  if (spare_experts > 0 && !config.is_intra_node() && (path == nullptr || !path->maps_peers())) {
-    throw Unsupported(concat("experts on GPUs: spare_experts = ", spare_experts, " on ",
-                             config.num_nodes(),
-                             " nodes whose memory is not mapped, expected 0 or one node"));
-  }
   const std::int32_t local = config.local_world_size;
   for (std::int32_t r = 0; r < world; ++r) {
     const bool of_node = r / local == config.rank / local;
@@ -105,10 +100,16 @@ class GpuExpertExecutor final : public ExpertExecutor {
         last_ticket_, pool_, layer_.gpu, table_call);
     auto tables = std::make_shared<GpuExpertTables>(
         routing, routing, weight_memory(input, table_call), layer_.config.weight_dtype, table_call);
+    const bool plans_after_ids = layer_.plans_after_ids();
+    if (plans_after_ids) begin_on_nodes(call, input, tables->routing(), true);
     if (spare_ != nullptr)
       spare_->plan(call, params_.count(call, input, *tables), *tables, kernel_sms(call));
     const ExpertDispatchInput routed = of_slots(call, input);
-    if (nodes_ != nullptr) begin_on_nodes(call, routed, tables->routing(), true);
+    if (plans_after_ids) {
+      nodes_->send_planned(call, input, tables->routing(), num_sms(call));
+    } else if (nodes_ != nullptr) {
+      begin_on_nodes(call, routed, tables->routing(), true);
+    }
     if (nodes_ != nullptr) nodes_->count_rows(call, *tables->being_made());
     const RouteParams params = params_.route(call, routed, *tables);
     const int blocks = num_route_blocks(params.shape, call);
@@ -303,11 +304,13 @@ class GpuExpertExecutor final : public ExpertExecutor {
     layer_.transport.barrier(barrier_operation);
   }
 
-  /// With spare experts slots stand in place of ids once they are planned.
+  /// With spare experts slots stand in place of ids once they are planned. Where they replace the
+  /// ids of all nodes, nobody reads those of the caller any more.
   [[nodiscard]] ExpertDispatchInput of_slots(const ExpertCall& call,
                                              const ExpertDispatchInput& input) const {
     ExpertDispatchInput routed = input;
-    if (spare_ != nullptr) routed.ids = spare_->slot_ids(call, input.tokens.shape[0]);
+    if (spare_ != nullptr && !layer_.plans_after_ids())
+      routed.ids = spare_->slot_ids(call, input.tokens.shape[0]);
     return routed;
   }
 
@@ -506,8 +509,10 @@ std::unique_ptr<ExpertExecutor> make_gpu_expert_executor(Transport& transport,
   gpu->use();
   const EPConfig slots = slot_config(config, options);
   check_supported(transport, path, slots, options.spare_experts);
+  const bool reaches_all = slots.is_intra_node() || path->maps_peers();
   return std::make_unique<GpuExpertExecutor>(
-      GpuExpertLayer{transport, std::move(gpu), share, slots, config, options, memory}, path);
+      GpuExpertLayer{transport, std::move(gpu), share, slots, config, options, memory, reaches_all},
+      path);
 }
 
 }  // namespace waybill::cuda

@@ -142,7 +142,8 @@ __device__ void list_chunks(const ListPutsParams& p, std::int32_t k, std::int32_
 
 /// Announces the call. Only the first block calls it.
 __device__ void begin_path(const ListPutsParams& p) {
-  const std::uint64_t epoch = p.begins >= 0 ? begin_moe_call(p.m, p.begins) : p.m.state->call.epoch;
+  const std::uint64_t epoch =
+      p.begins >= 0 ? begin_moe_call(p.m, p.begins) : p.m.state->call.epoch + (p.is_open ? 1 : 0);
   if (p.begins >= 0 && threadIdx.x < 32) signal_to_all(p.m.arrive, epoch);
   if (threadIdx.x == 0)
     p.state->epoch = epoch - 1;  // the path counts up to the number of the

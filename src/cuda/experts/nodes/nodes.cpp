@@ -285,15 +285,22 @@ void ExpertNodes::copy(std::byte* to, const ConstTensorView& from, std::int64_t 
       "copying to the workspace", call.operation);
 }
 
+/// The ids of this rank's tokens as other nodes read them.
+std::int32_t* ExpertNodes::own_ids() const {
+  return reinterpret_cast<std::int32_t*>(layer_.memory.workspace.local +
+                                         layer_.memory.workspace_layout.forward_ids) +
+         own_slice() * layer_.config.topk;
+}
+
 /// Sends max_tokens ids. Those after the last token say that there is none.
 void ExpertNodes::add_ids(const ExpertDispatchInput& input, ListPutsParams& params) const {
   const std::int64_t row_bytes = std::int64_t{layer_.config.topk} * 4;
   const std::int64_t part = layer_.memory.workspace_layout.forward_ids;
   params.given_ids = input.ids.data;
   params.wide_ids = input.ids.dtype == DType::int64;
-  params.dropped_id = layer_.dropped_id();
-  params.made_ids = reinterpret_cast<std::int32_t*>(layer_.memory.workspace.local + part +
-                                                    own_slice() * row_bytes);
+  params.dropped_id =
+      layer_.plans_after_ids() ? layer_.options.dropped(layer_.experts) : layer_.dropped_id();
+  params.made_ids = own_ids();
   params.whole[params.num_whole++] = own_slice_of(part, row_bytes, layer_.config.max_tokens);
 }
 
@@ -406,6 +413,8 @@ void ExpertNodes::begin_dispatch(const ExpertCall& call, const ExpertDispatchInp
                                  const GpuExpertRouting& routing, bool counts, int num_sms) {
   ListPutsParams params = list(call, routing, FaultKind::moe_dispatch);
   params.begins = 0;
+  const bool plans = counts && layer_.plans_after_ids();  // the ids are those of experts
+  if (plans) params.shape = params_.experts_shape(routing.num_tokens());
   if (counts) add_ids(input, params);
   add_weights(call, input, params);
   if (by_phases_) {
@@ -413,12 +422,24 @@ void ExpertNodes::begin_dispatch(const ExpertCall& call, const ExpertDispatchInp
                 ExpertSignal::posted, call, path_sms(num_sms));
     path_.join(stream_of(call));
   } else {
-    add_rows(call, input, routing, params);
+    if (!plans) add_rows(call, input, routing, params);
     start(params, call, path_sms(num_sms));
   }
   WaitNodesParams wait = wait_params(params);
   if (params.num_whole > 0) wait.slots = whole_slots(ExpertSignal::posted);
   launch(wait, call);
+  // Slots take the place of the ids that it sends.
+  if (plans && !by_phases_) path_.join(stream_of(call));
+}
+
+void ExpertNodes::send_planned(const ExpertCall& call, const ExpertDispatchInput& input,
+                               const GpuExpertRouting& routing, int num_sms) {
+  if (by_phases_) return;  // start_rows does it
+  ListPutsParams params = list(call, routing, FaultKind::moe_dispatch);
+  params.is_open = true;
+  add_rows(call, input, routing, params);
+  params.ids = own_ids();  // the route has yet to fill the table
+  start(params, call, path_sms(num_sms));
 }
 
 void ExpertNodes::note_runs(const ExpertCall& call, GpuExpertRouting& made) const {
@@ -519,11 +540,11 @@ void ExpertNodes::add_partial_sums(const ExpertCall& call, const ExpertCombineIn
   add.output = input.output.data;
   const bool wide = common_word({sum_bytes_, address_of(add.output), address_of(add.biases[0]),
                                  address_of(add.biases[1])}) == 16;
-  // Blocks that wait must leave SMs for the network path and for other ranks on the device.
-  const int blocks = layer_.share == 1 ? layer_.gpu->num_sms() : kernel_sms(num_sms);
-  layer_.gpu->check(
-      launch_add_partial_sums(add, layer_.config.token_dtype, wide, blocks, stream_of(call)),
-      "launching a kernel", call.operation);
+  // Blocks that wait must leave SMs for the network path, for other ranks on the device, and for a
+  // combine of another layer on another stream.
+  layer_.gpu->check(launch_add_partial_sums(add, layer_.config.token_dtype, wide,
+                                            kernel_sms(num_sms), stream_of(call)),
+                    "launching a kernel", call.operation);
   if (!by_phases_) path_.join(stream_of(call));
 }
 

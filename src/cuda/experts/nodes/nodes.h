@@ -69,6 +69,7 @@ struct ListPutsParams {
   MoeShape shape;
   std::int32_t begins;  ///< the call that begins with this network path (0: a dispatch, 1: a
                         ///< combine); -1: it has begun before, and its epoch is counted
+  bool is_open;         ///< the call has begun before, but its epoch is not counted yet
   // If a dispatch counts, the kernel makes the ids of this rank's tokens from the caller's ids.
   const void* given_ids;  ///< [T, K], read only if made_ids is set; null if T is 0
   bool wide_ids;
@@ -215,9 +216,14 @@ class ExpertNodes {
 
   /// Begins a dispatch: synchronizes with all ranks, exchanges weights if there are any, and
   /// exchanges ids if the dispatch counts. Rows follow without another call if the device decides
-  /// what is sent. Quantised rows must be in place.
+  /// what is sent, and does not plan copies from these ids first. Quantised rows must be in place.
   void begin_dispatch(const ExpertCall& call, const ExpertDispatchInput& input,
                       const GpuExpertRouting& routing, bool counts, int num_sms);
+
+  /// Begins to send rows to the slots that stand in place of the ids that were exchanged, if the
+  /// device decides what is sent. Call it before the route.
+  void send_planned(const ExpertCall& call, const ExpertDispatchInput& input,
+                    const GpuExpertRouting& routing, int num_sms);
 
   /// Counts rows between nodes. Call it after the begin of a dispatch that counts, before the
   /// route.
@@ -287,6 +293,7 @@ class ExpertNodes {
 
   [[nodiscard]] ListPutsParams list(const ExpertCall& call, const GpuExpertRouting& routing,
                                     FaultKind kind) const;
+  [[nodiscard]] std::int32_t* own_ids() const;
   void add_ids(const ExpertDispatchInput& input, ListPutsParams& params) const;
   void add_weights(const ExpertCall& call, const ExpertDispatchInput& input,
                    ListPutsParams& params) const;

@@ -44,19 +44,21 @@ __device__ void take_rows(const SpareParams& p, std::uint64_t epoch) {
   }
 }
 
-/// Each rank writes its counts as flagged words to all ranks. Another rank has read the words of
-/// the last dispatch of this parity, as all ranks have arrived in the dispatch after it.
+/// Each rank writes its counts as flagged words to all ranks, or those of its peers on all nodes to
+/// the ranks of its node. Another rank has read the words of the last dispatch of this parity, as
+/// all ranks have arrived in the dispatch after it.
+template <Span S>
 __global__ void __launch_bounds__(route_threads, 1)
     count_experts_kernel(const __grid_constant__ SpareParams p, int tile_warps) {
   extern __shared__ __align__(16) std::int32_t shared[];
   const RouteParams& of = p.experts;
   const Scratch scratch = scratch_in(shared, of.shape, tile_warps, false);
   const std::uint64_t epoch = begin_moe_call(of.m, 0);
-  if (compares_calls()) {  // the route compares: here a rank that means another call is told
+  if (S == Span::rank && compares_calls()) {  // the route compares: here others are told
     send_call_words(of.m.arrive, epoch, load_call_words(of.m.arrive.fingerprint));
   }
-  const RoutePart part = part_of<Span::rank>(of);
-  count_block<Span::rank>(of, part, scratch, tile_warps);
+  const RoutePart part = part_of<S>(of);
+  count_block<S>(of, part, scratch, tile_warps);
   send_counts(of, part, scratch, epoch);
   take_rows(p, epoch);
   if (!is_last_block(of.m.state)) return;
@@ -65,9 +67,9 @@ __global__ void __launch_bounds__(route_threads, 1)
   of.m.state->call.blocks = 0;
 }
 
-/// How this rank's rows of each expert go to slots, in shared memory.
+/// How a source rank's rows of each expert go to slots, in shared memory.
 struct SlotTables {
-  std::int32_t* local_rows;  ///< [E]: its first rows, which stay on this rank
+  std::int32_t* local_rows;  ///< [E]: its first rows, which stay on that rank
   std::int32_t* local_slot;  ///< [E]: where they go
   std::int32_t* next_rest;   ///< [E]: place of the row after them in what the local slots leave
   std::int32_t* head;        ///< [E]: a slot of the expert that takes rows of other ranks; -1: none
@@ -81,14 +83,14 @@ __device__ SlotTables slot_tables_in(std::int32_t* shared, std::int32_t num_expe
           shared + 4 * num_experts};
 }
 
-/// Fills the tables. All threads.
-__device__ void read_plan(const SpareParams& p, const SlotTables& tables) {
+/// Fills the tables of a source. All threads.
+__device__ void read_plan(const SpareParams& p, const SlotTables& tables, std::int32_t source) {
   const MoeShape& s = p.experts.shape;
   const auto thread = static_cast<std::int32_t>(threadIdx.x);
   for (std::int32_t e = thread; e < s.num_experts; e += route_threads) {
     std::int32_t lower = 0;  // rows of lower ranks
 #pragma unroll 8
-    for (std::int32_t r = 0; r < s.rank; ++r) {
+    for (std::int32_t r = 0; r < source; ++r) {
       lower += __ldg(p.rows + std::int64_t{r} * s.num_experts + e);
     }
     tables.local_rows[e] = 0;
@@ -104,8 +106,8 @@ __device__ void read_plan(const SpareParams& p, const SlotTables& tables) {
     if (e < 0 || quota == 0) continue;
     const std::int32_t local = __ldg(p.local_rows + i);
     const std::int32_t rank = i / p.slots_per_rank;
-    if (rank < s.rank) atomicSub(&tables.next_rest[e], local);
-    if (rank == s.rank) {  // no rank has an expert twice
+    if (rank < source) atomicSub(&tables.next_rest[e], local);
+    if (rank == source) {  // no rank has an expert twice
       tables.local_rows[e] = local;
       tables.local_slot[e] = i;
     }
@@ -114,7 +116,7 @@ __device__ void read_plan(const SpareParams& p, const SlotTables& tables) {
   __syncthreads();
 }
 
-/// The slot of this rank's row `n` of an expert.
+/// The slot of the source's row `n` of an expert.
 __device__ std::int32_t slot_of_row(const SpareParams& p, const SlotTables& tables,
                                     std::int32_t expert, std::int32_t n) {
   const std::int32_t local = tables.local_rows[expert];
@@ -131,15 +133,15 @@ __device__ std::int32_t slot_of_row(const SpareParams& p, const SlotTables& tabl
   return slot;
 }
 
-/// Replaces the counts of each tile by this rank's rows of each expert in earlier tiles.
+/// Replaces the counts of each tile by the source's rows of each expert in earlier tiles.
 __device__ void set_row_numbers(const RouteParams& of, const Scratch& scratch, int tile_warps) {
   const std::int32_t n = num_counts(of.shape);
+  const std::int32_t* const tiles = of.tile_counts + std::int64_t{block_idx() - blockIdx.x} * n;
   for (auto e = static_cast<std::int32_t>(threadIdx.x); e < of.shape.num_experts;
        e += route_threads) {
     std::int32_t row = 0;
 #pragma unroll 8
-    for (unsigned b = 0; b < blockIdx.x; ++b)
-      row += __ldcg(of.tile_counts + std::int64_t{b} * n + e);
+    for (unsigned b = 0; b < blockIdx.x; ++b) row += __ldcg(tiles + std::int64_t{b} * n + e);
     for (int w = 0; w < tile_warps; ++w) {
       const std::int32_t own = scratch.cursors[w * n + e];
       scratch.cursors[w * n + e] = row;
@@ -149,14 +151,15 @@ __device__ void set_row_numbers(const RouteParams& of, const Scratch& scratch, i
   __syncthreads();
 }
 
-/// Gives each topk slot of a tile its slot. One warp.
+/// Gives each topk slot of a tile its slot. One warp, whose lanes write what they have read.
+template <Span S>
 __device__ void replace_ids(const SpareParams& p, const RoutePart& part, Tile tile,
                             const SlotTables& tables, std::int32_t* cursors) {
   const MoeShape& s = p.experts.shape;
   const unsigned below = (1U << lane_id()) - 1;
   const int bits = bits_of(s.num_experts - 1);
   for (std::int32_t t = tile.begin; t < tile.end; t += 32 / s.topk) {
-    const TopkSlot c = read_topk_slot<Span::rank>(s, part, t, tile.end);
+    const TopkSlot c = read_topk_slot<S>(s, part, t, tile.end);
     const bool live = c.active && c.expert < s.num_experts;
     const unsigned same = lanes_with(c.expert, bits) & __ballot_sync(all_lanes, live);
     const std::int32_t n = live ? cursors[c.expert] + __popc(same & below) : 0;
@@ -164,8 +167,9 @@ __device__ void replace_ids(const SpareParams& p, const RoutePart& part, Tile ti
     if (live && is_first(same)) cursors[c.expert] += __popc(same);
     __syncwarp();
     if (!c.active) continue;
-    p.slot_ids[std::int64_t{c.token} * s.topk + c.k] =
-        live ? slot_of_row(p, tables, c.expert, n) : s.world_size * p.slots_per_rank;
+    const std::int32_t no_slot = c.absent ? -1 : s.world_size * p.slots_per_rank;
+    p.slot_ids[part.entry + std::int64_t{c.token} * s.topk + c.k] =
+        live ? slot_of_row(p, tables, c.expert, n) : no_slot;
   }
 }
 
@@ -179,6 +183,7 @@ __device__ void keep_plan(const SpareParams& p) {
   }
 }
 
+template <Span S>
 __global__ void __launch_bounds__(route_threads, 1)
     slot_ids_kernel(const __grid_constant__ SpareParams p, int tile_warps) {
   extern __shared__ __align__(16) std::int32_t shared[];
@@ -187,15 +192,15 @@ __global__ void __launch_bounds__(route_threads, 1)
   end_if_reported(of.m.arrive.sink);
   const Scratch scratch = scratch_in(shared, s, tile_warps, false);
   const SlotTables tables = slot_tables_in(scratch.block_counts + num_counts(s), s.num_experts);
-  const RoutePart part = part_of<Span::rank>(of);
+  const RoutePart part = part_of<S>(of);
   keep_plan(p);
-  count_block<Span::rank>(of, part, scratch, tile_warps);  // the same counts as before the plan
-  read_plan(p, tables);
+  count_block<S>(of, part, scratch, tile_warps);  // the same counts as before the plan
+  read_plan(p, tables, part.source);
   set_row_numbers(of, scratch, tile_warps);
   const auto warp = static_cast<int>(threadIdx.x / 32);
   if (warp >= tile_warps) return;
-  replace_ids(p, part, tile_of(s, part, warp, tile_warps), tables,
-              scratch.cursors + warp * num_counts(s));
+  replace_ids<S>(p, part, tile_of(s, part, warp, tile_warps), tables,
+                 scratch.cursors + warp * num_counts(s));
 }
 
 /// Words of shared memory for SlotTables.
@@ -222,21 +227,39 @@ int spare_blocks(const MoeShape& experts, int num_sms) {
   const std::int64_t counts = std::int64_t{experts.world_size} * experts.num_experts;
   constexpr std::int64_t per_block = std::int64_t{route_threads} * counts_together;
   const auto readers = std::min<std::int64_t>((counts + per_block - 1) / per_block, num_sms);
-  return std::max(route_blocks(experts, num_sms), static_cast<int>(readers));
+  return std::max(route_blocks(experts, num_sms), static_cast<int>(readers / experts.num_nodes));
 }
 
 cudaError_t prepare_spare() {
-  const cudaError_t status = allow_route_memory(count_experts_kernel);
-  return status != cudaSuccess ? status : allow_route_memory(slot_ids_kernel);
+  for (const auto kernel : {count_experts_kernel<Span::rank>, count_experts_kernel<Span::nodes>,
+                            slot_ids_kernel<Span::rank>, slot_ids_kernel<Span::nodes>}) {
+    const cudaError_t status = allow_route_memory(kernel);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
 }
+
+namespace {
+
+/// Launches a kernel of this file: it takes the tokens of one source, or a row of blocks for each.
+template <class Kernel>
+cudaError_t launch(Kernel of_rank, Kernel of_nodes, const SpareParams& params, int blocks,
+                   int tile_warps, std::int64_t words, cudaStream_t stream) {
+  const auto nodes = static_cast<unsigned>(params.experts.shape.num_nodes);
+  const dim3 grid(static_cast<unsigned>(blocks), nodes);
+  (nodes > 1 ? of_nodes
+             : of_rank)<<<grid, route_threads, static_cast<std::size_t>(words) * 4, stream>>>(
+      params, tile_warps);
+  return cudaGetLastError();
+}
+
+}  // namespace
 
 cudaError_t launch_count_experts(const SpareParams& params, int blocks, cudaStream_t stream) {
   const MoeShape& s = params.experts.shape;
   const int tile_warps = spare_tile_warps(s, num_slots_of(params));
-  const std::int64_t words = scratch_words(s, tile_warps, false);
-  count_experts_kernel<<<static_cast<unsigned>(blocks), route_threads,
-                         static_cast<std::size_t>(words) * 4, stream>>>(params, tile_warps);
-  return cudaGetLastError();
+  return launch(count_experts_kernel<Span::rank>, count_experts_kernel<Span::nodes>, params, blocks,
+                tile_warps, scratch_words(s, tile_warps, false), stream);
 }
 
 cudaError_t launch_slot_ids(const SpareParams& params, int blocks, cudaStream_t stream) {
@@ -244,9 +267,8 @@ cudaError_t launch_slot_ids(const SpareParams& params, int blocks, cudaStream_t 
   const std::int32_t num_slots = num_slots_of(params);
   const int tile_warps = spare_tile_warps(s, num_slots);
   const std::int64_t words = scratch_words(s, tile_warps, false) + slot_table_words(s, num_slots);
-  slot_ids_kernel<<<static_cast<unsigned>(blocks), route_threads,
-                    static_cast<std::size_t>(words) * 4, stream>>>(params, tile_warps);
-  return cudaGetLastError();
+  return launch(slot_ids_kernel<Span::rank>, slot_ids_kernel<Span::nodes>, params, blocks,
+                tile_warps, words, stream);
 }
 
 }  // namespace waybill::cuda

@@ -18,14 +18,19 @@ SpareExperts::SpareExperts(const GpuExpertLayer& layer, const MoeShape& experts)
   rows_ = device_memory(
       std::int64_t{experts.world_size} * experts.num_experts * std::int64_t{sizeof(std::int32_t)},
       stream);
-  slot_ids_ = device_memory(
-      2 * layer.config.max_tokens * layer.config.topk * std::int64_t{sizeof(std::int32_t)}, stream);
+  const std::int64_t ids = 2 * layer.config.max_tokens * layer.config.topk;
+  if (!layer.plans_after_ids())
+    slot_ids_ = device_memory(ids * std::int64_t{sizeof(std::int32_t)}, stream);
   cuda_check(prepare_spare(), "loading kernels");
 }
 
 SpareExperts::~SpareExperts() { layer_.transport.defer_release({planner_, rows_, slot_ids_}); }
 
 std::int32_t* SpareExperts::ids_of(std::uint32_t parity) const {
+  if (layer_.plans_after_ids()) {
+    return reinterpret_cast<std::int32_t*>(layer_.memory.workspace.local +
+                                           layer_.memory.workspace_layout.forward_ids);
+  }
   return static_cast<std::int32_t*>(slot_ids_.get()) +
          parity * layer_.config.max_tokens * layer_.config.topk;
 }

@@ -16,8 +16,9 @@ namespace waybill::cuda {
 /// Parameters of the kernels that put slots in place of experts before a route. Between the two the
 /// planner reads `rows` and writes the plan. P slots per rank, E experts.
 struct SpareParams {
-  /// A route of this rank's tokens to experts, not to slots: as of one node, with rows that are
-  /// not compact, so that nothing but topk slots is counted. Its counts are words of their own.
+  /// A route to experts, not to slots, with rows that are not compact, so that nothing but topk
+  /// slots is counted: as of one node where kernels reach all ranks, else of the tokens that this
+  /// rank forwards. Its counts are words of their own.
   RouteParams experts;
   std::int32_t* rows;  ///< [W, E]: topk slots of each expert by source rank
   // The plan, [W, P] each: see EvenExperts.
@@ -27,7 +28,9 @@ struct SpareParams {
   const std::int32_t* local_rows;
   const std::int32_t* first_row;
   // slot_ids_kernel writes these.
-  std::int32_t* slot_ids;      ///< [T, K]: slot s of rank r is r * P + s; W * P where dropped
+  /// [T, K]: slot s of rank r is r * P + s; W * P where dropped. Several nodes: [nodes, M, K], -1
+  /// where there is no token; these may be the ids.
+  std::int32_t* slot_ids;
   std::int32_t* slot_experts;  ///< [W, P] in the tables of the dispatch
   std::int32_t* slot_quotas;   ///< [W, P]
 };
@@ -36,14 +39,15 @@ static_assert(sizeof(SpareParams) <= 4096);
 /// Whether the counts of these experts and the lists of these slots fit into shared memory.
 [[nodiscard]] bool spare_kernels_fit(const MoeShape& experts, std::int32_t num_slots);
 
-/// Blocks of both kernels, at most num_sms: those of a route, and enough to read all counts.
+/// Blocks of both kernels: those of a route, and enough to read all counts. With several nodes this
+/// is the number per source, as route_blocks() says.
 [[nodiscard]] int spare_blocks(const MoeShape& experts, int num_sms);
 
 /// Loads both kernels, see kernels.h.
 cudaError_t prepare_spare();
 
-/// Begins a call: counts this rank's topk slots and brings those of all ranks to `rows`. It waits
-/// for the counts of all ranks. The route that follows ends the call.
+/// Counts topk slots and brings those of all ranks to `rows`. It waits for the counts of all ranks.
+/// On one node it begins the call; the route that follows ends it.
 /// @param blocks fit on the device together
 cudaError_t launch_count_experts(const SpareParams& params, int blocks, cudaStream_t stream);
 
@@ -51,10 +55,11 @@ cudaError_t launch_count_experts(const SpareParams& params, int blocks, cudaStre
 /// nobody. @param blocks as of the count
 cudaError_t launch_slot_ids(const SpareParams& params, int blocks, cudaStream_t stream);
 
-/// The copies of experts of a layer whose ranks map each other's memory: before a dispatch counts
-/// and places rows, on nodes before it sends ids to other nodes, it counts those of experts, plans
-/// copies and puts slots in place of ids. All of it is queued: three kernels, of which the first
-/// waits for the counts of all ranks.
+/// The copies of experts of a layer: before a dispatch counts and places rows, it counts those of
+/// experts, plans copies and puts slots in place of ids. All of it is queued: three kernels, of
+/// which the first waits for the counts of all ranks. Where memory is mapped this comes before ids
+/// go to other nodes. Over a network it comes after that: each rank counts, and replaces, the ids
+/// of its peers on all nodes, and ranks of a node send each other these counts.
 class SpareExperts {
  public:
   /// @throws Unsupported for more ranks than the planner has, and for more experts and slots than
@@ -70,7 +75,8 @@ class SpareExperts {
   void plan(const ExpertCall& call, const RouteParams& experts, GpuExpertTables& tables,
             int num_sms) const;
 
-  /// This rank's ids with slots in place of experts, once the kernels have run: [T, K] int32.
+  /// This rank's ids with slots in place of experts, once the kernels have run: [T, K] int32. Not
+  /// where ids of all nodes are replaced in the workspace.
   [[nodiscard]] ConstTensorView slot_ids(const ExpertCall& call, std::int64_t num_tokens) const;
 
  private:
@@ -80,7 +86,7 @@ class SpareExperts {
   const GpuExpertLayer& layer_;
   std::shared_ptr<GpuEvenExperts> planner_;
   std::shared_ptr<void> rows_;      ///< [W, E]
-  std::shared_ptr<void> slot_ids_;  ///< [2, M, K], by parity of the dispatch
+  std::shared_ptr<void> slot_ids_;  ///< [2, M, K], by parity of the dispatch; null: the workspace
 };
 
 }  // namespace waybill::cuda
