@@ -239,7 +239,7 @@ FORK = """
 
 @pytest.mark.parametrize("place", ("file", "tcp"))
 def test_a_child_that_a_rank_forks_has_no_part_in_its_world(tmp_path, place):
-    """Its calls would put rows where the rank's belong, and its end would be taken for the rank's."""
+    """Its calls would put rows in place of the rank's, and its end would look like the rank's."""
     meet = {} if place == "file" else {"WAYBILL_RENDEZVOUS": f"tcp://127.0.0.1:{free_port()}"}
     (first, said), (second, told) = run_ranks(tmp_path, FORK, world_size=2, environment=meet)
     assert (first, second) == (0, 0), (said, told)
