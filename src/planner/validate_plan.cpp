@@ -324,11 +324,11 @@ std::vector<Finding> validate(const AttentionPlan& plan, const ValidateOptions& 
     compare("kv_tokens", rank, plan.kv_tokens[r], kv_rows[r], findings);
   }
   compare_links("links", plan.links, links, findings);
-  std::int64_t most_in = 0;  // of this plan, which is as even as itself
-  for (const LinkBytes& link : links) most_in = std::max(most_in, link.in());
-  if (plan.least_bytes_in < 0 || plan.least_bytes_in > most_in) {
+  std::int64_t max_bytes_in = 0;
+  for (const LinkBytes& link : links) max_bytes_in = std::max(max_bytes_in, link.in());
+  if (plan.least_bytes_in < 0 || plan.least_bytes_in > max_bytes_in) {
     findings.add(FindingKind::count, table_name, "least_bytes_in", {}, plan.least_bytes_in,
-                 concat("0..", most_in, ", what a rank of this plan receives"));
+                 concat("0..", max_bytes_in, ", what a rank of this plan receives"));
   }
   if (!plan.relay.empty()) check_relay(plan, routing, q_links, findings);
   return std::move(findings).take();
