@@ -189,7 +189,7 @@ std::vector<std::vector<std::int32_t>> ids_of_ranks(const TopkIds& topk_slots, E
     const std::int64_t end = token + tokens / world + (r < tokens % world ? 1 : 0);
     for (std::int64_t i = token * topk_slots.topk; i < end * topk_slots.topk; ++i) {
       const std::int32_t id = topk_slots.ids[i];
-      if (id > config.num_experts) {
+      if (id >= config.num_experts) {
         throw IoError(concat(name, ": token ", i / topk_slots.topk, " has expert ", id,
                              ", expected 0..", config.num_experts - 1, ", or -1"));
       }

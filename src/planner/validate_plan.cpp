@@ -212,6 +212,7 @@ const char* wrong_with(const AttentionPlan& plan, std::size_t idx,
           detail::wrong_with_hop(relay.hops, idx, plan.plan.world_size, plan.plan.shard_len, homes))
     return expected;
   const RelayHop& hop = relay.hops[idx];
+  if (hop.after < -1) return "an earlier hop, or -1, in `after`";
   if (hop.after < 0) return hop.stage == 0 ? nullptr : "stage 0";
   return hop.stage == std::int64_t{relay.hops[hop.after].stage} + 1
              ? nullptr
@@ -323,6 +324,12 @@ std::vector<Finding> validate(const AttentionPlan& plan, const ValidateOptions& 
     compare("kv_tokens", rank, plan.kv_tokens[r], kv_rows[r], findings);
   }
   compare_links("links", plan.links, links, findings);
+  std::int64_t max_bytes_in = 0;
+  for (const LinkBytes& link : links) max_bytes_in = std::max(max_bytes_in, link.in());
+  if (plan.least_bytes_in < 0 || plan.least_bytes_in > max_bytes_in) {
+    findings.add(FindingKind::count, table_name, "least_bytes_in", {}, plan.least_bytes_in,
+                 concat("0..", max_bytes_in, ", what a rank of this plan receives"));
+  }
   if (!plan.relay.empty()) check_relay(plan, routing, q_links, findings);
   return std::move(findings).take();
 }

@@ -91,6 +91,7 @@ TEST_F(ExpertsCommandTest, NamesWhatIsWrong) {
   EXPECT_TRUE(fails("0 x\n", {"line 1: got \"x\", expected the number of an expert"}));
   EXPECT_TRUE(fails("0 -2\n", {"got \"-2\""}));
   EXPECT_TRUE(fails("0 1\n2 5\n", {"token 1 has expert 5, expected 0..3, or -1"}));
+  EXPECT_TRUE(fails("0 1\n2 4\n", {"token 1 has expert 4, expected 0..3, or -1"}));
   EXPECT_TRUE(fails("\n", {"got no ids"}));
   EXPECT_TRUE(fails("[[0, 1], [2]]", {"bad.txt", "2 ids as of the first token"}));
   EXPECT_TRUE(fails("[0, 1]", {"bad.txt", "a list of lists"}));

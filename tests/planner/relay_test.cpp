@@ -127,6 +127,9 @@ TEST(Relay, ValidateFindsDamage) {
   EXPECT_TRUE(damaged([](RelayHop&, auto& plan) { plan.work[3] += 1; }));
   EXPECT_TRUE(damaged([](RelayHop&, auto& plan) { plan.links[3].nvlink_in -= 1; }));
   EXPECT_TRUE(damaged([](RelayHop&, auto& plan) { plan.kv_tokens.pop_back(); }));
+  EXPECT_TRUE(damaged([](RelayHop&, auto& plan) { plan.relay.hops[0].after = -2; }));
+  EXPECT_TRUE(damaged([](RelayHop&, auto& plan) { plan.least_bytes_in = 1LL << 62; }));
+  EXPECT_TRUE(damaged([](RelayHop&, auto& plan) { plan.least_bytes_in = -1; }));
 }
 
 TEST(Relay, NoneWhenNotAskedFor) {
