@@ -154,6 +154,7 @@ def test_wrong_arguments_are_named():
             ("dispatch: input has dtype", lambda: layer.dispatch([["a"]], ids[mine])),
             ("dispatch: input.* shape", lambda: layer.dispatch(tokens[mine][:, :7], ids[mine])),
             ("dispatch: exp_indices is None", lambda: layer.dispatch(tokens[mine], None)),
+            ("dispatch: input is None", lambda: layer.dispatch(None, ids[mine])),
             ("exp_indices has dtype float", lambda: layer.dispatch(tokens[mine], ids[mine] + 0.5)),
             ("stream is given", lambda: layer.synchronize(3)),
             ("one that dispatch gave", lambda: layer.combine(tokens[mine], None)),
@@ -163,6 +164,8 @@ def test_wrong_arguments_are_named():
         rows, _, layout = layer.dispatch(tokens[mine], ids[mine])
         with pytest.raises(waybill.InvalidArgument, match="combine: input"):
             layer.combine(rows[:, :5], layout)
+        with pytest.raises(waybill.InvalidArgument, match="combine: input is None"):
+            layer.combine(None, layout)
         layer.combine(rows, layout)
         assert repr(layer).startswith("EPAll2AllLayer(max_tokens=6, hidden=128")
         assert layer.ep_group is world and layer.slots_per_rank == 2

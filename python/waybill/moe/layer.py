@@ -353,6 +353,8 @@ class ExpertLayer(OfThisProcess):
         of_backward: bool = False, present: Any = None,
     ) -> Tuple[Any, Any, Any, Any]:  # fmt: skip
         """(rows, weights, scales, descriptor): views of the window."""
+        if tokens is None:
+            raise InvalidArgument("dispatch: input is None, expected [num_tokens, hidden]")
         tokens_given, kept = self._given(tokens, "dispatch: input", "tokens")
         others = [
             self._given(value, name, kind)
@@ -413,7 +415,8 @@ class EPAll2AllLayer(ExpertLayer):
     tokens calls too. Rows that arrive are those of ``waybill.moe.simulate_dispatch``, bit for bit.
 
     Arrays of tokens and weights are of the layer's dtype, bfloat16 as ``ml_dtypes.bfloat16``, or
-    float32, rounded where it cannot hold them; what comes back is of the same kind.
+    float32, rounded where it cannot hold them; what comes back is of the same kind. Other numbers
+    are made float32 first, which rounds them (1e300 is infinite there).
 
     :param ep_group: a ``waybill.World`` in host memory
     :param dtype, weight_dtype: of tokens and of weights: "bfloat16", "float16", "float32" or
@@ -516,6 +519,8 @@ class EPAll2AllLayer(ExpertLayer):
         layout = checked_layout(ep_a2a_layout_desc, "combine: ep_a2a_layout_desc")
         weighted = flag(weighted, "combine: weighted")
         instance(biases, (list, tuple), "combine: biases", "a list of arrays")
+        if input is None:
+            raise InvalidArgument("combine: input is None, expected [rows, hidden]")
         with self._lock:
             added = [self._given(bias, "combine: biases", "outputs") for bias in biases]
             rows, kept = self._given(input, "combine: input", "outputs")

@@ -65,7 +65,8 @@ def item_bits(value: Any, dtype: str, columns: int, name: str) -> AnyArray:
             raise InvalidArgument(f"{name} has dtype {array.dtype}, expected float32")
         return np.ascontiguousarray(array.astype(np.float32)).view(np.int32)
     if array.dtype.name not in (dtype, "uint8"):
-        raise InvalidArgument(f"{name} has dtype {array.dtype}, expected {dtype} or uint8")
+        or_codes = "" if dtype == "uint8" else " or uint8"
+        raise InvalidArgument(f"{name} has dtype {array.dtype}, expected {dtype}{or_codes}")
     return np.ascontiguousarray(array).view(np.int8)
 
 
