@@ -19,7 +19,7 @@ try:
     from torch import distributed, nn
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor, Shard
 except ImportError:
     print("torch is not installed: nothing was run")
@@ -101,8 +101,9 @@ def make_model(mesh, dtype):
         distributed.broadcast(parameter.data, 0)
 
     shards = mesh["cp"] if mesh["dp"].size() == 1 else mesh  # two axes: replicated, then sharded
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for part in (*model.blocks, model):
-        fully_shard(part, mesh=shards, ignored_params=set(own.values()))
+        fully_shard(part, mesh=shards, mp_policy=precision, ignored_params=set(own.values()))
     return attention, model
 
 
@@ -114,15 +115,13 @@ def documents(step, rank):
     return [(n + stride * torch.arange(n)) % VOCABULARY for n, stride in zip(lengths, strides)]
 
 
-def gradients(attention, model, dtype, documents):
+def gradients(attention, model, documents):
     """A step's gradients, and the mean loss of the tokens of all ranks."""
     batch = waybill.pack(documents).to(attention.world.device)
     plan = attention.plan(attention.gather(batch.pieces))  # the same on all ranks of "cp"
     labels = (batch.labels >= 0).sum()
     distributed.all_reduce(labels)
-    kind = torch.device(attention.world.device).type
-    with torch.autocast(kind, torch.bfloat16, enabled=dtype == torch.bfloat16):
-        logits = model(plan, batch.tokens, batch.positions)
+    logits = model(plan, batch.tokens, batch.positions)
     loss = nn.functional.cross_entropy(logits.float(), batch.labels, reduction="sum") / labels
     (loss * distributed.get_world_size()).backward()
     total = loss.detach()
@@ -181,7 +180,7 @@ def train(mesh, dtype, steps, folder=None):
     for step in range(state.step, state.step + steps):
         optimizer.zero_grad()
         batch = documents(step, distributed.get_rank())
-        losses.append(gradients(attention, model, dtype, batch))
+        losses.append(gradients(attention, model, batch))
         clip([p.grad for p in of_all], [p.grad for p in own], 1.0)
         optimizer.step()
         state.step = step + 1

@@ -224,7 +224,7 @@ BOTH = """
     alone.load_state_dict({name: full(p.data) for name, p in of_all.items()}, strict=False)
 
     every = [train_moe.documents(0, rank) for rank in range(W)]
-    got = train_moe.gradients(attention, model, torch.float32, every[me])
+    got = train_moe.gradients(attention, model, every[me])
 
     whole = waybill.pack([document for documents in every for document in documents])
     logits = alone(whole.pieces, whole.tokens, whole.positions)
