@@ -9,41 +9,21 @@
 #include <vector>
 
 #include "cuda/device_arena.h"
-#include "moe/copied_experts.h"
+#include "experts/simulated_copies.h"
 #include "moe/gradient_sum.h"
-#include "support/sequence_expected.h"
 #include "waybill/cuda/gpu_world.h"
 #include "waybill/experts/copy_store.h"
 
 namespace waybill::test {
 
-/// What the ranks of a world move, and what the simulation makes of it. One part per expert.
-struct StoreCase {
-  StoreCase(std::int32_t ranks, std::int32_t per_rank, std::int32_t spare, std::uint64_t seed,
-            std::int64_t elements, DType dtype)
-      : drawn(ranks, per_rank, spare, seed), part{elements, dtype} {
-    row_bytes = elements * dtype_bytes(dtype);
-    wide = detail::gradient_sum_dtype(dtype);
-    home = drawn.home_bytes(row_bytes);
-    const std::vector<std::span<const std::byte>> views(home.begin(), home.end());
-    weights = simulate_expert_copies(drawn.slots(), views, row_bytes);
-    gradients = drawn.gradients(elements, dtype);
-    sums = simulate_expert_copy_gradients(drawn.slots(), views_of(gradients.first),
-                                          views_of(gradients.second));
-  }
+struct StoreCase : SimulatedCopies {
+  using SimulatedCopies::SimulatedCopies;
 
   [[nodiscard]] std::int32_t spare() const { return drawn.slots().num_spare(); }
   [[nodiscard]] std::int32_t homes() const { return drawn.slots().experts_per_rank(); }
   [[nodiscard]] std::int64_t copy_bytes() const { return part.elements * dtype_bytes(wide); }
 
-  CopiedExperts drawn;
-  ExpertPart part;
-  std::int64_t row_bytes = 0;
-  DType wide = DType::float32;
-  std::vector<std::vector<std::byte>> home;
-  std::vector<std::vector<std::byte>> weights;
-  std::pair<std::vector<HostTensor>, std::vector<HostTensor>> gradients;
-  std::vector<HostTensor> sums;
+  DType wide = detail::gradient_sum_dtype(part.dtype);
 };
 
 /// One rank's calls. Gradients lie behind weights in the store.
@@ -117,6 +97,14 @@ class StoreRank {
     EXPECT_TRUE(std::ranges::equal(got.bytes(), one_->sums[to_int(world_.rank())].bytes()));
     EXPECT_TRUE(arena_.guards_hold(own_gradients_));
   }
+  /// Weights come and gradients go home, both as simulated.
+  void expect_moves() {
+    forget(0x5A);
+    fetch(true, 0);
+    add();
+    expect_weights(0x5A);
+    expect_sums();
+  }
 
  private:
   void put(std::span<const std::byte> bytes, std::int64_t at) {
@@ -158,11 +146,7 @@ inline void run_copies(World& world, std::span<const StoreCase> cases) {
   StoreRank rank(world, 3);
   for (const StoreCase& one : cases) {
     rank.begin(one);
-    rank.forget(0x5A);
-    rank.fetch(true, 0);
-    rank.add();
-    rank.expect_weights(0x5A);
-    rank.expect_sums();
+    rank.expect_moves();
   }
   rank.store().finalize();
 }

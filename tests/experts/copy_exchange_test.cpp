@@ -5,7 +5,7 @@
 #include <thread>
 
 #include "experts/disagreeing_ranks.h"
-#include "moe/copied_experts.h"
+#include "experts/simulated_copies.h"
 #include "support/expect_error.h"
 #include "support/run_ranks.h"
 #include "waybill/experts/copy_store.h"
@@ -21,19 +21,8 @@ std::vector<std::byte*> rows_of(std::span<std::byte> memory, std::int64_t expert
   return rows;
 }
 
-/// What the ranks of a world move, and what the simulation makes of it.
-struct CopyCase {
-  CopyCase(std::int32_t ranks, std::int32_t per_rank, std::int32_t spare, std::uint64_t seed,
-           std::int64_t elements, DType dtype)
-      : drawn(ranks, per_rank, spare, seed), part{elements, dtype} {
-    row_bytes = elements * dtype_bytes(dtype);
-    home = drawn.home_bytes(row_bytes);
-    const std::vector<std::span<const std::byte>> views(home.begin(), home.end());
-    weights = simulate_expert_copies(drawn.slots(), views, row_bytes);
-    gradients = drawn.gradients(elements, dtype);
-    sums = simulate_expert_copy_gradients(drawn.slots(), views_of(gradients.first),
-                                          views_of(gradients.second));
-  }
+struct CopyCase : SimulatedCopies {
+  using SimulatedCopies::SimulatedCopies;
 
   [[nodiscard]] ExpertSlotTable slots() const { return drawn.slots(); }
 
@@ -71,14 +60,6 @@ struct CopyCase {
     EXPECT_TRUE(std::ranges::equal(own.bytes(), sums[rank].bytes()));
     EXPECT_TRUE(std::ranges::equal(copies.bytes(), gradients.second[rank].bytes()));
   }
-
-  CopiedExperts drawn;
-  ExpertPart part;
-  std::int64_t row_bytes = 0;
-  std::vector<std::vector<std::byte>> home;
-  std::vector<std::vector<std::byte>> weights;
-  std::pair<std::vector<HostTensor>, std::vector<HostTensor>> gradients;
-  std::vector<HostTensor> sums;
 };
 
 TEST(CopyExchange, DeliversWhatTheSimulationDeliversOnAllKindsOfRanks) {
