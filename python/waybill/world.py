@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import re
 import sys
 import warnings
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Optional, TypeVar
+from typing import Any, NamedTuple, Optional, TypeVar, Union
 
 from . import _core
 from ._arrays import choice, flag, int64, within
@@ -164,18 +167,30 @@ class World(OfThisProcess, Made):
     Ctrl-C.
     """
 
-    __slots__ = ("_expert_layers", "_world")
+    __slots__ = ("_layers", "_world")
     _why_not_copied = (
         "one rank's connections to the others: make one in each process with"
         " World.from_environment(), or in each thread with waybill.run_threads"
     )
     _world: _core.World
-    _expert_layers: dict[str, Any]  #: those that modules of a model share
+    _layers: Union[OrderedDict[str, Any], weakref.ref[OrderedDict[str, Any]]]
     _made_by = "waybill.run_threads(...) or World.from_environment()"
 
     @classmethod
     def _wrap(cls, world: _core.World) -> World:
-        return cls._with(_world=world, _expert_layers={})
+        return cls._with(_world=world, _layers=OrderedDict())
+
+    @property
+    def _expert_layers(self) -> OrderedDict[str, Any]:
+        """Those that modules of a model share, by their options."""
+        layers = self._layers if isinstance(self._layers, OrderedDict) else self._layers()
+        return OrderedDict() if layers is None else layers
+
+    def _for_its_layers(self: _W) -> _W:
+        """The same ranks, for what ``_expert_layers`` holds: with this object it would be a cycle,
+        which Python's collector ends at any time, and freeing memory waits for the device.
+        """
+        return self._with(_world=self._world, _layers=weakref.ref(self._expert_layers))
 
     @classmethod
     @outside_graphs
@@ -420,6 +435,8 @@ def run_threads(
             return body(World._wrap(made))
 
     bootstraps, scope = _core.thread_bootstraps(world_size, seconds_of(timeout_s, who))
+    if 0 < gpus < world_size:  # memory that goes meanwhile waits for kernels that wait for its rank
+        gc.collect()
     return run_ranks(world_size, rank_main, scope)
 
 

@@ -15,7 +15,7 @@ from deep_ep_cases import BYTES, EXPERTS, LOCAL, WORLD, Buffer, everyone, layout
 
 import waybill  # noqa: E402
 import waybill.torch as wt  # noqa: E402
-from waybill.torch.moe import EPAll2AllLayer  # noqa: E402
+from waybill.torch.moe import EPAll2AllLayer, ExpertParallel, SwiGLUExperts  # noqa: E402
 
 
 def many_tokens(world):
@@ -55,6 +55,18 @@ def experts(world):
     layer.finalize()
 
 
+def shared_layers(world):
+    """Modules that nobody finalizes: what they share stays with the world, and goes with it."""
+    own = SwiGLUExperts(EXPERTS // WORLD, 8, 8)
+    for options in ({}, {"spare_experts": 1, "min_rows": 1, "limit": 1.0}):
+        moe = ExpertParallel(
+            own, num_experts=EXPERTS, topk=2, hidden=8, max_tokens=4, group=world, gradients="sum",
+            dtype=torch.float32, **options,
+        )  # fmt: skip
+        moe(torch.ones(4, 8), torch.ones(4, 2), torch.arange(8).view(4, 2)).sum().backward()
+    assert len(world._expert_layers) == 3
+
+
 def attention(world):
     attend = module(world)
     plan = attend.plan([[40], [9], [3]])
@@ -65,7 +77,7 @@ def attention(world):
     attend.close()
 
 
-@pytest.mark.parametrize("body", [many_tokens, few_tokens, experts, attention])
+@pytest.mark.parametrize("body", [many_tokens, few_tokens, experts, shared_layers, attention])
 def test_a_world_goes_with_its_last_user(body):
     with settled_garbage():
         wt.run_threads(WORLD, body)

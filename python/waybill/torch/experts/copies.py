@@ -81,8 +81,8 @@ class StackedExperts:
         of_home, of_copies = ends[: self.num_experts], ends[self.num_experts :]
         if copies and not self.host_waits:
             return self._apart(home, copies, rows, of_home, of_copies, weights)
-        split = int(of_home[-1]) if copies else 0
-        if not copies or split == int(ends[-1]):
+        split, end = _on_host(of_home[-1], ends[-1]) if copies else (0, 0)
+        if split == end:
             return self._made(home, of_home, rows, *weights)
         before, after = ([one[part] for one in (rows, *weights)] for part in _halves(split))
         first = self._made(home, of_home, *before)
@@ -120,6 +120,17 @@ def local_part(value: Any) -> torch.Tensor:
     """Returns this rank's part of a DTensor, and any other tensor as it is."""
     # The compiler knows no attributes of the value, but those of its type.
     return value.to_local() if hasattr(type(value), "to_local") else value
+
+
+def _on_host(*numbers: torch.Tensor) -> List[int]:
+    """Waits for numbers of a device. A copy to pageable memory would hold up the driver for a rank
+    on the same GPU.
+    """
+    found = torch.stack(numbers).to("cpu", non_blocking=True)  # into pinned memory
+    if numbers[0].is_cuda:
+        torch.cuda.current_stream(numbers[0].device).synchronize()
+    values: List[int] = found.tolist()
+    return values
 
 
 def _halves(split: int) -> Tuple[slice, slice]:
@@ -264,7 +275,7 @@ class Exchange:
     """All that modules of a world share: a pool for copies, and in host memory what moves rows."""
 
     def __init__(self, world: Any, on_host: bool) -> None:
-        self._world, self._on_host = world, on_host
+        self._world, self._on_host = world._for_its_layers(), on_host
         self.compiled: Any = _core.CopyExchange(world._world) if on_host else None
         self.pool: Optional[Store] = None
         self.users, self.num_modules, self.num_calls = 0, 0, 0
@@ -272,10 +283,10 @@ class Exchange:
     @classmethod
     def of(cls, world: Any, on_host: bool) -> Exchange:
         """That of a world, collective where it is the first."""
-        shared: Dict[str, Exchange] = world._expert_layers
+        shared = world._expert_layers
         if "copies" not in shared:
             shared["copies"] = cls(world, on_host)
-        made = shared["copies"]
+        made: Exchange = shared["copies"]
         made.users += 1
         made.num_modules += 1
         return made

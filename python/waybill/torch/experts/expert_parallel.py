@@ -251,7 +251,7 @@ def _is_of(layer: EPAll2AllLayer, name: str, value: Any) -> bool:
     """Whether the value of an argument is what a layer has."""
     if name == "group":
         if isinstance(value, World):
-            return value is layer.world
+            return value._world is layer.world._world
         return group_of(value, _WHO, name) is layer.ep_group
     if name == "device":
         device = layer.world.device
@@ -666,8 +666,10 @@ def _box_of(
         return LayerBox(make)
     # A box stays until its users have released it, not until they are collected, which may be at
     # other times on other ranks.
-    boxes: Dict[str, LayerBox] = world._expert_layers
+    boxes = world._expert_layers
     key = repr((*sizes, dtype, sorted(options.items())))
     if key not in boxes:
-        boxes[key] = LayerBox(make, forget=lambda: boxes.pop(key, None))
-    return boxes[key]
+        world = world._for_its_layers()
+        boxes[key] = LayerBox(make, forget=lambda: world._expert_layers.pop(key, None))
+    box: LayerBox = boxes[key]
+    return box
