@@ -5,6 +5,7 @@
 #include <array>
 #include <atomic>
 #include <bit>
+#include <cstdlib>
 #include <numeric>
 #include <thread>
 
@@ -111,11 +112,25 @@ struct HostWarp {
     for (int i = 0; i < cuda::warp_lanes; ++i)
       if (mask.values[i]) base[idx.values[i]] += value;
   }
+  static void add(int* base, const Int& idx, const Int& value, const Mask& mask) {
+    for (int i = 0; i < cuda::warp_lanes; ++i)
+      if (mask.values[i]) base[idx.values[i]] += value.values[i];
+  }
   template <class T>
   static Lanes<T> larger(const Lanes<T>& a, const Lanes<T>& b) {
     return select(a > b, a, b);
   }
-  static Int smaller(const Int& a, const Int& b) { return select(a < b, a, b); }
+  template <class T>
+  static Lanes<T> smaller(const Lanes<T>& a, const Lanes<T>& b) {
+    return select(a < b, a, b);
+  }
+  static void put_four(int* at, const Int& a, const Int& b, const Int& c, const Int& d,
+                       const Mask& mask) {
+    for (int i = 0; i < cuda::warp_lanes; ++i) {
+      if (!mask.values[i]) continue;
+      at[0] = a.values[i], at[1] = b.values[i], at[2] = c.values[i], at[3] = d.values[i];
+    }
+  }
   template <class T>
   static T reduce_min(const Lanes<T>& lanes) {
     return *std::ranges::min_element(lanes.values);
@@ -189,12 +204,13 @@ struct HostWarp {
     }
   }
   static int block_add(int* at, int value) { return std::exchange(*at, *at + value); }
+  static int block_exchange(int* at, int value) { return std::exchange(*at, value); }
 };
 
 /// A block of `warps` warps; a plan as the kernel writes it.
 class HostBlock {
  public:
-  HostBlock(const test::EvenExpertsCase& one, int warps, int pass_warps)
+  HostBlock(const test::EvenExpertsCase& one, int warps, int pass_warps, int variant = -1)
       : rows_(one.rows.begin(), one.rows.end()), warps_(warps) {
     p_.num_ranks = one.num_ranks;
     p_.num_experts = one.num_experts;
@@ -206,6 +222,12 @@ class HostBlock {
     p_.limit_factor = one.options.limit;
     p_.num_nodes = one.options.num_nodes;
     p_.pass_warps = pass_warps;
+    if (variant < 0) {
+      const char* const wanted = std::getenv("WAYBILL_EVEN_VARIANT");
+      variant = wanted == nullptr ? 0 : std::atoi(wanted);
+    }
+    p_.variant = p_.num_nodes > 1 ? 0 : variant;
+    if (p_.variant > 1) p_.pass_warps = std::min(pass_warps, warps - 1);
     p_.rows = rows_.data();
     if (!one.present.empty()) p_.present = one.present.data();
     p_.present_stride = p_.spare;
@@ -241,6 +263,8 @@ class HostBlock {
   }
 
   [[nodiscard]] int attempt() const { return figures_[cuda::figure_try]; }
+  bool sums_first_ = false;
+  static inline int num_vain = 0;
 
  private:
   template <bool Nodes>
@@ -251,7 +275,16 @@ class HostBlock {
 
   template <int Own, bool Nodes>
   int run_as() {
-    using Phases = cuda::EvenExpertsPhases<HostWarp, Own, Nodes>;
+    if constexpr (!Nodes) {
+      if (p_.variant == 1) return run_variant<Own, Nodes, 1>();
+      if (p_.variant == 2) return run_variant<Own, Nodes, 2>();
+    }
+    return run_variant<Own, Nodes, 0>();
+  }
+
+  template <int Own, bool Nodes, int Variant>
+  int run_variant() {
+    using Phases = cuda::EvenExpertsPhases<HostWarp, Own, Nodes, Variant>;
     const int threads = warps_ * cuda::warp_lanes;
     // What is not written must not be read: numbers that no plan has.
     std::vector<int> words(cuda::EvenExpertsMemory::words(p_, threads), -1000000007);
@@ -268,33 +301,63 @@ class HostBlock {
     all(&Phases::sum_some_ranks);
     all(&Phases::note_status);
     each_warp([&](Phases& phases, int w) { phases.sum_ranks(w, warps_); });
-    each_warp([&](Phases& phases, int w) { phases.order_ranks(w, warps_); });
-    all(&Phases::clear_ties);
+    const bool beside = Variant > 1;
+    const int first_warp = beside ? p_.pass_warps : 0;
+    EXPECT_LT(first_warp, warps_);
+    for (int w = 0; w < first_warp; ++w) block[w * cuda::warp_lanes].note_sums();
+    for (int w = first_warp; w < warps_; ++w)
+      block[w * cuda::warp_lanes].order_ranks(w - first_warp, warps_ - first_warp);
+    if (!beside) all(&Phases::clear_ties);
     if (m.block->status != 0) {
       all(&Phases::write_failure);
       return figures_[cuda::figure_status];
     }
     int sums = 0;
-    each_warp([&](Phases& phases, int /*warp*/) { sums += phases.choose_sums() ? 1 : 0; });
-    EXPECT_TRUE(sums == 0 || sums == warps_);
-    if (sums > 0) {
-      all(&Phases::sort_experts);
-      each_warp([&](Phases& phases, int w) { phases.find_bound(w, warps_); });
+    for (int w = first_warp; w < warps_; ++w)
+      sums += block[w * cuda::warp_lanes].choose_sums() ? 1 : 0;
+    EXPECT_TRUE(sums == 0 || sums == warps_ - first_warp);
+    const auto find_bound = [&] {
+      const int first = first_warp * cuda::warp_lanes;
+      for (int t = first; t < threads; ++t) block[t].sort_experts(t - first, threads - first);
+      for (int w = first_warp; w < warps_; ++w)
+        block[w * cuda::warp_lanes].find_bound(w - first_warp, warps_ - first_warp);
+    };
+    const auto try_limits = [&] {
+      std::vector<std::jthread> passes;
+      for (int w = 1; w < p_.pass_warps; ++w)
+        passes.emplace_back([&, w] { block[w * cuda::warp_lanes].try_limits(w); });
+      block[0].try_limits(0);
+    };
+    if (sums > 0 && !beside) find_bound();
+    if (sums > 0 && beside && sums_first_) find_bound();
+    if (sums > 0 && beside && !sums_first_) {
+      std::jthread other(find_bound);
+      try_limits();
+    } else {
+      try_limits();
     }
-    std::vector<std::jthread> passes;
-    for (int w = 1; w < p_.pass_warps; ++w)
-      passes.emplace_back([&, w] { block[w * cuda::warp_lanes].try_limits(w); });
-    block[0].try_limits(0);
-    passes.clear();
-    write<Phases>(block);
+    if (Variant > 1 && block[0].was_vain()) {
+      EXPECT_TRUE(sums > 0);
+      all(&Phases::take_bound);
+      try_limits();
+      ++num_vain;
+    }
+    write<Phases, Variant>(block);
     return figures_[cuda::figure_status];
   }
 
-  template <class Phases>
+  template <class Phases, int Variant>
   void write(std::vector<Phases>& block) const {
     for (Phases& thread : block) thread.fill_slots();
     for (int w = 0; w < warps_; ++w) block[w * cuda::warp_lanes].write_homes(w, warps_);
-    for (int w = 0; w < warps_; ++w) block[w * cuda::warp_lanes].write_copies(w, warps_);
+    for (int w = 0; w < warps_; ++w) {
+      Phases& phases = block[w * cuda::warp_lanes];
+      if constexpr (Variant > 1) {
+        phases.write_listed(w, warps_);
+      } else {
+        phases.write_copies(w, warps_);
+      }
+    }
   }
 
   std::vector<std::int32_t> rows_;

@@ -36,7 +36,14 @@ struct DeviceWarp {
   __device__ static Number larger(Number a, Number b) {
     return a > b ? a : b;
   }
-  __device__ static int smaller(int a, int b) { return a < b ? a : b; }
+  template <class Number>
+  __device__ static Number smaller(Number a, Number b) {
+    return a < b ? a : b;
+  }
+  /// Four words at a multiple of four.
+  __device__ static void put_four(int* at, int a, int b, int c, int d, bool mask) {
+    if (mask) *reinterpret_cast<int4*>(at) = make_int4(a, b, c, d);
+  }
 
   __device__ static int reduce_min(int value) { return __reduce_min_sync(whole_warp, value); }
   __device__ static unsigned long long reduce_min(unsigned long long value) {
@@ -121,30 +128,97 @@ struct DeviceWarp {
   __device__ static void block_min(int* at, int value) { atomicMin(at, value); }
   /// @return the number before
   __device__ static int block_add(int* at, int value) { return atomicAdd(at, value); }
+  __device__ static int block_exchange(int* at, int value) { return atomicExch(at, value); }
 };
 
-/// Sums, order of ranks and bound. False: rows or present copies are wrong.
+/// A barrier of some of the block's threads.
+__device__ void wait_for(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+
+/// Sums of experts and ranks.
 template <class Phases>
-__device__ bool count(Phases& phases, const EvenExpertsMemory& m, int warp, int warps) {
+__device__ void count(Phases& phases, int warp, int warps) {
   phases.clear();
   phases.sum_some_ranks();
   __syncthreads();
   phases.note_status();
   phases.sum_ranks(warp, warps);
   __syncthreads();
+}
+
+/// The order of ranks and the bound, then tries. False: rows or present copies are wrong.
+template <class Phases>
+__device__ bool find_plan(Phases& phases, int pass_warps, int warp, int warps, unsigned& counted) {
   phases.order_ranks(warp, warps);
   phases.clear_ties();
   __syncthreads();
-  if (m.block->status != static_cast<int>(EvenExpertsStatus::good)) return false;
-  if (!phases.choose_sums()) return true;
-  phases.sort_experts();
-  __syncthreads();
-  phases.find_bound(warp, warps);
+  if (!phases.is_good()) return false;
+  if (phases.choose_sums()) {
+    phases.sort_experts(static_cast<int>(threadIdx.x), even_experts_threads);
+    __syncthreads();
+    phases.find_bound(warp, warps);
+    __syncthreads();
+  }
+  counted = static_cast<unsigned>(clock());
+  if (warp < pass_warps) phases.try_limits(warp);
   __syncthreads();
   return true;
 }
 
-template <int Own, bool Nodes>
+/// Tries from the mean on, and the bound beside them; tries again where the bound is above.
+template <class Phases>
+__device__ bool find_plan_beside(Phases& phases, int pass_warps, int warp, int warps,
+                                 unsigned& counted) {
+  const int first = pass_warps * warp_lanes, threads = even_experts_threads - first;
+  counted = static_cast<unsigned>(clock());
+  for (bool again = false;; again = true) {
+    if (warp < pass_warps) {
+      if (again || phases.note_sums()) phases.try_limits(warp);
+    } else if (!again) {
+      phases.order_ranks(warp - pass_warps, warps - pass_warps);
+      wait_for(threads);
+      if (phases.choose_sums()) {
+        phases.sort_experts(static_cast<int>(threadIdx.x) - first, threads);
+        wait_for(threads);
+        phases.find_bound(warp - pass_warps, warps - pass_warps);
+      }
+    }
+    __syncthreads();
+    if (!phases.is_good()) return false;
+    if (again || !phases.was_vain()) return true;
+    phases.take_bound();
+    __syncthreads();
+  }
+}
+
+/// A whole plan.
+template <int Variant, class Phases>
+__device__ void plan(Phases& phases, const EvenExpertsParams& p, int warp, int warps) {
+  const auto begin = static_cast<unsigned>(clock());
+  count(phases, warp, warps);
+  unsigned counted = 0;
+  bool is_good;
+  if constexpr (Variant < 2) {
+    is_good = find_plan(phases, p.pass_warps, warp, warps, counted);
+  } else {
+    is_good = find_plan_beside(phases, p.pass_warps, warp, warps, counted);
+  }
+  if (!is_good) return phases.write_failure();
+  const auto tried = static_cast<unsigned>(clock());
+  phases.fill_slots();
+  phases.write_homes(Variant < 2 ? warp : warps - 1 - warp, warps);
+  __syncthreads();
+  if constexpr (Variant < 2) {
+    phases.write_copies(warp, warps);
+  } else {
+    phases.write_listed(warp, warps);
+  }
+  if (threadIdx.x > 0) return;
+  p.figures[figure_count_cycles] = static_cast<int>(counted - begin);
+  p.figures[figure_try_cycles] = static_cast<int>(tried - counted);
+  p.figures[figure_write_cycles] = static_cast<int>(static_cast<unsigned>(clock()) - tried);
+}
+
+template <int Own, bool Nodes, int Variant>
 __global__ void __launch_bounds__(even_experts_threads, 1)
     even_experts_kernel(const __grid_constant__ EvenExpertsParams p) {
   extern __shared__ __align__(16) int words[];
@@ -153,36 +227,37 @@ __global__ void __launch_bounds__(even_experts_threads, 1)
   const int warp =
       DeviceWarp::broadcast(thread / warp_lanes, 0);  // the same in all lanes: known so
   constexpr int warps = even_experts_threads / warp_lanes;
-  EvenExpertsPhases<DeviceWarp, Own, Nodes> phases(p, m, thread, even_experts_threads);
-  const auto begin = static_cast<unsigned>(clock());
-  if (!count(phases, m, warp, warps)) {
-    phases.write_failure();
-    return;
+  EvenExpertsPhases<DeviceWarp, Own, Nodes, Variant> phases(p, m, thread, even_experts_threads);
+  if constexpr (Variant == 3) {  // the same once more: clocks of code that is in the caches
+#pragma unroll 1
+    for (int i = 0; i < p.variant - 1; ++i) {
+      plan<Variant>(phases, p, warp, warps);
+      __syncthreads();
+    }
+  } else {
+    plan<Variant>(phases, p, warp, warps);
   }
-  const auto counted = static_cast<unsigned>(clock());
-  if (warp < p.pass_warps) phases.try_limits(warp);
-  __syncthreads();
-  const auto tried = static_cast<unsigned>(clock());
-  phases.fill_slots();
-  phases.write_homes(warp, warps);
-  __syncthreads();
-  phases.write_copies(warp, warps);
-  if (thread > 0) return;
-  p.figures[figure_count_cycles] = static_cast<int>(counted - begin);
-  p.figures[figure_try_cycles] = static_cast<int>(tried - counted);
-  p.figures[figure_write_cycles] = static_cast<int>(static_cast<unsigned>(clock()) - tried);
 }
 
 using Kernel = void (*)(EvenExpertsParams);
-constexpr Kernel kernels[2][3] = {
-    {even_experts_kernel<1, false>, even_experts_kernel<2, false>, even_experts_kernel<4, false>},
-    {even_experts_kernel<1, true>, even_experts_kernel<2, true>, even_experts_kernel<4, true>}};
+// By variant, then by ranks; the last row is that of nodes.
+constexpr Kernel kernels[5][3] = {
+    {even_experts_kernel<1, false, 0>, even_experts_kernel<2, false, 0>,
+     even_experts_kernel<4, false, 0>},
+    {even_experts_kernel<1, false, 1>, even_experts_kernel<2, false, 1>,
+     even_experts_kernel<4, false, 1>},
+    {even_experts_kernel<1, false, 2>, even_experts_kernel<2, false, 2>,
+     even_experts_kernel<4, false, 2>},
+    {even_experts_kernel<1, false, 2>, even_experts_kernel<2, false, 3>,
+     even_experts_kernel<4, false, 2>},
+    {even_experts_kernel<1, true, 0>, even_experts_kernel<2, true, 0>,
+     even_experts_kernel<4, true, 0>}};
 
 }  // namespace
 
 cudaError_t prepare_even_experts(int shared_bytes) {
-  for (const auto& of_nodes : kernels) {
-    for (const Kernel kernel : of_nodes) {
+  for (const auto& of_variant : kernels) {
+    for (const Kernel kernel : of_variant) {
       const cudaError_t status =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
       if (status != cudaSuccess) return status;
@@ -195,7 +270,7 @@ cudaError_t launch_even_experts(const EvenExpertsParams& params, int shared_byte
                                 cudaStream_t stream) {
   const auto bytes = static_cast<std::size_t>(shared_bytes);
   const int width = params.num_ranks <= warp_lanes ? 0 : params.num_ranks <= 2 * warp_lanes ? 1 : 2;
-  const Kernel kernel = kernels[params.num_nodes > 1 ? 1 : 0][width];
+  const Kernel kernel = kernels[params.num_nodes > 1 ? 4 : params.variant][width];
   kernel<<<1, even_experts_threads, bytes, stream>>>(params);
   return cudaGetLastError();
 }

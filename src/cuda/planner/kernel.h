@@ -6,7 +6,7 @@ namespace waybill::cuda {
 
 /// The phases of a call. All threads call each; a barrier of the block follows unless a phase says
 /// otherwise. Some take the number of the warp.
-template <class Warp, int Own, bool Nodes>
+template <class Warp, int Own, bool Nodes, int Variant = 0>
 class EvenExpertsPhases {
  public:
   using Int = typename Warp::Int;
@@ -37,6 +37,13 @@ class EvenExpertsPhases {
     for (int i = thread_; i < copies_; i += threads_) {
       m_.final_copy[i] = -1;
       m_.final_quota[i] = m_.final_rest[i] = 0;
+    }
+    if constexpr (Variant > 1) {
+      WAYBILL_UNROLL(1)
+      for (int e = thread_; e < p_.num_experts; e += threads_) {
+        m_.first_copy[e] = -1;
+        m_.ties[e] = 0;
+      }
     }
     const int after = p_.num_experts + thread_;
     if (after < EvenExpertsMemory::experts_in_fours(p_)) m_.expert_rows[after] = 0;
@@ -121,6 +128,20 @@ class EvenExpertsPhases {
     if (warp == warps - 1) note_total(rows);
   }
 
+  /// What tries need of that, for a warp that does not wait for the order.
+  /// @return false: the rows or present copies are wrong
+  WAYBILL_HOST_DEVICE bool note_sums() {
+    Int rows[Own];
+    WAYBILL_UNROLL(4)
+    for (int k = 0; k < Own; ++k) rows[k] = of_rank(m_.rank_rows, k, INT_MIN);
+    note_total(rows);
+    Warp::sync();
+    return is_good();
+  }
+  WAYBILL_HOST_DEVICE bool is_good() const {
+    return Warp::read(&m_.block->status) == static_cast<int>(EvenExpertsStatus::good);
+  }
+
   /// In one phase with order_ranks.
   WAYBILL_HOST_DEVICE void clear_ties() {
     WAYBILL_UNROLL(1)
@@ -151,9 +172,9 @@ class EvenExpertsPhases {
   }
 
   /// Places of experts, those of most rows first, and the places of their homes.
-  WAYBILL_HOST_DEVICE void sort_experts() {
+  WAYBILL_HOST_DEVICE void sort_experts(int thread, int threads) {
     WAYBILL_UNROLL(1)
-    for (int e = thread_; e < p_.num_experts; e += threads_) {
+    for (int e = thread; e < p_.num_experts; e += threads) {
       const int own = m_.expert_rows[e];
       int larger = 0;
       WAYBILL_UNROLL(4)
@@ -176,8 +197,25 @@ class EvenExpertsPhases {
       if ((needed_of(k - 1) >> ((k - 1) % warp_lanes) & 1U) == 0) continue;
       const auto kept = static_cast<unsigned>(kept_by_fullest(k, p_.spare * (p_.num_ranks - k)));
       const auto ranks = static_cast<unsigned>(k);
-      Warp::block_max(&m_.block->bound, static_cast<int>((kept + ranks - 1) / ranks));
+      const auto bound = static_cast<int>((kept + ranks - 1) / ranks);
+      if constexpr (Variant > 1) {
+        if (bound <= m_.block->mean) continue;
+        Warp::block_max(&m_.block->found, bound);
+        Warp::block_min(&m_.block->best_try, -1);  // ends the tries
+      } else {
+        Warp::block_max(&m_.block->bound, bound);
+      }
     }
+  }
+
+  /// Where the bound was sought beside tries of the mean: whether it is above, and they were vain.
+  WAYBILL_HOST_DEVICE bool was_vain() const { return m_.block->found > 0; }
+  /// Between two barriers.
+  WAYBILL_HOST_DEVICE void take_bound() {
+    if (thread_ > 0) return;
+    m_.block->bound = m_.block->found;
+    m_.block->best_try = INT_MAX;
+    m_.block->next_try = p_.pass_warps;
   }
 
   /// Warps take tries in order until one has succeeded; the lowest wins, and its copies go home.
@@ -242,13 +280,47 @@ class EvenExpertsPhases {
     if (warp == warps - 1) write_figures(own);
   }
 
+  /// The same, a thread per copy, which looks at the other copies of its expert.
+  WAYBILL_HOST_DEVICE void write_listed(int warp, int warps) {
+    const EvenExpertsWarp own = winner();
+    for (int i = warp * warp_lanes; i < copies_; i += warps * warp_lanes) {
+      const Int place = Warp::lane() + Int(i);
+      const Mask there = place < Int(copies_);
+      const Int copy = Warp::gather(m_.final_copy, place, there, -1);
+      const Int quota = Warp::gather(m_.final_quota, place, there, 0);
+      const Int rest = Warp::gather(m_.final_rest, place, there, 0);
+      const Mask takes = quota > Int(0);
+      const Int expert = EvenExpertsCopy::expert(copy), home = EvenExpertsCopy::home(copy);
+      const Int rank = place / Int(p_.spare);
+      const Int begin = rank * Int(p_.spare), begin_home = home * Int(p_.spare);
+      Int first = Warp::gather(m_.home_rest, expert, takes && home < rank, 0), first_home = Int(0);
+      Int other = Warp::gather(m_.first_copy, expert, takes, -1);
+      while (Warp::ballot(other >= Int(0)) != 0) {
+        const Mask is_copy = other >= Int(0);
+        const Int more = Warp::gather(m_.final_rest, other, is_copy, 0);
+        first = first + Warp::select(other < begin, more, Int(0));
+        first_home = first_home + Warp::select(other < begin_home, more, Int(0));
+        other = Warp::gather(m_.next_copy, other, is_copy, -1);
+      }
+      const Mask home_takes = takes && Warp::gather(own.home_rows, expert, takes, 0) > Int(0);
+      Warp::scatter(p_.first_row, home * Int(slots_per_rank_) + expert - home * Int(p_.homes),
+                    first_home, home_takes);
+      const Int slot = place + (rank + Int(1)) * Int(p_.homes);
+      Warp::scatter(p_.slots, slot, Warp::select(copy < Int(0), Int(-1), expert), there);
+      Warp::scatter(p_.quotas, slot, quota, there);
+      Warp::scatter(p_.local_rows, slot, quota - rest, there);
+      Warp::scatter(p_.first_row, slot, first, there);
+    }
+    if (warp == warps - 1) write_figures(own);
+  }
+
   /// Only where the rows or the present copies are wrong.
   WAYBILL_HOST_DEVICE void write_failure() {
     if (thread_ == 0) p_.figures[figure_status] = m_.block->status;
   }
 
  private:
-  using Pass = EvenExpertsPass<Warp, Own, Nodes>;
+  using Pass = EvenExpertsPass<Warp, Own, Nodes, Variant>;
 
   WAYBILL_HOST_DEVICE void fail(EvenExpertsStatus status) {
     Warp::block_max(&m_.block->status, static_cast<int>(status));
@@ -408,6 +480,9 @@ class EvenExpertsPhases {
     m_.final_copy[place] = copy;
     m_.final_quota[place] = quota;
     m_.final_rest[place] = quota - local_rows(rank, expert, quota);
+    if constexpr (Variant > 1) {
+      m_.next_copy[place] = Warp::block_exchange(m_.first_copy + expert, place);
+    }
   }
 
   WAYBILL_HOST_DEVICE void count_copy(int copy) {

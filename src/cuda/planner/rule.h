@@ -38,6 +38,7 @@ struct EvenExpertsParams {
   double limit_factor = 1;
   std::int32_t num_nodes = 1;   ///< at most max_even_nodes
   std::int32_t pass_warps = 4;  ///< warps that try limits and ways
+  std::int32_t variant = 0;     ///< for measurements
 
   std::int32_t* slots = nullptr;
   std::int32_t* quotas = nullptr;
@@ -90,6 +91,7 @@ struct EvenExpertsCopy {
 /// Numbers that the whole block shares.
 struct EvenExpertsBlock {
   int status, total, mean, fullest, bound;
+  int found;     ///< the bound, where it is sought beside tries
   int next_try;  ///< that a warp takes next, after the first of each
   int best_try;  ///< the lowest that has succeeded * max_warps + its warp
 
@@ -107,6 +109,7 @@ struct EvenExpertsWarp {
   int* of_home;       ///< [R] present copies that take rows
   int* of_rank;       ///< [R]
   int* copy_nodes;    ///< [E] with nodes: a bit for each that has a copy
+  int* gifts;         ///< [R * spare + 2, 4] see EvenExpertsPlain
 };
 
 /// The shared memory of a call, in words.
@@ -132,11 +135,25 @@ struct EvenExpertsMemory {
   int* sorted_position;     ///< [E] place of the expert's home among ranks
   int* ties;                ///< [E]
 
+  int* first_copy;  ///< [E] the place of a copy of the expert, or -1; see write_listed
+  int* next_copy;   ///< [R, spare] the place of another one
+
   static constexpr int block_words = 16;
+  static constexpr int max_listed_spare = 7;  ///< for EvenExpertsPlain
 
   WAYBILL_HOST_DEVICE static int warp_words(const EvenExpertsParams& p) {
     const int nodes = p.num_nodes > 1 ? p.num_experts : 0;
-    return p.num_experts + 3 * p.num_ranks * p.spare + 4 * p.num_ranks + nodes;
+    const int words = p.num_experts + 3 * p.num_ranks * p.spare + 4 * p.num_ranks + nodes;
+    return (words + 3) / 4 * 4 + gift_words(p);
+  }
+  /// Four words for each copy, and for two steps after the last that is written home.
+  WAYBILL_HOST_DEVICE static int gift_words(const EvenExpertsParams& p) {
+    const bool lists = p.variant > 0 && p.spare <= max_listed_spare;
+    return lists ? 4 * (p.num_ranks * p.spare + 2) : 0;
+  }
+  /// What is used while warps try.
+  WAYBILL_HOST_DEVICE static int words_beside(const EvenExpertsParams& p) {
+    return p.variant > 1 ? 4 * p.num_experts + p.num_ranks * p.spare : 0;
   }
   WAYBILL_HOST_DEVICE static int experts_in_fours(const EvenExpertsParams& p) {
     return (p.num_experts + 3) & ~3;
@@ -155,7 +172,7 @@ struct EvenExpertsMemory {
   WAYBILL_HOST_DEVICE static std::int64_t words(const EvenExpertsParams& p, int threads) {
     const std::int64_t fixed = block_words + experts_in_fours(p) + std::int64_t{p.num_experts} +
                                7 * std::int64_t{p.num_ranks} +
-                               5 * std::int64_t{p.num_ranks} * p.spare;
+                               5 * std::int64_t{p.num_ranks} * p.spare + words_beside(p);
     const std::int64_t passes = std::int64_t{p.pass_warps} * warp_words(p);
     const std::int64_t partial = std::int64_t{partial_sums(p, threads)} * p.num_experts;
     const std::int64_t sorted = 3 * std::int64_t{p.num_experts};
@@ -186,10 +203,13 @@ struct EvenExpertsMemory {
     final_copy = take(copies);
     final_quota = take(copies);
     final_rest = take(copies);
+    int* const beside = take(words_beside(p));
     warps = words + ((used + 3) & ~3);  // partial sums are written by fours
-    sorted_expert_rows = warps;
-    sorted_position = warps + p.num_experts;
+    sorted_expert_rows = p.variant > 1 ? beside : warps;
+    sorted_position = sorted_expert_rows + p.num_experts;
     ties = sorted_position + p.num_experts;
+    first_copy = ties + p.num_experts;
+    next_copy = first_copy + p.num_experts;
   }
 
   WAYBILL_HOST_DEVICE EvenExpertsWarp warp(const EvenExpertsParams& p, int number) const {
@@ -206,7 +226,8 @@ struct EvenExpertsMemory {
             first + copies + copies,
             ranks + p.num_ranks + p.num_ranks,
             ranks + p.num_ranks + p.num_ranks + p.num_ranks,
-            ranks + 4 * p.num_ranks};
+            ranks + 4 * p.num_ranks,
+            experts + warp_words(p) - gift_words(p)};
   }
 };
 static_assert(sizeof(EvenExpertsBlock) <= EvenExpertsMemory::block_words * sizeof(int));
