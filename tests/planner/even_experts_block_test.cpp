@@ -226,7 +226,7 @@ class HostBlock {
       const char* const wanted = std::getenv("WAYBILL_EVEN_VARIANT");
       variant = wanted == nullptr ? 0 : std::atoi(wanted);
     }
-    p_.variant = p_.num_nodes > 1 ? 0 : variant;
+    p_.variant = p_.num_nodes > 1 ? variant / 2 * 2 : variant;
     if (p_.variant > 1) p_.pass_warps = std::min(pass_warps, warps - 1);
     p_.rows = rows_.data();
     if (!one.present.empty()) p_.present = one.present.data();
@@ -277,8 +277,8 @@ class HostBlock {
   int run_as() {
     if constexpr (!Nodes) {
       if (p_.variant == 1) return run_variant<Own, Nodes, 1>();
-      if (p_.variant == 2) return run_variant<Own, Nodes, 2>();
     }
+    if (p_.variant == 2) return run_variant<Own, Nodes, 2>();
     return run_variant<Own, Nodes, 0>();
   }
 

@@ -66,7 +66,7 @@ GpuEvenExperts::GpuEvenExperts(std::int32_t num_ranks, std::int32_t num_experts,
 }
 
 void GpuEvenExperts::set_variant(std::int32_t variant) {
-  params_.variant = params_.num_nodes > 1 ? 0 : std::clamp(variant, 0, 3);
+  params_.variant = params_.num_nodes > 1 ? (variant < 2 ? 0 : 2) : std::clamp(variant, 0, 3);
   set_pass_warps(default_pass_warps);
 }
 

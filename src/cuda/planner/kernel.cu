@@ -240,8 +240,8 @@ __global__ void __launch_bounds__(even_experts_threads, 1)
 }
 
 using Kernel = void (*)(EvenExpertsParams);
-// By variant, then by ranks; the last row is that of nodes.
-constexpr Kernel kernels[5][3] = {
+// By variant, then by ranks; the last two rows are those of nodes, variants 0 and 2.
+constexpr Kernel kernels[6][3] = {
     {even_experts_kernel<1, false, 0>, even_experts_kernel<2, false, 0>,
      even_experts_kernel<4, false, 0>},
     {even_experts_kernel<1, false, 1>, even_experts_kernel<2, false, 1>,
@@ -251,7 +251,9 @@ constexpr Kernel kernels[5][3] = {
     {even_experts_kernel<1, false, 2>, even_experts_kernel<2, false, 3>,
      even_experts_kernel<4, false, 2>},
     {even_experts_kernel<1, true, 0>, even_experts_kernel<2, true, 0>,
-     even_experts_kernel<4, true, 0>}};
+     even_experts_kernel<4, true, 0>},
+    {even_experts_kernel<1, true, 2>, even_experts_kernel<2, true, 2>,
+     even_experts_kernel<4, true, 2>}};
 
 }  // namespace
 
@@ -270,7 +272,8 @@ cudaError_t launch_even_experts(const EvenExpertsParams& params, int shared_byte
                                 cudaStream_t stream) {
   const auto bytes = static_cast<std::size_t>(shared_bytes);
   const int width = params.num_ranks <= warp_lanes ? 0 : params.num_ranks <= 2 * warp_lanes ? 1 : 2;
-  const Kernel kernel = kernels[params.num_nodes > 1 ? 4 : params.variant][width];
+  const Kernel kernel =
+      kernels[params.num_nodes > 1 ? 4 + params.variant / 2 : params.variant][width];
   kernel<<<1, even_experts_threads, bytes, stream>>>(params);
   return cudaGetLastError();
 }

@@ -399,7 +399,7 @@ class EvenExpertsPass {
   /// After a try that has succeeded: copies go home while home has room, new ones before present
   /// ones, smallest first.
   WAYBILL_HOST_DEVICE void send_home() {
-    if (Variant > 0 && gifts_ >= 0) {
+    if (Variant > 0 && !Nodes && gifts_ >= 0) {
       EvenExpertsPlain<Warp, Own>::write(p_, m_, own_, gifts_);
     } else {
       write_ranks();
