@@ -5,7 +5,6 @@
 #include <array>
 #include <atomic>
 #include <bit>
-#include <cstdlib>
 #include <numeric>
 #include <thread>
 
@@ -207,11 +206,12 @@ struct HostWarp {
   static int block_exchange(int* at, int value) { return std::exchange(*at, value); }
 };
 
-/// A block of `warps` warps; a plan as the kernel writes it.
+/// A block of `warps` warps, of which `pass_warps` try limits; a plan as the kernel writes it.
 class HostBlock {
  public:
-  HostBlock(const test::EvenExpertsCase& one, int warps, int pass_warps, int variant = -1)
-      : rows_(one.rows.begin(), one.rows.end()), warps_(warps) {
+  /// @param bound_first the bound is known before tries begin, else it is sought meanwhile
+  HostBlock(const test::EvenExpertsCase& one, int warps, int pass_warps, bool bound_first = false)
+      : rows_(one.rows.begin(), one.rows.end()), warps_(warps), bound_first_(bound_first) {
     p_.num_ranks = one.num_ranks;
     p_.num_experts = one.num_experts;
     p_.homes = one.num_experts / one.num_ranks;
@@ -222,12 +222,6 @@ class HostBlock {
     p_.limit_factor = one.options.limit;
     p_.num_nodes = one.options.num_nodes;
     p_.pass_warps = pass_warps;
-    if (variant < 0) {
-      const char* const wanted = std::getenv("WAYBILL_EVEN_VARIANT");
-      variant = wanted == nullptr ? 0 : std::atoi(wanted);
-    }
-    p_.variant = p_.num_nodes > 1 ? variant / 2 * 2 : variant;
-    if (p_.variant > 1) p_.pass_warps = std::min(pass_warps, warps - 1);
     p_.rows = rows_.data();
     if (!one.present.empty()) p_.present = one.present.data();
     p_.present_stride = p_.spare;
@@ -263,8 +257,8 @@ class HostBlock {
   }
 
   [[nodiscard]] int attempt() const { return figures_[cuda::figure_try]; }
-  bool sums_first_ = false;
-  static inline int num_vain = 0;
+  /// Whether the bound is above the mean.
+  [[nodiscard]] bool was_vain() const { return was_vain_; }
 
  private:
   template <bool Nodes>
@@ -275,16 +269,7 @@ class HostBlock {
 
   template <int Own, bool Nodes>
   int run_as() {
-    if constexpr (!Nodes) {
-      if (p_.variant == 1) return run_variant<Own, Nodes, 1>();
-    }
-    if (p_.variant == 2) return run_variant<Own, Nodes, 2>();
-    return run_variant<Own, Nodes, 0>();
-  }
-
-  template <int Own, bool Nodes, int Variant>
-  int run_variant() {
-    using Phases = cuda::EvenExpertsPhases<HostWarp, Own, Nodes, Variant>;
+    using Phases = cuda::EvenExpertsPhases<HostWarp, Own, Nodes>;
     const int threads = warps_ * cuda::warp_lanes;
     // What is not written must not be read: numbers that no plan has.
     std::vector<int> words(cuda::EvenExpertsMemory::words(p_, threads), -1000000007);
@@ -294,74 +279,65 @@ class HostBlock {
     const auto all = [&](auto phase) {
       for (Phases& thread : block) (thread.*phase)();
     };
-    const auto each_warp = [&](auto phase) {
-      for (int w = 0; w < warps_; ++w) phase(block[w * cuda::warp_lanes], w);
-    };
     all(&Phases::clear);
     all(&Phases::sum_some_ranks);
     all(&Phases::note_status);
-    each_warp([&](Phases& phases, int w) { phases.sum_ranks(w, warps_); });
-    const bool beside = Variant > 1;
-    const int first_warp = beside ? p_.pass_warps : 0;
-    EXPECT_LT(first_warp, warps_);
-    for (int w = 0; w < first_warp; ++w) block[w * cuda::warp_lanes].note_sums();
-    for (int w = first_warp; w < warps_; ++w)
-      block[w * cuda::warp_lanes].order_ranks(w - first_warp, warps_ - first_warp);
-    if (!beside) all(&Phases::clear_ties);
+    for (int w = 0; w < warps_; ++w) warp(block, w).sum_ranks(w, warps_);
+    const int others = warps_ - p_.pass_warps;  // they seek the bound
+    EXPECT_GT(others, 0);
+    for (int w = 0; w < p_.pass_warps; ++w) (void)warp(block, w).note_sums();
+    for (int w = 0; w < others; ++w) warp(block, p_.pass_warps + w).order_ranks(w, others);
     if (m.block->status != 0) {
       all(&Phases::write_failure);
       return figures_[cuda::figure_status];
     }
-    int sums = 0;
-    for (int w = first_warp; w < warps_; ++w)
-      sums += block[w * cuda::warp_lanes].choose_sums() ? 1 : 0;
-    EXPECT_TRUE(sums == 0 || sums == warps_ - first_warp);
-    const auto find_bound = [&] {
-      const int first = first_warp * cuda::warp_lanes;
-      for (int t = first; t < threads; ++t) block[t].sort_experts(t - first, threads - first);
-      for (int w = first_warp; w < warps_; ++w)
-        block[w * cuda::warp_lanes].find_bound(w - first_warp, warps_ - first_warp);
-    };
-    const auto try_limits = [&] {
-      std::vector<std::jthread> passes;
-      for (int w = 1; w < p_.pass_warps; ++w)
-        passes.emplace_back([&, w] { block[w * cuda::warp_lanes].try_limits(w); });
-      block[0].try_limits(0);
-    };
-    if (sums > 0 && !beside) find_bound();
-    if (sums > 0 && beside && sums_first_) find_bound();
-    if (sums > 0 && beside && !sums_first_) {
-      std::jthread other(find_bound);
-      try_limits();
+    if (bound_first_) {
+      find_bound(block);
+      try_limits(block);
     } else {
-      try_limits();
+      std::jthread other([&] { find_bound(block); });
+      try_limits(block);
     }
-    if (Variant > 1 && block[0].was_vain()) {
-      EXPECT_TRUE(sums > 0);
+    was_vain_ = block[0].was_vain();
+    if (was_vain_) {
       all(&Phases::take_bound);
-      try_limits();
-      ++num_vain;
+      try_limits(block);
     }
-    write<Phases, Variant>(block);
+    all(&Phases::fill_slots);
+    for (int w = 0; w < warps_; ++w) warp(block, w).write_homes(w, warps_);
+    for (int w = 0; w < warps_; ++w) warp(block, w).write_copies(w, warps_);
     return figures_[cuda::figure_status];
   }
 
-  template <class Phases, int Variant>
-  void write(std::vector<Phases>& block) const {
-    for (Phases& thread : block) thread.fill_slots();
-    for (int w = 0; w < warps_; ++w) block[w * cuda::warp_lanes].write_homes(w, warps_);
-    for (int w = 0; w < warps_; ++w) {
-      Phases& phases = block[w * cuda::warp_lanes];
-      if constexpr (Variant > 1) {
-        phases.write_listed(w, warps_);
-      } else {
-        phases.write_copies(w, warps_);
-      }
-    }
+  template <class Phases>
+  static Phases& warp(std::vector<Phases>& block, int number) {
+    return block[number * cuda::warp_lanes];
+  }
+
+  /// By the warps that do not try limits.
+  template <class Phases>
+  void find_bound(std::vector<Phases>& block) const {
+    const int others = warps_ - p_.pass_warps, first = p_.pass_warps * cuda::warp_lanes;
+    int sums = 0;
+    for (int w = p_.pass_warps; w < warps_; ++w) sums += warp(block, w).choose_sums() ? 1 : 0;
+    EXPECT_TRUE(sums == 0 || sums == others);
+    if (sums == 0) return;
+    const int threads = others * cuda::warp_lanes;
+    for (int t = 0; t < threads; ++t) block[first + t].sort_experts(t, threads);
+    for (int w = 0; w < others; ++w) warp(block, p_.pass_warps + w).find_bound(w, others);
+  }
+
+  template <class Phases>
+  void try_limits(std::vector<Phases>& block) const {
+    std::vector<std::jthread> passes;
+    for (int w = 1; w < p_.pass_warps; ++w)
+      passes.emplace_back([&, w] { warp(block, w).try_limits(w); });
+    block[0].try_limits(0);
   }
 
   std::vector<std::int32_t> rows_;
   int warps_;
+  bool bound_first_, was_vain_ = false;
   cuda::EvenExpertsParams p_;
   std::vector<std::int32_t> slots_, quotas_, local_, first_, out_, in_, figures_;
 };
@@ -412,11 +388,28 @@ TEST(EvenExpertsBlock, PlansAsThePlannerOnNodes) {
 TEST(EvenExpertsBlock, TheLowestTryWinsWhicheverEndsFirst) {
   for (const test::EvenExpertsCase& one : test::some_even_experts_cases(4, 41)) {
     SCOPED_TRACE(one.name);
-    HostBlock block(one, 4, 4);
+    HostBlock block(one, 5, 4);
     ASSERT_EQ(block.run(), 0);
     block.expect_equal(even_experts(one.rows, one.num_ranks, one.num_experts, one.with_present()));
     if (HasFailure()) return;
   }
+}
+
+TEST(EvenExpertsBlock, TriesBeginAgainWhereTheBoundIsAboveTheMean) {
+  int vain = 0, good = 0;
+  for (test::EvenExpertsCase& one : test::some_even_experts_cases(5, 51)) {
+    for (const bool bound_first : {false, true}) {
+      SCOPED_TRACE(concat(one.name, bound_first ? ", bound first" : ""));
+      HostBlock block(one, 5, 2, bound_first);
+      ASSERT_EQ(block.run(), 0);
+      block.expect_equal(
+          even_experts(one.rows, one.num_ranks, one.num_experts, one.with_present()));
+      if (HasFailure()) return;
+      ++(block.was_vain() ? vain : good);
+    }
+  }
+  EXPECT_GT(vain, 0);
+  EXPECT_GT(good, 0);
 }
 
 TEST(EvenExpertsBlock, GiversOfManyRowsNeedWideKeys) {

@@ -1,7 +1,6 @@
 #include "even_experts.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "../rank/gpu_rank.h"
 #include "waybill/core/error.h"
@@ -60,21 +59,14 @@ GpuEvenExperts::GpuEvenExperts(std::int32_t num_ranks, std::int32_t num_experts,
   params_.min_rows = clamped(options.min_rows);
   params_.alignment = clamped(options.alignment);
   params_.limit_factor = options.limit;
-  const char* const variant = std::getenv("WAYBILL_EVEN_VARIANT");  // on this branch
-  set_variant(variant == nullptr ? 0 : std::atoi(variant));
-  allocate(options, stream);
-}
-
-void GpuEvenExperts::set_variant(std::int32_t variant) {
-  params_.variant = params_.num_nodes > 1 ? (variant < 2 ? 0 : 2) : std::clamp(variant, 0, 3);
   set_pass_warps(default_pass_warps);
+  allocate(options, stream);
 }
 
 void GpuEvenExperts::set_pass_warps(std::int32_t warps) {
   EvenExpertsParams params = params_;
   const std::int64_t room = max_shared_bytes();
-  const int others = params.variant > 1 ? 1 : 0;  // warps that seek the bound meanwhile
-  params.pass_warps = std::clamp(warps, 1, even_experts_threads / warp_lanes - others);
+  params.pass_warps = std::clamp(warps, 1, even_experts_threads / warp_lanes - 1);
   while (params.pass_warps > 1 && shared_bytes_of(params) > room) --params.pass_warps;
   const std::int64_t wanted = EvenExpertsMemory::words(params, even_experts_threads) * 4;
   if (wanted > room) {

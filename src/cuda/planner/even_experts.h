@@ -37,10 +37,8 @@ class GpuEvenExperts {
   [[nodiscard]] const EvenExpertsParams& tables() const { return params_; }
   [[nodiscard]] std::int32_t slots_per_rank() const { return params_.homes + params_.spare; }
 
-  /// For measurements: 0 today's kernel, 1 a step in lanes, 2 that and the
-  /// bound beside tries, 3 (33 to 64 ranks) that twice in one launch, clocks of the second.
-  void set_variant(std::int32_t variant);
-  /// For measurements: warps that try limits and ways at once, as many as shared memory holds.
+  /// For measurements: warps that try limits and ways at once, as many as shared memory holds. At
+  /// least one warp is left, for the bound.
   void set_pass_warps(std::int32_t warps);
 
   /// The plan after all that is on the stream. @throws InvalidArgument for wrong rows or present

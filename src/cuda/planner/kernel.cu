@@ -145,31 +145,12 @@ __device__ void count(Phases& phases, int warp, int warps) {
   __syncthreads();
 }
 
-/// The order of ranks and the bound, then tries. False: rows or present copies are wrong.
+/// Some warps try limits from the mean on, while the others order ranks and seek the bound; where
+/// it is above the mean, tries begin again. False: rows or present copies are wrong.
 template <class Phases>
-__device__ bool find_plan(Phases& phases, int pass_warps, int warp, int warps, unsigned& counted) {
-  phases.order_ranks(warp, warps);
-  phases.clear_ties();
-  __syncthreads();
-  if (!phases.is_good()) return false;
-  if (phases.choose_sums()) {
-    phases.sort_experts(static_cast<int>(threadIdx.x), even_experts_threads);
-    __syncthreads();
-    phases.find_bound(warp, warps);
-    __syncthreads();
-  }
-  counted = static_cast<unsigned>(clock());
-  if (warp < pass_warps) phases.try_limits(warp);
-  __syncthreads();
-  return true;
-}
-
-/// Tries from the mean on, and the bound beside them; tries again where the bound is above.
-template <class Phases>
-__device__ bool find_plan_beside(Phases& phases, int pass_warps, int warp, int warps,
-                                 unsigned& counted) {
+__device__ bool find_plan(Phases& phases, int pass_warps, int warp, int warps) {
   const int first = pass_warps * warp_lanes, threads = even_experts_threads - first;
-  counted = static_cast<unsigned>(clock());
+#pragma unroll 1  // else the tries are twice in the code
   for (bool again = false;; again = true) {
     if (warp < pass_warps) {
       if (again || phases.note_sums()) phases.try_limits(warp);
@@ -190,35 +171,7 @@ __device__ bool find_plan_beside(Phases& phases, int pass_warps, int warp, int w
   }
 }
 
-/// A whole plan.
-template <int Variant, class Phases>
-__device__ void plan(Phases& phases, const EvenExpertsParams& p, int warp, int warps) {
-  const auto begin = static_cast<unsigned>(clock());
-  count(phases, warp, warps);
-  unsigned counted = 0;
-  bool is_good;
-  if constexpr (Variant < 2) {
-    is_good = find_plan(phases, p.pass_warps, warp, warps, counted);
-  } else {
-    is_good = find_plan_beside(phases, p.pass_warps, warp, warps, counted);
-  }
-  if (!is_good) return phases.write_failure();
-  const auto tried = static_cast<unsigned>(clock());
-  phases.fill_slots();
-  phases.write_homes(Variant < 2 ? warp : warps - 1 - warp, warps);
-  __syncthreads();
-  if constexpr (Variant < 2) {
-    phases.write_copies(warp, warps);
-  } else {
-    phases.write_listed(warp, warps);
-  }
-  if (threadIdx.x > 0) return;
-  p.figures[figure_count_cycles] = static_cast<int>(counted - begin);
-  p.figures[figure_try_cycles] = static_cast<int>(tried - counted);
-  p.figures[figure_write_cycles] = static_cast<int>(static_cast<unsigned>(clock()) - tried);
-}
-
-template <int Own, bool Nodes, int Variant>
+template <int Own, bool Nodes>
 __global__ void __launch_bounds__(even_experts_threads, 1)
     even_experts_kernel(const __grid_constant__ EvenExpertsParams p) {
   extern __shared__ __align__(16) int words[];
@@ -227,39 +180,33 @@ __global__ void __launch_bounds__(even_experts_threads, 1)
   const int warp =
       DeviceWarp::broadcast(thread / warp_lanes, 0);  // the same in all lanes: known so
   constexpr int warps = even_experts_threads / warp_lanes;
-  EvenExpertsPhases<DeviceWarp, Own, Nodes, Variant> phases(p, m, thread, even_experts_threads);
-  if constexpr (Variant == 3) {  // the same once more: clocks of code that is in the caches
-#pragma unroll 1
-    for (int i = 0; i < p.variant - 1; ++i) {
-      plan<Variant>(phases, p, warp, warps);
-      __syncthreads();
-    }
-  } else {
-    plan<Variant>(phases, p, warp, warps);
-  }
+  EvenExpertsPhases<DeviceWarp, Own, Nodes> phases(p, m, thread, even_experts_threads);
+  const auto begin = static_cast<unsigned>(clock());
+  count(phases, warp, warps);
+  const auto counted = static_cast<unsigned>(clock());
+  if (!find_plan(phases, p.pass_warps, warp, warps)) return phases.write_failure();
+  const auto tried = static_cast<unsigned>(clock());
+  phases.fill_slots();
+  phases.write_homes(warps - 1 - warp, warps);  // the first warps have copies
+  __syncthreads();
+  phases.write_copies(warp, warps);
+  if (thread > 0) return;
+  p.figures[figure_count_cycles] = static_cast<int>(counted - begin);
+  p.figures[figure_try_cycles] = static_cast<int>(tried - counted);
+  p.figures[figure_write_cycles] = static_cast<int>(static_cast<unsigned>(clock()) - tried);
 }
 
 using Kernel = void (*)(EvenExpertsParams);
-// By variant, then by ranks; the last two rows are those of nodes, variants 0 and 2.
-constexpr Kernel kernels[6][3] = {
-    {even_experts_kernel<1, false, 0>, even_experts_kernel<2, false, 0>,
-     even_experts_kernel<4, false, 0>},
-    {even_experts_kernel<1, false, 1>, even_experts_kernel<2, false, 1>,
-     even_experts_kernel<4, false, 1>},
-    {even_experts_kernel<1, false, 2>, even_experts_kernel<2, false, 2>,
-     even_experts_kernel<4, false, 2>},
-    {even_experts_kernel<1, false, 2>, even_experts_kernel<2, false, 3>,
-     even_experts_kernel<4, false, 2>},
-    {even_experts_kernel<1, true, 0>, even_experts_kernel<2, true, 0>,
-     even_experts_kernel<4, true, 0>},
-    {even_experts_kernel<1, true, 2>, even_experts_kernel<2, true, 2>,
-     even_experts_kernel<4, true, 2>}};
+// By whether there are nodes, then by ranks.
+constexpr Kernel kernels[2][3] = {
+    {even_experts_kernel<1, false>, even_experts_kernel<2, false>, even_experts_kernel<4, false>},
+    {even_experts_kernel<1, true>, even_experts_kernel<2, true>, even_experts_kernel<4, true>}};
 
 }  // namespace
 
 cudaError_t prepare_even_experts(int shared_bytes) {
-  for (const auto& of_variant : kernels) {
-    for (const Kernel kernel : of_variant) {
+  for (const auto& by_ranks : kernels) {
+    for (const Kernel kernel : by_ranks) {
       const cudaError_t status =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
       if (status != cudaSuccess) return status;
@@ -272,8 +219,7 @@ cudaError_t launch_even_experts(const EvenExpertsParams& params, int shared_byte
                                 cudaStream_t stream) {
   const auto bytes = static_cast<std::size_t>(shared_bytes);
   const int width = params.num_ranks <= warp_lanes ? 0 : params.num_ranks <= 2 * warp_lanes ? 1 : 2;
-  const Kernel kernel =
-      kernels[params.num_nodes > 1 ? 4 + params.variant / 2 : params.variant][width];
+  const Kernel kernel = kernels[params.num_nodes > 1 ? 1 : 0][width];
   kernel<<<1, even_experts_threads, bytes, stream>>>(params);
   return cudaGetLastError();
 }

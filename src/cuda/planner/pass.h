@@ -359,7 +359,7 @@ class EvenExpertsSettle {
 };
 
 /// One try to bring every rank down to a limit, by one warp.
-template <class Warp, int Own, bool Nodes, int Variant = 0>
+template <class Warp, int Own, bool Nodes>
 class EvenExpertsPass {
  public:
   static constexpr int tries = Nodes ? 2 * even_ways : even_ways;  ///< per rung, near first
@@ -376,7 +376,7 @@ class EvenExpertsPass {
     limit_ = limit;
     const bool near = Nodes && attempt % 2 == 0;
     const int way = attempt % tries / (tries / even_ways);
-    if constexpr (Variant > 0 && !Nodes) {
+    if constexpr (!Nodes) {
       gifts_ = -1;
       using Plain = EvenExpertsPlain<Warp, Own>;
       if ((way == 1 || way == 2) && Plain::fits(p_, limit, m_.block->fullest)) {
@@ -399,7 +399,7 @@ class EvenExpertsPass {
   /// After a try that has succeeded: copies go home while home has room, new ones before present
   /// ones, smallest first.
   WAYBILL_HOST_DEVICE void send_home() {
-    if (Variant > 0 && !Nodes && gifts_ >= 0) {
+    if (!Nodes && gifts_ >= 0) {
       EvenExpertsPlain<Warp, Own>::write(p_, m_, own_, gifts_);
     } else {
       write_ranks();
@@ -643,7 +643,7 @@ class EvenExpertsPass {
   const EvenExpertsWarp own_;
   const int num_copies_;
   int attempt_ = 0, limit_ = 0;
-  int gifts_ = -1;  ///< of a try without special cases
+  int gifts_ = -1;  ///< how many EvenExpertsPlain gave; -1: it did not run, or failed
   EvenExpertsRanks<Warp, Own> ranks_;
 };
 

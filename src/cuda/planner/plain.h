@@ -15,7 +15,8 @@ class EvenExpertsPlain {
   using Int = typename Warp::Int;
   using Key = typename Warp::Unsigned;
   using Mask = typename Warp::Mask;
-  static constexpr int homes = Own == 1 ? 8 : 4;  ///< experts of a rank at most
+  static constexpr int homes =
+      Own == 1 ? EvenExpertsMemory::max_listed_homes : 4;  ///< experts of a rank at most
 
   WAYBILL_HOST_DEVICE static bool fits(const EvenExpertsParams& p, int limit, int fullest) {
     // The largest order of a giver: weights that it sends * room of the taker + rows.
