@@ -111,11 +111,25 @@ struct HostWarp {
     for (int i = 0; i < cuda::warp_lanes; ++i)
       if (mask.values[i]) base[idx.values[i]] += value;
   }
+  static void add(int* base, const Int& idx, const Int& value, const Mask& mask) {
+    for (int i = 0; i < cuda::warp_lanes; ++i)
+      if (mask.values[i]) base[idx.values[i]] += value.values[i];
+  }
   template <class T>
   static Lanes<T> larger(const Lanes<T>& a, const Lanes<T>& b) {
     return select(a > b, a, b);
   }
-  static Int smaller(const Int& a, const Int& b) { return select(a < b, a, b); }
+  template <class T>
+  static Lanes<T> smaller(const Lanes<T>& a, const Lanes<T>& b) {
+    return select(a < b, a, b);
+  }
+  static void put_four(int* at, const Int& a, const Int& b, const Int& c, const Int& d,
+                       const Mask& mask) {
+    for (int i = 0; i < cuda::warp_lanes; ++i) {
+      if (!mask.values[i]) continue;
+      at[0] = a.values[i], at[1] = b.values[i], at[2] = c.values[i], at[3] = d.values[i];
+    }
+  }
   template <class T>
   static T reduce_min(const Lanes<T>& lanes) {
     return *std::ranges::min_element(lanes.values);
@@ -189,13 +203,15 @@ struct HostWarp {
     }
   }
   static int block_add(int* at, int value) { return std::exchange(*at, *at + value); }
+  static int block_exchange(int* at, int value) { return std::exchange(*at, value); }
 };
 
-/// A block of `warps` warps; a plan as the kernel writes it.
+/// A block of `warps` warps, of which `pass_warps` try limits; a plan as the kernel writes it.
 class HostBlock {
  public:
-  HostBlock(const test::EvenExpertsCase& one, int warps, int pass_warps)
-      : rows_(one.rows.begin(), one.rows.end()), warps_(warps) {
+  /// @param bound_first the bound is known before tries begin, else it is sought meanwhile
+  HostBlock(const test::EvenExpertsCase& one, int warps, int pass_warps, bool bound_first = false)
+      : rows_(one.rows.begin(), one.rows.end()), warps_(warps), bound_first_(bound_first) {
     p_.num_ranks = one.num_ranks;
     p_.num_experts = one.num_experts;
     p_.homes = one.num_experts / one.num_ranks;
@@ -241,6 +257,8 @@ class HostBlock {
   }
 
   [[nodiscard]] int attempt() const { return figures_[cuda::figure_try]; }
+  /// Whether the bound is above the mean.
+  [[nodiscard]] bool was_vain() const { return was_vain_; }
 
  private:
   template <bool Nodes>
@@ -261,44 +279,65 @@ class HostBlock {
     const auto all = [&](auto phase) {
       for (Phases& thread : block) (thread.*phase)();
     };
-    const auto each_warp = [&](auto phase) {
-      for (int w = 0; w < warps_; ++w) phase(block[w * cuda::warp_lanes], w);
-    };
     all(&Phases::clear);
     all(&Phases::sum_some_ranks);
     all(&Phases::note_status);
-    each_warp([&](Phases& phases, int w) { phases.sum_ranks(w, warps_); });
-    each_warp([&](Phases& phases, int w) { phases.order_ranks(w, warps_); });
-    all(&Phases::clear_ties);
+    for (int w = 0; w < warps_; ++w) warp(block, w).sum_ranks(w, warps_);
+    const int others = warps_ - p_.pass_warps;  // they seek the bound
+    EXPECT_GT(others, 0);
+    for (int w = 0; w < p_.pass_warps; ++w) (void)warp(block, w).note_sums();
+    for (int w = 0; w < others; ++w) warp(block, p_.pass_warps + w).order_ranks(w, others);
     if (m.block->status != 0) {
       all(&Phases::write_failure);
       return figures_[cuda::figure_status];
     }
-    int sums = 0;
-    each_warp([&](Phases& phases, int /*warp*/) { sums += phases.choose_sums() ? 1 : 0; });
-    EXPECT_TRUE(sums == 0 || sums == warps_);
-    if (sums > 0) {
-      all(&Phases::sort_experts);
-      each_warp([&](Phases& phases, int w) { phases.find_bound(w, warps_); });
+    if (bound_first_) {
+      find_bound(block);
+      try_limits(block);
+    } else {
+      std::jthread other([&] { find_bound(block); });
+      try_limits(block);
     }
-    std::vector<std::jthread> passes;
-    for (int w = 1; w < p_.pass_warps; ++w)
-      passes.emplace_back([&, w] { block[w * cuda::warp_lanes].try_limits(w); });
-    block[0].try_limits(0);
-    passes.clear();
-    write<Phases>(block);
+    was_vain_ = block[0].was_vain();
+    if (was_vain_) {
+      all(&Phases::take_bound);
+      try_limits(block);
+    }
+    all(&Phases::fill_slots);
+    for (int w = 0; w < warps_; ++w) warp(block, w).write_homes(w, warps_);
+    for (int w = 0; w < warps_; ++w) warp(block, w).write_copies(w, warps_);
     return figures_[cuda::figure_status];
   }
 
   template <class Phases>
-  void write(std::vector<Phases>& block) const {
-    for (Phases& thread : block) thread.fill_slots();
-    for (int w = 0; w < warps_; ++w) block[w * cuda::warp_lanes].write_homes(w, warps_);
-    for (int w = 0; w < warps_; ++w) block[w * cuda::warp_lanes].write_copies(w, warps_);
+  static Phases& warp(std::vector<Phases>& block, int number) {
+    return block[number * cuda::warp_lanes];
+  }
+
+  /// By the warps that do not try limits.
+  template <class Phases>
+  void find_bound(std::vector<Phases>& block) const {
+    const int others = warps_ - p_.pass_warps, first = p_.pass_warps * cuda::warp_lanes;
+    int sums = 0;
+    for (int w = p_.pass_warps; w < warps_; ++w) sums += warp(block, w).choose_sums() ? 1 : 0;
+    EXPECT_TRUE(sums == 0 || sums == others);
+    if (sums == 0) return;
+    const int threads = others * cuda::warp_lanes;
+    for (int t = 0; t < threads; ++t) block[first + t].sort_experts(t, threads);
+    for (int w = 0; w < others; ++w) warp(block, p_.pass_warps + w).find_bound(w, others);
+  }
+
+  template <class Phases>
+  void try_limits(std::vector<Phases>& block) const {
+    std::vector<std::jthread> passes;
+    for (int w = 1; w < p_.pass_warps; ++w)
+      passes.emplace_back([&, w] { warp(block, w).try_limits(w); });
+    block[0].try_limits(0);
   }
 
   std::vector<std::int32_t> rows_;
   int warps_;
+  bool bound_first_, was_vain_ = false;
   cuda::EvenExpertsParams p_;
   std::vector<std::int32_t> slots_, quotas_, local_, first_, out_, in_, figures_;
 };
@@ -349,11 +388,28 @@ TEST(EvenExpertsBlock, PlansAsThePlannerOnNodes) {
 TEST(EvenExpertsBlock, TheLowestTryWinsWhicheverEndsFirst) {
   for (const test::EvenExpertsCase& one : test::some_even_experts_cases(4, 41)) {
     SCOPED_TRACE(one.name);
-    HostBlock block(one, 4, 4);
+    HostBlock block(one, 5, 4);
     ASSERT_EQ(block.run(), 0);
     block.expect_equal(even_experts(one.rows, one.num_ranks, one.num_experts, one.with_present()));
     if (HasFailure()) return;
   }
+}
+
+TEST(EvenExpertsBlock, TriesBeginAgainWhereTheBoundIsAboveTheMean) {
+  int vain = 0, good = 0;
+  for (test::EvenExpertsCase& one : test::some_even_experts_cases(5, 51)) {
+    for (const bool bound_first : {false, true}) {
+      SCOPED_TRACE(concat(one.name, bound_first ? ", bound first" : ""));
+      HostBlock block(one, 5, 2, bound_first);
+      ASSERT_EQ(block.run(), 0);
+      block.expect_equal(
+          even_experts(one.rows, one.num_ranks, one.num_experts, one.with_present()));
+      if (HasFailure()) return;
+      ++(block.was_vain() ? vain : good);
+    }
+  }
+  EXPECT_GT(vain, 0);
+  EXPECT_GT(good, 0);
 }
 
 TEST(EvenExpertsBlock, GiversOfManyRowsNeedWideKeys) {

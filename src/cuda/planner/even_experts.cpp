@@ -66,7 +66,7 @@ GpuEvenExperts::GpuEvenExperts(std::int32_t num_ranks, std::int32_t num_experts,
 void GpuEvenExperts::set_pass_warps(std::int32_t warps) {
   EvenExpertsParams params = params_;
   const std::int64_t room = max_shared_bytes();
-  params.pass_warps = std::clamp(warps, 1, even_experts_threads / warp_lanes);
+  params.pass_warps = std::clamp(warps, 1, even_experts_threads / warp_lanes - 1);
   while (params.pass_warps > 1 && shared_bytes_of(params) > room) --params.pass_warps;
   const std::int64_t wanted = EvenExpertsMemory::words(params, even_experts_threads) * 4;
   if (wanted > room) {

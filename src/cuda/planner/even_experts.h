@@ -37,7 +37,8 @@ class GpuEvenExperts {
   [[nodiscard]] const EvenExpertsParams& tables() const { return params_; }
   [[nodiscard]] std::int32_t slots_per_rank() const { return params_.homes + params_.spare; }
 
-  /// For measurements: warps that try limits and ways at once, as many as shared memory holds.
+  /// For measurements: warps that try limits and ways at once, as many as shared memory holds. At
+  /// least one warp is left, for the bound.
   void set_pass_warps(std::int32_t warps);
 
   /// The plan after all that is on the stream. @throws InvalidArgument for wrong rows or present

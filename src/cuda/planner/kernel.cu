@@ -36,7 +36,14 @@ struct DeviceWarp {
   __device__ static Number larger(Number a, Number b) {
     return a > b ? a : b;
   }
-  __device__ static int smaller(int a, int b) { return a < b ? a : b; }
+  template <class Number>
+  __device__ static Number smaller(Number a, Number b) {
+    return a < b ? a : b;
+  }
+  /// Four words at a multiple of four.
+  __device__ static void put_four(int* at, int a, int b, int c, int d, bool mask) {
+    if (mask) *reinterpret_cast<int4*>(at) = make_int4(a, b, c, d);
+  }
 
   __device__ static int reduce_min(int value) { return __reduce_min_sync(whole_warp, value); }
   __device__ static unsigned long long reduce_min(unsigned long long value) {
@@ -121,27 +128,47 @@ struct DeviceWarp {
   __device__ static void block_min(int* at, int value) { atomicMin(at, value); }
   /// @return the number before
   __device__ static int block_add(int* at, int value) { return atomicAdd(at, value); }
+  __device__ static int block_exchange(int* at, int value) { return atomicExch(at, value); }
 };
 
-/// Sums, order of ranks and bound. False: rows or present copies are wrong.
+/// A barrier of some of the block's threads.
+__device__ void wait_for(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+
+/// Sums of experts and ranks.
 template <class Phases>
-__device__ bool count(Phases& phases, const EvenExpertsMemory& m, int warp, int warps) {
+__device__ void count(Phases& phases, int warp, int warps) {
   phases.clear();
   phases.sum_some_ranks();
   __syncthreads();
   phases.note_status();
   phases.sum_ranks(warp, warps);
   __syncthreads();
-  phases.order_ranks(warp, warps);
-  phases.clear_ties();
-  __syncthreads();
-  if (m.block->status != static_cast<int>(EvenExpertsStatus::good)) return false;
-  if (!phases.choose_sums()) return true;
-  phases.sort_experts();
-  __syncthreads();
-  phases.find_bound(warp, warps);
-  __syncthreads();
-  return true;
+}
+
+/// Some warps try limits from the mean on, while the others order ranks and seek the bound; where
+/// it is above the mean, tries begin again. False: rows or present copies are wrong.
+template <class Phases>
+__device__ bool find_plan(Phases& phases, int pass_warps, int warp, int warps) {
+  const int first = pass_warps * warp_lanes, threads = even_experts_threads - first;
+#pragma unroll 1  // else the tries are twice in the code
+  for (bool again = false;; again = true) {
+    if (warp < pass_warps) {
+      if (again || phases.note_sums()) phases.try_limits(warp);
+    } else if (!again) {
+      phases.order_ranks(warp - pass_warps, warps - pass_warps);
+      wait_for(threads);
+      if (phases.choose_sums()) {
+        phases.sort_experts(static_cast<int>(threadIdx.x) - first, threads);
+        wait_for(threads);
+        phases.find_bound(warp - pass_warps, warps - pass_warps);
+      }
+    }
+    __syncthreads();
+    if (!phases.is_good()) return false;
+    if (again || !phases.was_vain()) return true;
+    phases.take_bound();
+    __syncthreads();
+  }
 }
 
 template <int Own, bool Nodes>
@@ -155,16 +182,12 @@ __global__ void __launch_bounds__(even_experts_threads, 1)
   constexpr int warps = even_experts_threads / warp_lanes;
   EvenExpertsPhases<DeviceWarp, Own, Nodes> phases(p, m, thread, even_experts_threads);
   const auto begin = static_cast<unsigned>(clock());
-  if (!count(phases, m, warp, warps)) {
-    phases.write_failure();
-    return;
-  }
+  count(phases, warp, warps);
   const auto counted = static_cast<unsigned>(clock());
-  if (warp < p.pass_warps) phases.try_limits(warp);
-  __syncthreads();
+  if (!find_plan(phases, p.pass_warps, warp, warps)) return phases.write_failure();
   const auto tried = static_cast<unsigned>(clock());
   phases.fill_slots();
-  phases.write_homes(warp, warps);
+  phases.write_homes(warps - 1 - warp, warps);  // the first warps have copies
   __syncthreads();
   phases.write_copies(warp, warps);
   if (thread > 0) return;
@@ -174,6 +197,7 @@ __global__ void __launch_bounds__(even_experts_threads, 1)
 }
 
 using Kernel = void (*)(EvenExpertsParams);
+// By whether there are nodes, then by ranks.
 constexpr Kernel kernels[2][3] = {
     {even_experts_kernel<1, false>, even_experts_kernel<2, false>, even_experts_kernel<4, false>},
     {even_experts_kernel<1, true>, even_experts_kernel<2, true>, even_experts_kernel<4, true>}};
@@ -181,8 +205,8 @@ constexpr Kernel kernels[2][3] = {
 }  // namespace
 
 cudaError_t prepare_even_experts(int shared_bytes) {
-  for (const auto& of_nodes : kernels) {
-    for (const Kernel kernel : of_nodes) {
+  for (const auto& by_ranks : kernels) {
+    for (const Kernel kernel : by_ranks) {
       const cudaError_t status =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
       if (status != cudaSuccess) return status;

@@ -38,6 +38,11 @@ class EvenExpertsPhases {
       m_.final_copy[i] = -1;
       m_.final_quota[i] = m_.final_rest[i] = 0;
     }
+    WAYBILL_UNROLL(1)
+    for (int e = thread_; e < p_.num_experts; e += threads_) {
+      m_.first_copy[e] = -1;
+      m_.ties[e] = 0;
+    }
     const int after = p_.num_experts + thread_;
     if (after < EvenExpertsMemory::experts_in_fours(p_)) m_.expert_rows[after] = 0;
   }
@@ -121,10 +126,19 @@ class EvenExpertsPhases {
     if (warp == warps - 1) note_total(rows);
   }
 
-  /// In one phase with order_ranks.
-  WAYBILL_HOST_DEVICE void clear_ties() {
-    WAYBILL_UNROLL(1)
-    for (int e = thread_; e < p_.num_experts; e += threads_) m_.ties[e] = 0;
+  /// All rows, for warps that try limits: they do not wait for the order of ranks.
+  /// @return false: the rows or present copies are wrong
+  WAYBILL_HOST_DEVICE bool note_sums() {
+    Int rows[Own];
+    WAYBILL_UNROLL(4)
+    for (int k = 0; k < Own; ++k) rows[k] = of_rank(m_.rank_rows, k, INT_MIN);
+    note_total(rows);
+    Warp::sync();
+    return is_good();
+  }
+  /// Whether rows and present copies are right.
+  WAYBILL_HOST_DEVICE bool is_good() const {
+    return Warp::read(&m_.block->status) == static_cast<int>(EvenExpertsStatus::good);
   }
 
   /// The k fullest ranks are a bound for those k where it can be above the mean: the largest
@@ -151,9 +165,9 @@ class EvenExpertsPhases {
   }
 
   /// Places of experts, those of most rows first, and the places of their homes.
-  WAYBILL_HOST_DEVICE void sort_experts() {
+  WAYBILL_HOST_DEVICE void sort_experts(int thread, int threads) {
     WAYBILL_UNROLL(1)
-    for (int e = thread_; e < p_.num_experts; e += threads_) {
+    for (int e = thread; e < p_.num_experts; e += threads) {
       const int own = m_.expert_rows[e];
       int larger = 0;
       WAYBILL_UNROLL(4)
@@ -170,14 +184,27 @@ class EvenExpertsPhases {
   }
 
   /// Warps: the rows that the k fullest ranks keep if the others take their largest experts, over
-  /// k.
+  /// k. Where that is above the mean, tries of the mean that run meanwhile end.
   WAYBILL_HOST_DEVICE void find_bound(int warp, int warps) {
     for (int k = warp + 1; k < p_.num_ranks; k += warps) {
       if ((needed_of(k - 1) >> ((k - 1) % warp_lanes) & 1U) == 0) continue;
       const auto kept = static_cast<unsigned>(kept_by_fullest(k, p_.spare * (p_.num_ranks - k)));
       const auto ranks = static_cast<unsigned>(k);
-      Warp::block_max(&m_.block->bound, static_cast<int>((kept + ranks - 1) / ranks));
+      const auto bound = static_cast<int>((kept + ranks - 1) / ranks);
+      if (bound <= m_.block->mean) continue;
+      Warp::block_max(&m_.block->found, bound);
+      Warp::block_min(&m_.block->best_try, -1);  // below all tries
     }
+  }
+
+  /// Whether the bound is above the mean, so that tries of the mean were in vain.
+  WAYBILL_HOST_DEVICE bool was_vain() const { return m_.block->found > 0; }
+  /// Before tries begin again.
+  WAYBILL_HOST_DEVICE void take_bound() {
+    if (thread_ > 0) return;
+    m_.block->bound = m_.block->found;
+    m_.block->best_try = INT_MAX;
+    m_.block->next_try = p_.pass_warps;
   }
 
   /// Warps take tries in order until one has succeeded; the lowest wins, and its copies go home.
@@ -232,12 +259,37 @@ class EvenExpertsPhases {
     }
   }
 
-  /// Warps: copies, and where their other rows and those of their homes begin.
+  /// Warps: copies, and where their other rows and those of their homes begin. A lane per copy
+  /// follows the list of its expert's copies.
   WAYBILL_HOST_DEVICE void write_copies(int warp, int warps) {
     const EvenExpertsWarp own = winner();
-    for (int r = warp; r < p_.num_ranks; r += warps) {
-      WAYBILL_UNROLL(1)
-      for (int s = 0; s < p_.spare; ++s) write_copy(own, r, s);
+    for (int i = warp * warp_lanes; i < copies_; i += warps * warp_lanes) {
+      const Int place = Warp::lane() + Int(i);
+      const Mask there = place < Int(copies_);
+      const Int copy = Warp::gather(m_.final_copy, place, there, -1);
+      const Int quota = Warp::gather(m_.final_quota, place, there, 0);
+      const Int rest = Warp::gather(m_.final_rest, place, there, 0);
+      const Mask takes = quota > Int(0);
+      const Int expert = EvenExpertsCopy::expert(copy), home = EvenExpertsCopy::home(copy);
+      const Int rank = place / Int(p_.spare);
+      const Int begin = rank * Int(p_.spare), begin_home = home * Int(p_.spare);
+      Int first = Warp::gather(m_.home_rest, expert, takes && home < rank, 0), first_home = Int(0);
+      Int other = Warp::gather(m_.first_copy, expert, takes, -1);
+      while (Warp::ballot(other >= Int(0)) != 0) {
+        const Mask is_copy = other >= Int(0);
+        const Int more = Warp::gather(m_.final_rest, other, is_copy, 0);
+        first = first + Warp::select(other < begin, more, Int(0));
+        first_home = first_home + Warp::select(other < begin_home, more, Int(0));
+        other = Warp::gather(m_.next_copy, other, is_copy, -1);
+      }
+      const Mask home_takes = takes && Warp::gather(own.home_rows, expert, takes, 0) > Int(0);
+      Warp::scatter(p_.first_row, home * Int(slots_per_rank_) + expert - home * Int(p_.homes),
+                    first_home, home_takes);
+      const Int slot = place + (rank + Int(1)) * Int(p_.homes);
+      Warp::scatter(p_.slots, slot, Warp::select(copy < Int(0), Int(-1), expert), there);
+      Warp::scatter(p_.quotas, slot, quota, there);
+      Warp::scatter(p_.local_rows, slot, quota - rest, there);
+      Warp::scatter(p_.first_row, slot, first, there);
     }
     if (warp == warps - 1) write_figures(own);
   }
@@ -408,6 +460,7 @@ class EvenExpertsPhases {
     m_.final_copy[place] = copy;
     m_.final_quota[place] = quota;
     m_.final_rest[place] = quota - local_rows(rank, expert, quota);
+    m_.next_copy[place] = Warp::block_exchange(m_.first_copy + expert, place);
   }
 
   WAYBILL_HOST_DEVICE void count_copy(int copy) {
@@ -470,42 +523,6 @@ class EvenExpertsPhases {
     int place = first;
     while (m_.final_quota[place] != 0) ++place;
     return place;
-  }
-
-  WAYBILL_HOST_DEVICE void write_copy(const EvenExpertsWarp& own, int rank, int s) {
-    const int place = rank * p_.spare + s;
-    const int copy = Warp::read(m_.final_copy + place);
-    const int quota = Warp::read(m_.final_quota + place);
-    const int expert = copy < 0 ? -1 : EvenExpertsCopy::expert(copy);
-    const Mask first_lane = Warp::lane() == Int(0);
-    int first = 0;
-    if (quota > 0) {
-      const int home = EvenExpertsCopy::home(copy);
-      Int before = Int(0), before_home = Int(0);
-      WAYBILL_UNROLL(4)
-      for (int i = 0; i < copies_; i += warp_lanes) {
-        const Int other = Warp::lane() + Int(i);
-        const Mask there = other < Int(copies_);
-        const Int rest = Warp::gather(m_.final_rest, other, there, 0);
-        const Mask same =
-            EvenExpertsCopy::expert(Warp::gather(m_.final_copy, other, there, -1)) == Int(expert);
-        before = before + Warp::select(same && other < Int(rank * p_.spare), rest, Int(0));
-        before_home =
-            before_home + Warp::select(same && other < Int(home * p_.spare), rest, Int(0));
-      }
-      first = Warp::reduce_add(before);
-      if (home < rank) first += Warp::read(m_.home_rest + expert);
-      const int first_home = Warp::reduce_add(before_home);
-      const Mask home_takes = Mask(Warp::read(own.home_rows + expert) > 0) && first_lane;
-      Warp::scatter(p_.first_row, Int(home * slots_per_rank_ + expert - home * p_.homes),
-                    Int(first_home), home_takes);
-    }
-    const Int slot = Int(rank * slots_per_rank_ + p_.homes + s);
-    const int rest = Warp::read(m_.final_rest + place);
-    Warp::scatter(p_.slots, slot, Int(expert), first_lane);
-    Warp::scatter(p_.quotas, slot, Int(quota), first_lane);
-    Warp::scatter(p_.local_rows, slot, Int(quota - rest), first_lane);
-    Warp::scatter(p_.first_row, slot, Int(first), first_lane);
   }
 
   WAYBILL_HOST_DEVICE void write_figures(const EvenExpertsWarp& own) {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "rule.h"
+#include "plain.h"
 
 namespace waybill::cuda {
 
@@ -376,6 +376,15 @@ class EvenExpertsPass {
     limit_ = limit;
     const bool near = Nodes && attempt % 2 == 0;
     const int way = attempt % tries / (tries / even_ways);
+    if constexpr (!Nodes) {
+      gifts_ = -1;
+      using Plain = EvenExpertsPlain<Warp, Own>;
+      if ((way == 1 || way == 2) && Plain::fits(p_, limit, m_.block->fullest)) {
+        Plain plain(p_, m_, own_, limit);
+        gifts_ = plain.run(way == 1, &m_.block->best_try, attempt * EvenExpertsBlock::max_warps);
+        return gifts_ >= 0;
+      }
+    }
     begin();
     if (way == 0) reuse_present();
     using Narrow = EvenExpertsSettle<Warp, Own, Nodes, typename Warp::Unsigned>;
@@ -390,7 +399,11 @@ class EvenExpertsPass {
   /// After a try that has succeeded: copies go home while home has room, new ones before present
   /// ones, smallest first.
   WAYBILL_HOST_DEVICE void send_home() {
-    write_ranks();
+    if (!Nodes && gifts_ >= 0) {
+      EvenExpertsPlain<Warp, Own>::write(p_, m_, own_, gifts_);
+    } else {
+      write_ranks();
+    }
     Key last = 0;  // below all: a copy has rows
     for (;;) {
       KeyOfLanes best = KeyOfLanes(~Key{0});
@@ -630,6 +643,7 @@ class EvenExpertsPass {
   const EvenExpertsWarp own_;
   const int num_copies_;
   int attempt_ = 0, limit_ = 0;
+  int gifts_ = -1;  ///< how many EvenExpertsPlain gave; -1: it did not run, or failed
   EvenExpertsRanks<Warp, Own> ranks_;
 };
 

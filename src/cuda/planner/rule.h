@@ -5,9 +5,9 @@
 #include <cstdint>
 
 // The rule of even_experts (python/waybill/moe/even_experts_rule.py) for a block of threads: here
-// its tables in shared memory, in pass.h a try, which a warp does, in kernel.h what the block does
-// before and after. `Warp` says what a warp can do: a GPU's warp in kernel.cu, loops over 32 lanes
-// in tests/planner.
+// its tables in shared memory, in pass.h a try, which a warp does, in plain.h one without special
+// cases, in kernel.h what the block does around tries. `Warp` says what a warp can do: a GPU's warp
+// in kernel.cu, loops over 32 lanes in tests/planner.
 
 #ifdef __CUDACC__
 #define WAYBILL_HOST_DEVICE __host__ __device__ __forceinline__
@@ -90,6 +90,7 @@ struct EvenExpertsCopy {
 /// Numbers that the whole block shares.
 struct EvenExpertsBlock {
   int status, total, mean, fullest, bound;
+  int found;     ///< the bound where it is above the mean, else 0
   int next_try;  ///< that a warp takes next, after the first of each
   int best_try;  ///< the lowest that has succeeded * max_warps + its warp
 
@@ -107,6 +108,7 @@ struct EvenExpertsWarp {
   int* of_home;       ///< [R] present copies that take rows
   int* of_rank;       ///< [R]
   int* copy_nodes;    ///< [E] with nodes: a bit for each that has a copy
+  int* gifts;         ///< [R * spare + 2, 4] see EvenExpertsPlain
 };
 
 /// The shared memory of a call, in words.
@@ -126,17 +128,28 @@ struct EvenExpertsMemory {
   int* final_copy;    ///< [R, spare] the plan's, in their slots
   int* final_quota;   ///< [R, spare]
   int* final_rest;    ///< [R, spare] rows of other ranks that a copy takes
-  int* warps;         ///< memory of pass_warps warps; before: partial sums, then sorted experts
-  // Where the memory of warps is later: experts, those of most rows first.
+  int* first_copy;    ///< [E] the place of a copy of the expert, or -1
+  int* next_copy;     ///< [R, spare] the place of another copy of the same expert, or -1
+  // Experts, those of most rows first.
   int* sorted_expert_rows;  ///< [E]
   int* sorted_position;     ///< [E] place of the expert's home among ranks
   int* ties;                ///< [E]
 
+  int* warps;  ///< memory of pass_warps warps; before: partial sums
+
   static constexpr int block_words = 16;
+  static constexpr int max_listed_homes = 8, max_listed_spare = 7;  ///< for EvenExpertsPlain
 
   WAYBILL_HOST_DEVICE static int warp_words(const EvenExpertsParams& p) {
     const int nodes = p.num_nodes > 1 ? p.num_experts : 0;
-    return p.num_experts + 3 * p.num_ranks * p.spare + 4 * p.num_ranks + nodes;
+    const int words = p.num_experts + 3 * p.num_ranks * p.spare + 4 * p.num_ranks + nodes;
+    return (words + 3) / 4 * 4 + gift_words(p);
+  }
+  /// Four words per gift; the two steps after the last one write theirs, too.
+  WAYBILL_HOST_DEVICE static int gift_words(const EvenExpertsParams& p) {
+    const bool lists = p.num_nodes == 1 && p.alignment == 1 && p.homes <= max_listed_homes &&
+                       p.spare <= max_listed_spare;
+    return lists ? 4 * (p.num_ranks * p.spare + 2) : 0;
   }
   WAYBILL_HOST_DEVICE static int experts_in_fours(const EvenExpertsParams& p) {
     return (p.num_experts + 3) & ~3;
@@ -153,14 +166,12 @@ struct EvenExpertsMemory {
   }
   /// `p.rows` may be null: then it is taken to lie as reads of 16 bytes need it, which needs most.
   WAYBILL_HOST_DEVICE static std::int64_t words(const EvenExpertsParams& p, int threads) {
-    const std::int64_t fixed = block_words + experts_in_fours(p) + std::int64_t{p.num_experts} +
+    const std::int64_t fixed = block_words + experts_in_fours(p) + 5 * std::int64_t{p.num_experts} +
                                7 * std::int64_t{p.num_ranks} +
-                               5 * std::int64_t{p.num_ranks} * p.spare;
+                               6 * std::int64_t{p.num_ranks} * p.spare;
     const std::int64_t passes = std::int64_t{p.pass_warps} * warp_words(p);
     const std::int64_t partial = std::int64_t{partial_sums(p, threads)} * p.num_experts;
-    const std::int64_t sorted = 3 * std::int64_t{p.num_experts};
-    const std::int64_t before = partial > sorted ? partial : sorted;
-    return (fixed + 3) / 4 * 4 + (passes > before ? passes : before);
+    return (fixed + 3) / 4 * 4 + (passes > partial ? passes : partial);
   }
 
   WAYBILL_HOST_DEVICE EvenExpertsMemory(int* words, const EvenExpertsParams& p) {
@@ -186,10 +197,12 @@ struct EvenExpertsMemory {
     final_copy = take(copies);
     final_quota = take(copies);
     final_rest = take(copies);
+    first_copy = take(p.num_experts);
+    next_copy = take(copies);
+    sorted_expert_rows = take(p.num_experts);
+    sorted_position = take(p.num_experts);
+    ties = take(p.num_experts);
     warps = words + ((used + 3) & ~3);  // partial sums are written by fours
-    sorted_expert_rows = warps;
-    sorted_position = warps + p.num_experts;
-    ties = sorted_position + p.num_experts;
   }
 
   WAYBILL_HOST_DEVICE EvenExpertsWarp warp(const EvenExpertsParams& p, int number) const {
@@ -206,7 +219,8 @@ struct EvenExpertsMemory {
             first + copies + copies,
             ranks + p.num_ranks + p.num_ranks,
             ranks + p.num_ranks + p.num_ranks + p.num_ranks,
-            ranks + 4 * p.num_ranks};
+            ranks + 4 * p.num_ranks,
+            experts + warp_words(p) - gift_words(p)};
   }
 };
 static_assert(sizeof(EvenExpertsBlock) <= EvenExpertsMemory::block_words * sizeof(int));
