@@ -68,7 +68,8 @@ double PollingWait::waited_s() const {
 bool PollingWait::pause() {
   const double waited = waited_s();
   if (waited > timeout_s_) return false;
-  if (waited >= next_check_s_) {
+  // A loop of calls between fast ranks waits often, never for long: it has to see SIGINT as well.
+  if (waited >= next_check_s_ || got_sigint) {
     if (options_.check) options_.check();  // first: it knows more about what was waited for
     check_interrupt();
     next_check_s_ = waited + check_every_s - longest_sleep_s;

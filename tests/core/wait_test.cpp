@@ -134,6 +134,15 @@ TEST(EndWaitsOnSigint, EveryThreadIsTold) {
   EXPECT_LT(waited, 0.2);
 }
 
+TEST(EndWaitsOnSigint, ShortWaitsAreEndedToo) {  // as those of a loop of calls between fast ranks
+  const EndWaitsOnSigint guard;
+  PollingWait before(10);
+  EXPECT_TRUE(before.pause());
+  (void)raise(SIGINT);
+  PollingWait after(10);
+  EXPECT_THROW((void)after.pause(), Interrupted);
+}
+
 TEST(EndWaitsOnSigint, TheSecondEndsTheProgram) {
   const pid_t child = fork();
   if (child == 0) {
