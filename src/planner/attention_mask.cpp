@@ -32,6 +32,8 @@ std::string to_string(const AttentionMask& mask) {
 
 void AttentionMask::check(const char* who) const {
   constexpr std::int64_t max_tokens = std::int64_t{1} << 40;
+  require(kind <= MaskKind::prefix, who, ": mask.kind = ", static_cast<int>(kind),
+          ", expected causal, full or prefix");
   detail::check_range(who, "mask.window", window, 0, max_tokens);
   require(!is_full() || window == 0, who, ": mask.window = ", window,
           ", expected 0: the mask is full");

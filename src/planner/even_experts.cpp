@@ -120,7 +120,7 @@ class EvenExpertsPlanner::State {
             ", expected 0 to num_experts = ", num_experts_);
     require(min_rows_ >= 0, in_even_experts, ": min_rows = ", min_rows_, ", expected >= 0");
     require(limit_factor_ >= 1 && limit_factor_ < 1e9, in_even_experts, ": limit = ", limit_factor_,
-            ", expected >= 1");
+            ", expected >= 1 and < 1e+09");
     require(alignment_ >= 1, in_even_experts, ": alignment = ", alignment_, ", expected >= 1");
     require(num_nodes_ >= 1 && num_ranks_ % num_nodes_ == 0, in_even_experts,
             ": num_nodes = ", num_nodes_, ", expected a divisor of num_ranks = ", num_ranks_);

@@ -42,6 +42,8 @@ void PlannerOptions::check(const char* who) const {
           prefixes.size(), " values, expected none: the mask is not prefix");
   for (std::size_t d = 0; d < prefixes.size(); ++d)
     check_range(who, concat("prefixes[", d, "]"), prefixes[d], 0, max_tokens);
+  require(kv_layout <= KvLayout::per_rank, who, ": kv_layout = ", static_cast<int>(kv_layout),
+          ", expected per_query or per_rank");
   check_range(who, "max_tokens_per_rank", max_tokens_per_rank, 0, max_tokens);
   check_range(who, "block_tokens", block_tokens, 1, std::int64_t{1} << 20);
   require(std::isfinite(imbalance_target) && imbalance_target > 1, who,

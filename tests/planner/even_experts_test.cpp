@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "support/expect_error.h"
 #include "waybill/core/error.h"
 #include "waybill/core/random.h"
 #include "waybill/planner/expert_balance.h"
@@ -54,6 +55,14 @@ TEST(EvenExperts, ARefusedCallLeavesThePlannerUsable) {
   planner.plan(std::vector<std::int64_t>{9, 0, 0, 0, 1, 0, 0, 0}, plan);
   EXPECT_EQ(plan.max_rows, 5);
   EXPECT_EQ(plan.slots, (std::vector<std::int32_t>{0, 1, -1, 2, 3, 0}));
+}
+
+TEST(EvenExperts, SaysWhatALimitMayBe) {
+  for (const double limit : {0.5, 1e300}) {
+    const EvenExpertsOptions options{.spare_experts = 1, .limit = limit};
+    EXPECT_TRUE(test::rejects([&] { EvenExpertsPlanner(2, 4, options); },
+                              {concat("limit = ", limit, ", expected >= 1 and < 1e+09")}));
+  }
 }
 
 TEST(SlotIds, MeetTheQuotasAndTakeLocalRowsFirst) {

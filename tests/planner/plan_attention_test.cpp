@@ -173,6 +173,17 @@ TEST(PlanAttention, ShardsOfPrefixesNeedThemWhole) {
   }
 }
 
+TEST(PlanAttention, RefusesValuesThatNoEnumeratorHas) {
+  PlannerOptions options{.world_size = 4, .tokens_per_rank = 256};
+  options.mask.kind = static_cast<MaskKind>(9);
+  EXPECT_TRUE(rejects([&] { (void)plan_attention(Lengths{5}, options); },
+                      {"plan_attention: mask.kind = 9, expected causal, full or prefix"}));
+  options.mask.kind = MaskKind::causal;
+  options.kv_layout = static_cast<KvLayout>(9);
+  EXPECT_TRUE(rejects([&] { (void)plan_attention(Lengths{5}, options); },
+                      {"plan_attention: kv_layout = 9, expected per_query or per_rank"}));
+}
+
 TEST(PlanAttention, PrefixesOfNoneOrOneAreCausal) {
   const Lengths lengths{900, 100, 24};
   PlannerOptions options{.world_size = 4, .tokens_per_rank = 256};
