@@ -452,8 +452,8 @@ class Copies:
             self._experts = before
             raise InvalidArgument(
                 f"{_WHO}: tensors of an expert are {_said(parts)}, expected"
-                f" {_said(self._parts)}, as when the module was made: convert experts before, or make"
-                " another module"
+                f" {_said(self._parts)}, as when the module was made: convert experts"
+                " before, or make another module"
             )
         self._forms = self._forms_now()
         if isinstance(before, StackedExperts) and isinstance(now, StackedExperts):
