@@ -34,9 +34,7 @@ struct ExpertStepSeconds {
   double cached_dispatch = 0;  ///< gradients, by the known routing
   double combine = 0;          ///< sums, and the gradients of tokens
   double gemm = 0;             ///< the experts' products forward; backward takes twice as long
-  /// A dispatch takes so much longer with the weights of copies on its links. Rows of other links
-  /// and stores of multiprocessors hide the rest. Backward fetches them again.
-  double weights = 0;
+  double weights = 0;    ///< of copies, after the rows of the dispatch; backward fetches them again
   double gradients = 0;  ///< float32 gradients of copies home, over the links alone
 
   [[nodiscard]] double forward() const { return dispatch + weights + gemm + combine; }
