@@ -84,12 +84,15 @@ def draw(curves, path):
     matplotlib.rcParams["svg.hashsalt"] = "waybill"
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True)
     for (shape, family, spare), points in curves.items():
-        if spare != 2:
-            continue
-        label = f"{shape[0]} experts, {shape[1]} ranks, {family}"
+        form = {"color": f"C{CASES.index((shape, family))}", "marker": "o", "ms": 3}
+        form["linestyle"] = "-" if spare == 2 else "--"
+        label = f"{shape[0]} experts, {shape[1]} ranks, {family}" if spare == 2 else None
         evenness = [point[1] for point in points]
-        axes[0].plot([point[2] / shape[1] for point in points], evenness, "o-", ms=3, label=label)
-        axes[1].plot([point[3] for point in points], evenness, "o-", ms=3)
+        axes[0].plot([point[2] / shape[1] for point in points], evenness, label=label, **form)
+        axes[1].plot([point[3] for point in points], evenness, **form)
+    axes[1].plot([], [], "k-", label="two spare slots")
+    axes[1].plot([], [], "k--", label="one")
+    axes[1].legend(fontsize=6, loc="upper left")
     axes[0].set_xlabel("copies per rank")
     axes[0].set_ylabel("rows of the fullest rank / mean")
     axes[1].set_xlabel("weights that the fullest sender sends")

@@ -90,24 +90,21 @@ double chain_seconds(const ExpertCopies& copies, const std::vector<ExpertTransfe
   return longest;
 }
 
-/// @param dispatch with copies, whose links the weights share
-void price_links(ExpertCopies& copies, const ExpertCallPrediction& dispatch,
-                 const LinkSpeeds& speeds) {
+/// Weights follow the rows of a dispatch, and gradients what backward computes: over links that
+/// nothing else uses then.
+void price_links(ExpertCopies& copies, const LinkSpeeds& speeds) {
   const std::vector<std::int32_t> slots = used_slots(copies);
   const EPConfig& config = copies.config;
   const ExpertSlotTable table{config.world_size, config.num_experts, slots};
   const auto transfers = plan_weight_transfers(table, config.local_world_size);
   const std::vector<LinkBytes> weights = count_transfers(config, transfers);
   const std::vector<LinkBytes> back = count_transfers(config, plan_gradient_transfers(table));
-  double transfer = chain_seconds(copies, transfers, speeds);  // rows and weights together
   for (std::int32_t r = 0; r < config.world_size; ++r) {
     copies.weights_sent.push_back(static_cast<std::int32_t>(weights[r].out()));
     for (const detail::LinkField& link : detail::link_fields) {
       const double speed = detail::speed_of(speeds, link.network);
       const std::int64_t count = weights[r].*link.bytes;
       const double seconds = as_double(count) * as_double(copies.weight_bytes) / speed;
-      if (count > 0)
-        transfer = std::max(transfer, seconds + as_double(dispatch.links[r].*link.bytes) / speed);
       copies.after.gradients =
           std::max(copies.after.gradients,
                    as_double(back[r].*link.bytes) * as_double(copies.gradient_bytes) / speed);
@@ -119,8 +116,7 @@ void price_links(ExpertCopies& copies, const ExpertCallPrediction& dispatch,
       copies.busiest_weights = static_cast<std::int32_t>(count);
     }
   }
-  const double with = dispatch.begin_seconds + transfer + dispatch.end_seconds;
-  copies.after.weights = transfers.empty() ? 0 : std::max(0.0, with - dispatch.seconds);
+  copies.after.weights = std::max(copies.weight_seconds, chain_seconds(copies, transfers, speeds));
 }
 
 /// Calls of a step without the weights of copies.
@@ -183,8 +179,7 @@ ExpertCopies price_expert_copies(const EPConfig& config, const EPDispatchOptions
   const double row_seconds = flops_per_mac * as_double(elements) / costs.gemm_flops_per_second;
   copies.before = step_of(config, before, as_double(copies.tiled_before) * row_seconds);
   copies.after = step_of(config, after, as_double(copies.tiled_after) * row_seconds);
-  price_links(copies, after[static_cast<std::size_t>(ExpertCallKind::grouped_dispatch)],
-              costs.calls.links);
+  price_links(copies, costs.calls.links);
   return copies;
 }
 
@@ -326,13 +321,12 @@ std::string calls_sentence(const ExpertCopies& copies) {
 }
 
 std::string hiding_sentence(const ExpertCopies& copies) {
-  const double hidden = std::max(0.0, copies.weight_seconds - copies.after.weights);
+  const double forwarded = copies.after.weights - copies.weight_seconds;
   return concat(
-      "Weights travel with the rows of the dispatch, after tokens are counted: the "
-      "dispatch takes ",
-      format_moment(copies.after.weights), " longer, and ", format_moment(hidden),
-      " of the weights' time is hidden by rows of fuller links and by stores of "
-      "multiprocessors.");
+      "Weights follow the rows of the dispatch, so nothing hides them: ",
+      format_moment(copies.after.weights), " in forward",
+      forwarded > 1e-6 * copies.weight_seconds ? " until the last forwarded copy has come" : "",
+      ", and again in backward.");
 }
 
 std::string gain_sentence(const ExpertCopies& copies) {

@@ -89,8 +89,9 @@ TEST_F(ExpertCopiesCommandTest, CopiesOfLargeExpertsPayWhereRowsAreMany) {
                     {"In tiles of 128 rows the fullest rank has", "Copies pay: forward gains"}));
   const ProgramResult slow = run(command + "--nvlink 1GB/s --flops 1e18");
   // The copy keeps 90 000 rows of a KiB from a slow link.
-  EXPECT_TRUE(holds(unwrapped(slow.out), {"a dispatch takes 396 us instead of 92.3 ms",
-                                          "the dispatch takes 6.25 ms longer", "Copies pay: "}));
+  EXPECT_TRUE(holds(unwrapped(slow.out),
+                    {"a dispatch takes 396 us instead of 92.3 ms",
+                     "nothing hides them: 6.29 ms in forward, and again", "Copies pay: "}));
   EXPECT_TRUE(holds(unwrapped(run(command + "--ranks-per-node 1").out),
                     {"over the network", "at 50.0 GB/s"}));
   EXPECT_TRUE(holds(unwrapped(run(command + "--limit 1e6").out),

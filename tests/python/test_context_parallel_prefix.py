@@ -126,6 +126,7 @@ def test_other_masks_refuse_a_prefix_by_name(mask):
             attend.gather(held[world.rank])
         text = str(error.value)
         assert text.startswith("ContextParallelAttention.gather: ") and says in text
+        assert "; two numbers are (length, prefix), and a rank gives its own documents" in text
         for pieces in (held, [[30], [(7, 0, 40, 5)]]):
             with pytest.raises(waybill.InvalidArgument) as error:
                 attend.plan(pieces)

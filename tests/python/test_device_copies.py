@@ -220,6 +220,12 @@ def test_memory_holds_gradients_all_the_time(on_device):
         elements = 2 * 3 * HIDDEN * INNER
         made = module.memory()
         assert (made["copies"], made["copy_gradients"]) == (2 * elements, 4 * elements)
-        assert made["copies_if_kept"] == 2 * elements
+        assert made["copies_if_kept"] == 6 * elements
+        kept = module_on(
+            world, experts_of(world.rank, dtype=torch.bfloat16), dtype=torch.bfloat16,
+            keep_copies=True,
+        )  # fmt: skip
+        made = kept.memory()
+        assert made["copies"] + made["copy_gradients"] == made["copies_if_kept"] == 6 * elements
 
     waybill.run_threads(2, body)

@@ -272,7 +272,7 @@ def test_experts_that_are_put_in_place_of_others(keep):
             module(*inputs[:3])
         module.experts = own.double()  # copies came as bytes of float32
         with pytest.raises(
-            waybill.InvalidArgument, match=r"torch.float64.*torch.float32.*was made"
+            waybill.InvalidArgument, match=r" \[\d+, \d+\] torch.float64, .*torch.float32, as when"
         ):
             module(*inputs[:3])
         module.experts = own.float()

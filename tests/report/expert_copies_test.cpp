@@ -63,13 +63,7 @@ TEST(ExpertCopies, PricesCopiesByHand) {
   EXPECT_NEAR(after.gemm, 68 * 2.0 * 3 * 128 * 64 / 1e9, 1e-12);
   EXPECT_NEAR(copies.weight_seconds, 2 * 49152 / 1e6, 1e-12);
   EXPECT_NEAR(after.gradients, 3 * 98304 / 1e6, 1e-12);
-  const ExpertCallPrediction with = call_of(config, options, ExpertCallKind::grouped_dispatch);
-  // Rank 0 sends its weights with those of its rows that leave: tokens of experts 2 to 7.
-  EXPECT_EQ(with.links[0].nvlink_out, 6 * 4 * 256);
-  EXPECT_NEAR(
-      after.weights,
-      with.begin_seconds + (2 * 49152 + 6 * 4 * 256) / 1e6 + with.end_seconds - with.seconds,
-      1e-12);
+  EXPECT_NEAR(after.weights, 2 * 49152 / 1e6, 1e-12);
   EXPECT_NEAR(copies.forward_gain(),
               before.dispatch + before.gemm + before.combine - after.dispatch - after.weights -
                   after.gemm - after.combine,
@@ -110,9 +104,10 @@ TEST(ExpertCopies, CopiesOnAnotherNodeGoOverTheNetwork) {
   EXPECT_NEAR(copies.weight_seconds, 49152 / 1e5, 1e-12);
   EXPECT_NEAR(copies.after.gradients, 2 * 98304 / 1e5, 1e-12);
   // The last copy has come over both.
-  const auto with = call_of(config_of(2), {.spare_experts = 1}, ExpertCallKind::grouped_dispatch);
-  const double alone = with.begin_seconds + 49152 / 1e5 + 49152 / 1e6 + with.end_seconds;
-  EXPECT_GE(copies.after.weights, alone - with.seconds - 1e-12);
+  EXPECT_NEAR(copies.after.weights, 49152 / 1e5 + 49152 / 1e6, 1e-12);
+  EXPECT_TRUE(explain_expert_copies(copies, costs_of())[5].starts_with(
+      "Weights follow the rows of the dispatch, so nothing hides them: 541 ms in forward until the "
+      "last forwarded copy has come"));
 }
 
 TEST(ExpertCopies, ProductsHaveWholeTiles) {
@@ -128,13 +123,12 @@ TEST(ExpertCopies, ProductsHaveWholeTiles) {
   EXPECT_EQ(copies.tiled_after, most);
 }
 
-TEST(ExpertCopies, WhatStoresHideIsNotExposed) {
+TEST(ExpertCopies, RowsDoNotHideWeights) {
   ExpertCopyCosts costs = costs_of();
-  costs.calls.links.block_bytes_per_second = 1e3;
+  costs.calls.links.block_bytes_per_second = 1e3;  // stores take longer than links
   const ExpertCopies copies =
       price_expert_copies(config_of(4), {.spare_experts = 1}, hot_ids(), costs);
-  EXPECT_EQ(copies.after.weights, 0);
-  EXPECT_GT(copies.weight_seconds, 0.09);
+  EXPECT_NEAR(copies.after.weights, 2 * 49152 / 1e6, 1e-12);
 }
 
 TEST(ExpertCopies, SaysInWhichPartOfAStepCopiesPay) {

@@ -34,10 +34,8 @@ struct ExpertStepSeconds {
   double cached_dispatch = 0;  ///< gradients, by the known routing
   double combine = 0;          ///< sums, and the gradients of tokens
   double gemm = 0;             ///< the experts' products forward; backward takes twice as long
-  /// A dispatch takes so much longer with the weights of copies on its links. Rows of other links
-  /// and stores of multiprocessors hide the rest. Backward fetches them again.
-  double weights = 0;
-  double gradients = 0;  ///< float32 gradients of copies home, over the links alone
+  double weights = 0;          ///< copies come after the rows of a dispatch; backward fetches again
+  double gradients = 0;        ///< float32 gradients of copies home, over the links alone
 
   [[nodiscard]] double forward() const { return dispatch + weights + gemm + combine; }
   [[nodiscard]] double backward() const {

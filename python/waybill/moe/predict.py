@@ -318,7 +318,7 @@ def break_even_rows(
 
     :param link_bytes_per_second: NVLink's, or the network's where copies lie on other nodes
     :param weights: how often its weights travel: 2, forward and backward; 1 with ``keep_copies`` or
-        without a backward; less where rows hide them
+        without a backward
     :param gradients: how often float32 gradients do: 1; 0 without a backward
     :param gemm: products of a row: 3, one forward, two backward; 1 without a backward
     :raises InvalidArgument: naming the argument

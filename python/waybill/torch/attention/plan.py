@@ -421,7 +421,12 @@ def _row_of(item: Any, unnumbered: int, name: str, mask: str) -> Tuple[int, ...]
         raise InvalidArgument(f"{name} has document {row[0]}, expected >= 0")
     row += [0] * (4 - len(row))
     if row[3] and mask != "prefix":
-        raise InvalidArgument(f'{name} has prefix {row[3]}, expected none with mask = "{mask}"')
+        hint = ""
+        if len(item) == 2 and ": held: " in name:  # perhaps the lengths of another rank
+            hint = "; two numbers are (length, prefix), and a rank gives its own documents alone"
+        raise InvalidArgument(
+            f'{name} has prefix {row[3]}, expected none with mask = "{mask}"{hint}'
+        )
     return tuple(row)
 
 

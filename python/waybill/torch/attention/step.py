@@ -35,7 +35,7 @@ Project = Callable[..., Tuple[torch.Tensor, torch.Tensor]]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 # Ranks must have this in common, as errors say it.
-ORDER = "calls are for the same plans in the same order"
+ORDER = "all ranks call the same plans in the same order"
 GRADIENTS = f"{ORDER}, and q, as well as k or v, require gradients on all ranks or on none"
 
 
@@ -74,8 +74,10 @@ def _call_of_all(what: str, common: str) -> Callable[[_F], _F]:
                         self.dispatcher.world, self.pieces, self.planner.facts()
                     )
                     if found:
-                        hint = f"{WHO}.gather tells all ranks what each holds"
-                        error.args = (f"{error}: {found} ({hint})", *error.args[1:])
+                        found = found.removesuffix(", expected the same on all ranks")
+                        if " document" in found:  # otherwise it is an option of the planner
+                            found += f" ({WHO}.gather tells all ranks what each holds)"
+                        error.args = (f"{error}: {found}", *error.args[1:])
                 reworded(error, f"{WHO}: {what}", None, common)
                 raise
 

@@ -388,8 +388,8 @@ class Copies:
             parts = parts or mine
             if mine != parts:
                 raise InvalidArgument(
-                    f"{_WHO}: tensors of expert {expert} are {mine}, expected {parts}, as those of"
-                    " expert 0"
+                    f"{_WHO}: tensors of expert {expert} are {_said(mine)}, expected"
+                    f" {_said(parts)}, as those of expert 0"
                 )
         for _, dtype in parts:
             if dtype not in _SUMMED:
@@ -451,8 +451,9 @@ class Copies:
         if parts != self._parts:
             self._experts = before
             raise InvalidArgument(
-                f"{_WHO}: tensors of an expert are {parts}, expected {self._parts}, as when the"
-                " module was made: convert experts before, or make another module"
+                f"{_WHO}: tensors of an expert are {_said(parts)}, expected"
+                f" {_said(self._parts)}, as when the module was made: convert experts"
+                " before, or make another module"
             )
         self._forms = self._forms_now()
         if isinstance(before, StackedExperts) and isinstance(now, StackedExperts):
@@ -619,6 +620,11 @@ _ROWS = torch.contiguous_format
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _said(parts: List[Tuple[torch.Size, torch.dtype]]) -> str:
+    """Parts as an error says them: [16, 32] torch.float32, [32, 16] torch.float32."""
+    return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in parts)
 
 
 def _padded(size: int) -> int:

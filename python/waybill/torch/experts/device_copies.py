@@ -37,7 +37,9 @@ class DeviceCopies(Copies):
 
     def memory(self) -> Dict[str, int]:
         copies, gradients = self._pool().sizes
-        return {"copies": copies, "copy_gradients": gradients, "copies_if_kept": self.size}
+        return {
+            "copies": copies, "copy_gradients": gradients, "copies_if_kept": sum(self._sizes())
+        }  # fmt: skip
 
     def before_dispatch(self, experts: Any, layer: Any, training: bool) -> Any:
         """The last layout, where copies are kept and not trained: ranks do not ask each other

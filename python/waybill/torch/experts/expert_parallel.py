@@ -543,7 +543,8 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
     def memory(self) -> Dict[str, int]:
         """Bytes on this rank: ``windows``, the symmetric memory of the layer; ``copies``, the store
         of copies, which modules share unless they keep theirs; ``copy_gradients``, which a backward
-        takes for a time; ``copies_if_kept``, the store with ``keep_copies``, of each module.
+        takes for a time, on GPUs a part of the store; ``copies_if_kept``, the store with
+        ``keep_copies``, of each module.
         """
         made = {"copies": 0, "copy_gradients": 0, "copies_if_kept": 0}
         for copies in self._copies:
