@@ -28,6 +28,7 @@ interpreters_for() {
   local tag python version
   tag=$(sed -E 's/.*-cp3([0-9]+)-.*/\1/' <<<"$1")
   for python in "${pythons[@]}" "$(scripts/find_pythons.sh --latest)"; do
+    [[ -n $python ]] || continue # --latest found none
     version=$("$python" -c 'import sys; print(sys.version_info[1])')
     if ((version == tag)) || [[ $1 == *abi3* && $version -gt $tag ]]; then echo "$python"; fi
   done | sort -u
