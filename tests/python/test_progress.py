@@ -29,6 +29,20 @@ def test_a_long_call_says_what_it_does(soon, monkeypatch):
     assert text.endswith("\r\033[K") and "\n" not in text  # one line, gone at the end
 
 
+def test_a_calibration_says_that_it_is_one(soon, monkeypatch):
+    calibrate = pytest.importorskip("waybill.torch.attention.calibrate")
+
+    def timed(case, kernel, shape, device, repeats):
+        time.sleep(0.02)
+        pairs = calibrate.pairs(case, shape)
+        return 1e-9 * pairs, 3e-9 * pairs
+
+    monkeypatch.setattr(calibrate, "_timed", timed)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    calibrate.calibrate_attention(2, head_dim=16, device="cpu", rows=1024)
+    assert sys.stderr.getvalue().startswith("\rwaybill: calibrate_attention, 0 s ...")
+
+
 def test_a_short_call_says_nothing(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     waybill.test_qkv_dispatch(world_size=2, num_tokens=16)

@@ -14,6 +14,7 @@ from ..._arrays import within
 from ..._graphs import outside_graphs
 from ...costs import AttentionCosts
 from ...errors import InvalidArgument
+from ...simulate import progress
 from .._tensors import dtype_name, require_device
 from ..kernels import AttentionKernel, AttentionShape, Sequences, choose_kernel
 from ..kernels import Kernel as _Kernel
@@ -76,7 +77,8 @@ def calibrate_attention(
     found.check(shape, device, _WHO)
     found.check_training(device, _WHO)
     cases = _cases(rows, mask)
-    times = [_timed(case, found, shape, device, repeats) for case in cases]
+    with progress(_WHO):
+        times = [_timed(case, found, shape, device, repeats) for case in cases]
     about: dict[str, Any] = {
         "measured": [[*case, *spans] for case, spans in zip(cases, times)],
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
