@@ -85,6 +85,7 @@ ELSEWHERE = {
     "nvshmem_barrier_all_on_stream": "EPAll2AllLayer.ep_barrier_all(stream)",
     "barrier_all_on_stream": "EPAll2AllLayer.ep_barrier_all(stream, intra_node_only=True)",
     "finalize_distributed": "torch.distributed.destroy_process_group()",
+    "dist_print": "not needed: print on the ranks that you choose",
     "magi_attn_flex_key": "ContextParallelAttention.plan(pieces)",
     "magi_attn_varlen_key": "ContextParallelAttention.plan(pieces)",
     "calc_attn": _ATTENTION,
