@@ -346,8 +346,8 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         copied out of it; "own": rows stay in this module's own window until its backward is over,
         before which it must not be called again. (Programs of torch.compile copy them.)
     :param chunks: parts into which the tokens are cut, so that the experts work on one part while
-        the next is on its way, on GPUs on a stream of its own. Windows are smaller by this factor;
-        ``fixed_rows`` are those of a chunk
+        sums of the one before go back, on GPUs on a stream of their own. Windows are smaller by
+        this factor; ``fixed_rows`` are those of a chunk
     :param preset: "training" or "decoding", None: "training": defaults of ``layer_options``, which
         are arguments of ``EPAll2AllLayer``
     :param operations: whether calls are operations of torch.library, which needs ``fixed_rows`` and
@@ -570,7 +570,7 @@ class ExpertParallel(OfThisProcess, torch.nn.Module):
         arrived = lane.run(self._dispatch, *parts[0])
         for number in range(self.chunks):
             outputs, layout = self._computed(*lane.join(arrived))
-            if number + 1 < self.chunks:  # it is on its way while these experts work
+            if number + 1 < self.chunks:  # after these experts: the stream waits for them
                 arrived = lane.run(self._dispatch, *parts[number + 1])
             sums.append(lane.run(self._combine, outputs, layout))
         return torch.cat([lane.join(one) for one in sums])
